@@ -167,7 +167,7 @@ class Gatherer:
         sources: NDArray[np.int64],
         positions: str,
         attention: str,
-        labels: str,
+        label_boundary: str,
         alignment: int,
         pad_token: int,
     ) -> None: ...

@@ -147,9 +147,9 @@ def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
     from megapack.data import BucketBatchSampler, PackedDataset, Schedule  # noqa: PLC0415
 
     ways = [
-        {"attention": attention, "labels": labels, "positions": positions}
+        {"attention": attention, "label_boundary": boundary, "positions": positions}
         for attention in ("document", "sample")
-        for labels in ("document", "sample")
+        for boundary in ("document", "sample")
         for positions in ("segment", "document", "sample")
     ]
     for way in ways:
@@ -187,9 +187,7 @@ def outputs(folder: Path) -> dict[str, str]:
     return result
 
 
-def test_outputs_are_those_of_the_reference_commit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_are_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer("torch")
     found = outputs(tmp_path)
     capsys.readouterr()

@@ -39,7 +39,7 @@ def samples(**changed: Any) -> list[int]:
 def gatherer(**changed: Any) -> _core.Gatherer:
     """Of one shard of three samples."""
     zero = np.zeros(1, np.int64)
-    given = {"positions": "segment", "attention": "document", "labels": "document"}
+    given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
     rest = {"alignment": 1, "pad_token": 0}
     return _core.Gatherer(**{**given, **runs, **rest, **changed})
@@ -115,7 +115,10 @@ def test_numpys_integers_are_integers(name: str) -> None:
             "placement is 'papr'; it must be one of exact, paper, published",
         ),
         (lambda: gatherer(positions="token"), "positions is 'token'; it must be one of segment, "),
-        (lambda: gatherer(labels="file"), "labels is 'file'; it must be one of document, sample"),
+        (
+            lambda: gatherer(label_boundary="file"),
+            "label_boundary is 'file'; it must be one of docu",
+        ),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: gatherer(alignment=2.0), "alignment is 2.0; it must be an integer"),
         (lambda: packed("decompose", buckets=[8, 32]), "bucket 32 follows 8"),
@@ -169,9 +172,7 @@ def test_a_file_name_that_is_no_unicode_is_shown_with_escapes() -> None:
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("lengths", [[2**62] * 4, [2**62, 1], [2**63 - 1] * 3])
-def test_totals_past_64_bits_are_refused_before_anything_is_packed(
-    strategy: str, lengths: list[int]
-) -> None:
+def test_totals_past_64_bits_are_refused_first(strategy: str, lengths: list[int]) -> None:
     with pytest.raises(DataError, match=r"more than 2\^62 tokens in all"):
         pack(lengths, strategy, buckets=4096)
 
@@ -340,7 +341,7 @@ def test_a_sound_index_is_gathered() -> None:
         ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
     ],
 )
-def test_pointers_that_the_reader_refuses_are_refused_by_the_gather(
+def test_refused_pointers_are_refused_by_gather(
     pointers: list[int], document: int, message: str
 ) -> None:
     idx = _idx(SOUND[0], pointers, SOUND[2])

@@ -20,8 +20,8 @@ from papers.runs import Scale
 
 from megapack.data import Batch
 
-# Fields of ``data``: attention, labels and positions know samples, not documents.
-WHOLE = {"attention": "sample", "labels": "sample", "positions": "sample"}
+# Fields of ``data``: attention, label_boundary and positions know samples, not documents.
+WHOLE = {"attention": "sample", "label_boundary": "sample", "positions": "sample"}
 
 
 def engine(scale: Scale) -> dict[str, Any]:

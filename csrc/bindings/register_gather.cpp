@@ -115,9 +115,10 @@ class Gatherer {
     Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
              const py::object& positions_name, const py::object& attention,
-             const py::object& labels, const py::object& alignment, const py::object& pad_token)
+             const py::object& label_boundary, const py::object& alignment,
+             const py::object& pad_token)
         : options_{positions(positions_name), extent(attention, "attention"),
-                   extent(labels, "labels"), integer(alignment, "alignment", 1),
+                   extent(label_boundary, "label_boundary"), integer(alignment, "alignment", 1),
                    integer(pad_token, "pad_token")},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
@@ -203,8 +204,9 @@ class Gatherer {
                                     const py::object& num_lists) const {
         const auto samples = view(sample_ids, "sample_ids");
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
-        return computed(
-            [&] { return count_labels(shards_, located(samples, lists), options_.labels); });
+        return computed([&] {
+            return count_labels(shards_, located(samples, lists), options_.label_boundary);
+        });
     }
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
@@ -259,8 +261,8 @@ void register_gather(py::module_& m) {
                       const py::object&, const py::object&, const py::object&, const py::object&>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
-             py::arg("positions"), py::arg("attention"), py::arg("labels"), py::arg("alignment"),
-             py::arg("pad_token"))
+             py::arg("positions"), py::arg("attention"), py::arg("label_boundary"),
+             py::arg("alignment"), py::arg("pad_token"))
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
              py::arg("labels"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),

@@ -65,8 +65,8 @@ class PackedDataset(Dataset[Batch]):
             (a segment continues its document's count), or at every ``sample``.
         attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
             classic concatenation).
-        labels: ``document``: the last token of a document has no label; ``sample``: its label is
-            the first token of the next segment, as in the classic concatenation.
+        label_boundary: ``document``: the last token of a document has no label; ``sample``: its
+            label is the first token of the next segment, as in the classic concatenation.
         label_dataset: labels that somebody chose (chat: only the assistant's tokens), token by
             token beside the documents, not shifted, negative where there is none. ``auto`` takes
             ``<prefix>.labels`` when it is there; None ignores it. For a blend also a list, one of
@@ -95,7 +95,7 @@ class PackedDataset(Dataset[Batch]):
         *,
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Literal["document", "sample"] = "document",
-        labels: Literal["document", "sample"] = "document",
+        label_boundary: Literal["document", "sample"] = "document",
         label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
@@ -104,7 +104,7 @@ class PackedDataset(Dataset[Batch]):
         self._options: dict[str, Any] = {
             "positions": positions,
             "attention": attention,
-            "labels": labels,
+            "label_boundary": label_boundary,
             "alignment": alignment,
             "pad_token": pad_token,
         }

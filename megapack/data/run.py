@@ -50,7 +50,7 @@ class DataConfig(StepConfig):
     """Where position ids restart."""
     attention: Literal["document", "sample"] = "document"
     """Reach of attention: its own document, or the whole sample (the baseline)."""
-    labels: Literal["document", "sample"] = "document"
+    label_boundary: Literal["document", "sample"] = "document"
     """Whether the last token of a document predicts the next document's first (the baseline)."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
@@ -170,7 +170,7 @@ def open_run(config: RunConfig) -> OpenRun:
     options: dict[str, Any] = {
         "positions": section.positions,
         "attention": section.attention,
-        "labels": section.labels,
+        "label_boundary": section.label_boundary,
     }
     if section.blend is not None:
         blend = load_blend(section.blend)

@@ -51,9 +51,7 @@ def test_flex_serves_float32_at_the_widest_head() -> None:
 @pytest.mark.parametrize("backend", ["flash3", "flash2", "torch"])
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), width=st.sampled_from([64, 80, 128, 256]))
-def test_kernels_compute_the_definition_whatever_the_segments(
-    backend: str, case: Case, width: int
-) -> None:
+def test_kernels_compute_the_definition(backend: str, case: Case, width: int) -> None:
     wide = Case(**{**case.__dict__, "width": width})
     needs = wide.needs("cuda", torch.bfloat16)
     if refusals(needs)[backend] is None:
@@ -70,9 +68,7 @@ def test_some_backend_serves_every_model_we_train() -> None:
         assert any(served[name] is None for name in BACKENDS), served
 
 
-def test_flex_never_holds_all_scores_however_many_shapes_it_has_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flex_never_holds_all_scores_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond torch's limit of graphs it would go on uncompiled, with 4 bytes per head and pair."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     flex._compiled.cache_clear()

@@ -72,9 +72,7 @@ def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, caus
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("preset", MODELS)
-def test_a_step_of_a_model_asks_for_no_value_and_gives_every_gradient(
-    preset: str, checkpointing: bool
-) -> None:
+def test_model_step_reads_no_value_and_gives_gradients(preset: str, checkpointing: bool) -> None:
     model = _model(preset, MODELS[preset])
     if checkpointing:
         model.checkpoint_activations()

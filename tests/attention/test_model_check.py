@@ -130,7 +130,7 @@ class WithZLoss(LlamaForCausalLM):
         ("qwen3_moe", {"output_router_logits": True}, None),
     ],
 )
-def test_a_training_loss_with_a_part_that_is_not_computed_is_refused(
+def test_loss_without_a_part_is_refused(
     name: str, fields: dict[str, Any], model_class: Any
 ) -> None:
     def build_of_class(configuration: Any, implementation: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import printed
 
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect import view_sample
@@ -31,11 +32,8 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def test_a_dataset_is_described_by_its_own_numbers(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(corpus), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_dataset_tells_its_own_numbers(corpus: Path) -> None:
+    facts = json.loads(printed("inspect", corpus, "--json"))
     lengths = [len(text) + 1 for text in TEXTS]
     assert facts["num_documents"] == len(TEXTS)
     assert facts["num_tokens"] == sum(lengths)
@@ -43,32 +41,23 @@ def test_a_dataset_is_described_by_its_own_numbers(
     assert sum(facts["documents_up_to_power_of_two"].values()) == len(TEXTS)
 
 
-def test_an_index_is_described_by_its_own_metrics(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", f"{corpus}.samples", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_index_tells_its_own_metrics(corpus: Path) -> None:
+    facts = json.loads(printed("inspect", f"{corpus}.samples", "--json"))
     assert facts["strategy"] == "bucket"
     assert facts["bucket_capacity"] == [16, 32]
     assert facts["metrics"]["num_documents"] == len(TEXTS)
 
 
 @pytest.mark.parametrize("suffix", ["", ".samples"])
-def test_tables_for_people_are_printed(
-    corpus: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", f"{corpus}{suffix}"]) == 0
-    assert "documents" in capsys.readouterr().out
+def test_tables_are_printed(corpus: Path, suffix: str) -> None:
+    assert "documents" in printed("inspect", f"{corpus}{suffix}")
 
 
-def test_every_document_appears_with_its_text_in_some_sample(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_document_is_in_some_sample(corpus: Path) -> None:
     shown = ""
     for sample in range(SampleIndex.load(f"{corpus}.samples").num_samples):
         command = ["inspect", f"{corpus}.samples", "--sample", str(sample), "--tokenizer", "bytes"]
-        assert main([*command, "--full"]) == 0
-        shown += capsys.readouterr().out
+        shown += printed(*command, "--full")
     for text in TEXTS[:3]:
         assert f"{text}<eod>" in shown
     assert shown.count("<eod>") == len(TEXTS)
@@ -98,9 +87,7 @@ def labels(corpus: Path) -> list[list[int]]:
     return chosen
 
 
-def test_chosen_labels_are_shown_as_training_sees_them(
-    corpus: Path, labels: list[list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chosen_labels_are_those_of_training(corpus: Path, labels: list[list[int]]) -> None:
     dataset, index = IndexedDataset(corpus), SampleIndex.load(f"{corpus}.samples")
     documents = [dataset[d].tolist() for d in range(dataset.num_documents)]
     seen = 0
@@ -113,19 +100,17 @@ def test_chosen_labels_are_shown_as_training_sees_them(
         views = view_sample(dataset, index, sample)
         shown = [has for view in views for has in view.has_label]
         assert shown == [label != NO_LABEL for label in batch.labels[: len(shown)]]
-        assert main(["inspect", f"{corpus}.samples", "--sample", str(sample)]) == 0
-        assert f" {sum(shown)} labels" in capsys.readouterr().out
+        assert f" {sum(shown)} labels" in printed(
+            "inspect", f"{corpus}.samples", "--sample", sample
+        )
         seen += sum(shown)
     assert 0 < seen < dataset.num_tokens - len(TEXTS)
 
 
-def test_labels_of_other_documents_are_refused(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_labels_are_refused(corpus: Path) -> None:
     with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32) as builder:
         builder.add_document([1, 2, 3])
-    assert main(["inspect", f"{corpus}.samples", "--sample", "0"]) == 1
-    assert "labels" in capsys.readouterr().err
+    assert "labels" in printed("inspect", f"{corpus}.samples", "--sample", "0", status=1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +126,6 @@ def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
     token: int,
     message: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With ids of sentencepiece, `--tokenizer bytes` once said "must be in range(0, 256)"."""
     prefix = tmp_path / "other"
@@ -152,30 +136,23 @@ def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
     dataset = IndexedDataset(prefix)
     pack(dataset.document_lengths, "bucket", buckets=[16]).save(f"{prefix}.samples", source=dataset)
     command = ["inspect", f"{prefix}.samples", "--sample", "0", "--tokenizer", "bytes"]
-    assert main(command) == 2
-    said = capsys.readouterr().err
+    said = printed(*command, status=2)
     assert f"{prefix} was not made by bytes" in said
     assert message in said
 
 
-def test_a_recorded_command_stays_one_line_on_a_pipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
     """As in ``inspect corpus | grep command``; markup of the terminal is text like any other."""
     command = f"megapack-build tokenize --input '[bold]*.jsonl' {'x' * 300} --output-prefix p"
     prefix = tmp_path / "corpus"
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, metadata={"command": command}) as builder:
         builder.add_document([1, 2, 3])
-    assert main(["inspect", str(prefix)]) == 0
-    assert f"command: {command}" in capsys.readouterr().out.splitlines()
+    assert f"command: {command}" in printed("inspect", prefix).splitlines()
 
 
-def test_several_things_are_inspected_in_one_call(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_paths_are_inspected(corpus: Path) -> None:
     command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
-    assert main(command) == 0
-    index, dataset = json.loads(capsys.readouterr().out)
+    index, dataset = json.loads(printed(*command))
     assert index["strategy"] == "bucket"
     assert dataset["num_documents"] == len(TEXTS)
 
@@ -202,11 +179,10 @@ def test_a_wrong_request_says_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
-def test_an_index_of_another_dataset_is_refused(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_index_is_refused(corpus: Path, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "other", dtype=np.uint16) as builder:
         builder.add_document([1, 2, 3])
     command = ["inspect", f"{corpus}.samples", "--sample", "0"]
-    assert main([*command, "--data-prefix", str(tmp_path / "other")]) == 1
-    assert "do not belong together" in capsys.readouterr().err
+    assert "do not belong together" in printed(
+        *command, "--data-prefix", tmp_path / "other", status=1
+    )

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import printed
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megapack.cli import arguments
 from megapack.cli.main import COMMANDS, main
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDatasetBuilder
+from megapack.units import counted, parse_size, percent, short, size
 
 
-def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    overview = capsys.readouterr().out
+def test_the_overview_lists_every_command() -> None:
+    overview = printed()
     assert all(name in overview for name in COMMANDS)
 
 
-def test_an_unknown_command_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokenise"]) == 2
-    assert "did you mean 'tokenize'?" in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest_one() -> None:
+    assert "did you mean 'tokenize'?" in printed("tokenise", status=2)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_help_of_every_command_teaches_with_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_every_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([name, "--help"])
     assert leaving.value.code == 0
     assert f"megapack-build {name} " in capsys.readouterr().out.split("\n\n", 1)[1]
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_wrong_option_is_the_command_lines_fault(name: str) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main([name, "--no-such-option"])
-    assert leaving.value.code == 2
-
-
-def test_every_command_has_the_two_functions() -> None:
-    for module_name, _ in COMMANDS.values():
-        module = importlib.import_module(module_name)
-        assert callable(module.add_arguments)
-        assert callable(module.run)
 
 
 def test_it_runs_as_a_program() -> None:
@@ -73,7 +61,7 @@ def test_it_runs_as_a_program() -> None:
 )
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_leaves_early_is_no_error(
+def test_early_reader_is_fine(
     tmp_path: Path, arguments: list[str], both: bool, unbuffered: str
 ) -> None:
     """As in ``megapack-build inspect ... | head -3``."""
@@ -94,7 +82,7 @@ def test_a_reader_that_leaves_early_is_no_error(
     assert (done.returncode, done.stderr or "") == (141, "")
 
 
-def test_a_broken_pipe_that_is_not_the_output_is_an_error(
+def test_other_pipe_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(args: object) -> int:
@@ -130,17 +118,14 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
 
 
-def test_a_name_that_is_not_utf_8_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
     """It was met when metadata was written, hours later."""
-    for arguments in (
+    for words in (
         ["tokenize", "--input", "x\udcff.jsonl"],
         ["merge", "a\udcff"],
         ["pack", "\udcff"],
     ):
-        assert main(arguments) == 2
-        assert r"\xff" in (said := capsys.readouterr().err)
+        assert r"\xff" in (said := printed(*words, status=2))
         assert "is not UTF-8" in said
 
 
@@ -171,3 +156,177 @@ def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
     said = capsys.readouterr().err
     assert said.endswith(f"megapack-build inspect: error: {error}\n")
     assert ("Traceback" in said and "in fail" in said) == debug
+
+
+# ---- The shared options, one by one: what is accepted, what it becomes, what is refused
+
+
+def _parser(*adders: Callable[[argparse.ArgumentParser], object]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megapack-build some")
+    for add in adders:
+        add(parser)
+    return parser
+
+
+@pytest.fixture
+def reader_of_many() -> argparse.ArgumentParser:
+    return _parser(
+        lambda parser: arguments.add_dataset_argument(parser, many=True),
+        lambda parser: arguments.add_shared(parser, "--overwrite"),
+    )
+
+
+@pytest.fixture
+def reader_of_one() -> argparse.ArgumentParser:
+    return _parser(
+        lambda parser: arguments.add_dataset_argument(parser, many=False),
+        lambda parser: arguments.add_shared(parser, "--overwrite"),
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a", "b"],
+        ["--data-prefix", "a", "b"],
+        ["--overwrite", "a", "b"],
+        ["a", "b", "--overwrite"],
+        ["--data-prefix", "a", "b", "--overwrite"],
+        ["--overwrite", "--data-prefix", "a", "b"],
+    ],
+    ids=" ".join,
+)
+def test_datasets_need_no_option(reader_of_many: argparse.ArgumentParser, words: list[str]) -> None:
+    assert reader_of_many.parse_args(words).prefixes == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "words", [["a"], ["--data-prefix", "a"], ["--overwrite", "a"], ["a.idx", "--overwrite"]]
+)
+def test_one_needs_no_option(reader_of_one: argparse.ArgumentParser, words: list[str]) -> None:
+    assert reader_of_one.parse_args(words).prefix == "a"
+
+
+@pytest.mark.parametrize("reader", ["reader_of_one", "reader_of_many"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "one of the arguments PREFIX --data-prefix is required"),
+        (["a", "--data-prefix", "b"], "not allowed with"),
+    ],
+)
+def test_no_dataset_and_two_ways_at_once_are_refused(
+    reader: str,
+    words: list[str],
+    message: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        request.getfixturevalue(reader).parse_args(words)
+    assert leaving.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_way_to_name_the_same_thing_joins_the_group() -> None:
+    """As --lengths of compare."""
+    parser = argparse.ArgumentParser()
+    arguments.add_dataset_argument(parser, many=False).add_argument("--lengths")
+    args = parser.parse_args(["--lengths", "l.npy"])
+    assert args.lengths == "l.npy"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["a", "--lengths", "l.npy"])
+
+
+def test_capacities_are_sorted() -> None:
+    assert arguments.capacities("4096,1024") == [1024, 4096]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        *((arguments.byte_count, text) for text in ("", "-1", "M", "1X", "1e6")),
+        *((arguments.capacities, text) for text in ("", "0", "1024,", "-5", "1k", "1.5")),
+        *((arguments.positive, text) for text in ("0", "-1", "1.5", "")),
+    ],
+)
+def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not"):
+        parse(text)
+
+
+def test_a_token_is_a_name_or_an_id() -> None:
+    parser = _parser(lambda parser: arguments.add_shared(parser, "--eod-token"))
+    assert parser.parse_args(["--eod-token", "50256"]).eod_token == 50256
+    assert parser.parse_args(["--eod-token", "<|endoftext|>"]).eod_token == "<|endoftext|>"
+    assert parser.parse_args([]).eod_token is None
+
+
+def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
+    parser = _parser(lambda parser: arguments.add_shared(parser, "--threads", "--workers"))
+    args = parser.parse_args([])
+    assert args.threads == args.workers == len(os.sched_getaffinity(0))
+
+
+# ---- How numbers look in what the commands print
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 shards"), (1, "1 shard"), (106055, "106,055 shards")]
+)
+def test_a_count_agrees_with_its_noun(number: int, text: str) -> None:
+    assert counted(number, "shard") == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (41_234, "40.3 KiB"), (1_234_567, "1.18 MiB")],
+)
+def test_a_small_size_is_not_zero_megabytes(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_large_numbers_are_shortened() -> None:
+    numbers = (7, 999, 1500, 1_234_567, 2.5e6, 1e9, 3.14159e12)
+    texts = ["7", "999", "1.5 k", "1.23 M", "2.5 M", "1 G", "3.14 T"]
+    assert [short(number) for number in numbers] == texts
+    assert [percent(0.00123), percent(0.00123, None), percent(0.99999, None)] == [
+        "0.12 %",
+        "0.123 %",
+        "100 %",
+    ]
+
+
+@given(st.integers(0, 1 << 50))
+def test_sizes_are_read_as_they_are_printed(num_bytes: int) -> None:
+    assert parse_size(str(num_bytes)) == parse_size(num_bytes) == num_bytes
+    assert abs(parse_size(size(num_bytes)) - num_bytes) <= 0.005 * num_bytes
+
+
+@given(st.integers(0, 1023), st.sampled_from("KMGT"))
+def test_sizes_of_one_unit_are_read_and_printed_exactly(number: int, unit: str) -> None:
+    num_bytes = number << (10 * ("KMGT".index(unit) + 1))
+    for text in (
+        f"{number}{unit}",
+        f"{number}{unit.lower()}",
+        f"{number} {unit}iB",
+        f"{number}{unit}B",
+    ):
+        assert parse_size(text) == num_bytes
+    assert size(num_bytes) == (f"{number} {unit}iB" if number else "0 B")
+
+
+def test_sizes_are_exact_where_a_float_is_not() -> None:
+    assert parse_size("9007199254740993") == 9007199254740993
+    assert parse_size("0.3K") == 307 and parse_size("1.5G") == 3 << 29
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "1.5.5M", "-1", "1e9", "64X", "0x10", "nan", "1,000", True]
+)
+def test_wrong_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"is not a size; write 4096, 64M or 1\.5G"):
+        parse_size(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["tokenize", "--input", "x", "--output-prefix", "y", f"--block-bytes={text}"])
+    assert f"{str(text)!r} is not a size" in capsys.readouterr().err

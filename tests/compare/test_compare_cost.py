@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference.planning import broken_laws, costs
 
+from megapack.compare.comparison import draw_steps, measure_plans
 from megapack.compare.cost import (
     GPUS,
     MODELS,
@@ -15,7 +22,11 @@ from megapack.compare.cost import (
     Model,
     TrainingRun,
     estimate,
+    measure_work,
 )
+from megapack.errors import ConfigError, DataError
+from megapack.packing import SampleIndex, pack
+from megapack.planning import plan_step
 
 # One parameter, one layer of width one: operations are 6 per token and 7 per squared token.
 UNIT = Model(name="unit", parameters=1, num_layers=1, attention_width=1)
@@ -143,3 +154,195 @@ def test_impossible_models_and_gpus_are_refused() -> None:
 def test_an_index_without_tokens_has_no_cost() -> None:
     with pytest.raises(ValueError, match="nothing to train on"):
         bill(TrainingRun(model=UNIT, gpu=SLOW), tokens=5, dropped=5)
+
+
+# ---- Attention work per sample, and how dealing spreads it over the ranks
+
+
+def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleIndex:
+    """An index with these segment lengths: samples[bucket][sample] -> lengths."""
+    flat = [sample for bucket in samples for sample in bucket]
+    lengths = np.array([n for sample in flat for n in sample], np.int32)
+    arrays = {
+        "bucket_capacity": np.array(capacities, np.int64),
+        "bucket_sample_offsets": np.cumsum([0] + [len(bucket) for bucket in samples]),
+        "sample_segment_offsets": np.cumsum([0] + [len(sample) for sample in flat]),
+        "segment_document": np.arange(len(lengths), dtype=np.int32),
+        "segment_begin": np.zeros(len(lengths), np.int32),
+        "segment_length": lengths,
+    }
+    return replace(pack([1], buckets=capacities), **arrays)
+
+
+segments = st.lists(st.integers(1, 7), min_size=1, max_size=3)  # at most 21 of 24 tokens
+
+
+@given(st.lists(segments, min_size=1, max_size=9))
+def test_work_is_squared_segments_and_squared_padding(samples: list[list[int]]) -> None:
+    (bucket,) = measure_work(index_of([24], [samples]), num_ranks=1, num_steps=1)
+    assert bucket.segment_squares == sum(n * n for sample in samples for n in sample)
+    paddings = sum((24 - sum(sample)) ** 2 for sample in samples)
+    assert bucket.work == bucket.segment_squares + paddings
+    assert bucket.imbalance_random == bucket.imbalance_balanced == 1.0  # one rank waits for none
+
+
+def test_imbalance_by_hand() -> None:
+    """Samples of 9 and 1 of 9 tokens on two ranks, one each: every step is 81+1, or two alike."""
+    index = index_of([9], [[[9], [1]]])  # work 81 and 1 + 64
+    (bucket,) = measure_work(index, num_ranks=2, tokens_per_rank=9, num_steps=2000)
+    unequal, half = 2 * 81 / (81 + 65), 0.5  # of the draws, half take one of each
+    expected = half * unequal + half * 1.0
+    assert bucket.imbalance_random == pytest.approx(expected, abs=0.01)
+    assert bucket.imbalance_balanced == bucket.imbalance_random  # one sample each: nothing to deal
+
+
+def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
+    index = index_of([10, 20, 40], [[[6, 4], [7]], [], [[20, 10]]])
+    small, large = measure_work(index, num_ranks=2, tokens_per_rank=20, num_steps=4)
+    assert (small.capacity, small.num_samples, small.samples_per_rank) == (10, 2, 2)
+    assert (small.segment_squares, small.work) == (36 + 16 + 49, 36 + 16 + 49 + 9)
+    assert (small.num_positions, small.sample_squares) == (20, 200)
+    assert (large.capacity, large.samples_per_rank) == (40, 1)  # one sample is the least
+    assert (large.segment_squares, large.work) == (500, 600)
+    assert large.imbalance_random == large.imbalance_balanced == 1.0  # one kind of sample
+
+
+def test_balanced_dealing_is_fairer_on_unequal_samples() -> None:
+    generator = np.random.default_rng(1)
+    samples = [[int(n)] for n in generator.integers(1, 1000, 500)]
+    (bucket,) = measure_work(index_of([1000], [samples]), num_ranks=8, tokens_per_rank=4000)
+    assert 1.0 <= bucket.imbalance_balanced < bucket.imbalance_random
+    assert bucket.imbalance("balanced") == bucket.imbalance_balanced
+    assert bucket.imbalance("random") == bucket.imbalance_random
+
+
+def test_the_estimate_is_a_function_of_the_index() -> None:
+    index = index_of([100], [[[n] for n in range(1, 90)]])
+    assert measure_work(index, num_ranks=4) == measure_work(index, num_ranks=4)
+
+
+@pytest.mark.parametrize("wrong", ["num_ranks", "tokens_per_rank", "num_steps"])
+def test_counts_below_one_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong}.* 0"):
+        measure_work(index_of([10], [[[5]]]), **{wrong: 0})
+
+
+# ---- Steps planned by documents: their figures are those of the documents that each rank holds
+
+
+LINEAR_LENGTH = MODELS["125m"].linear_length
+RULES: dict[str, Any] = {
+    "num_ranks": 6,
+    "tokens_per_rank": 4096,
+    "micro_batch_tokens": 512,
+    "linear_length": LINEAR_LENGTH,
+    "num_steps": 3,
+}
+
+
+def web_lengths() -> np.ndarray:
+    """A heavy tail, some empty documents, the longest beyond what four ranks hold together."""
+    generator = np.random.default_rng(4)
+    return np.append(generator.lognormal(4.5, 1.2, 5000).astype(np.int32), [0, 0, 3000])
+
+
+def cut(lengths: list[int], limit: int) -> list[int]:
+    pieces = []
+    for length in lengths:
+        pieces += [limit] * (length // limit) + [length % limit] * (length % limit > 0)
+    return pieces
+
+
+def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
+    lengths = web_lengths()
+    steps = draw_steps(lengths, tokens=6 * 4096, longest=4 * 512, num_steps=3)
+    works = measure_plans(lengths, **RULES)
+    assert [work.max_degree for work in works] == [1, 4]
+    for work in works:
+        limit = 512 * work.max_degree
+        rows = []
+        for step in steps:
+            pieces = cut(step.tolist(), limit)
+            plan = plan_step(
+                pieces,
+                num_ranks=6,
+                max_tokens_per_rank=512,
+                max_degree=work.max_degree,
+                linear_length=LINEAR_LENGTH,
+            )
+            assert not broken_laws(plan, 512, work.max_degree, len(pieces))
+            row = [sum(n for n, d in zip(pieces, plan.degree, strict=True) if d > 1) / sum(pieces)]
+            row += [plan.num_micro_batches, plan.num_micro_batches - -(-sum(pieces) // (6 * 512))]
+            for spent in (costs(plan, 0), costs(plan, LINEAR_LENGTH)):
+                ideal = sum(map(sum, spent)) / 6
+                busiest = max(sum(micro[rank] for micro in spent) for rank in range(6))
+                row += [sum(map(max, spent)) / ideal, busiest / ideal]
+            rows.append(row)
+        shared, micro, extra, *paths = np.mean(rows, axis=0)
+        assert work.num_steps == 3 and work.micro_batch_tokens == 512
+        assert work.split_ratio == sum(n > limit for n in lengths.tolist()) / len(lengths)
+        assert work.shared_ratio == pytest.approx(shared)
+        assert (work.micro_batches, work.extra_micro_batches) == pytest.approx((micro, extra))
+        found = [
+            path
+            for which in (work.attention, work.model)
+            for path in (which.per_micro_batch, which.per_step)
+        ]
+        assert found == pytest.approx(paths) and min(found) >= 1
+    assert works[0].shared_ratio == 0 < works[1].shared_ratio, "the case must share documents"
+    assert works[0].split_ratio > works[1].split_ratio > 0
+
+
+def test_documents_of_one_length_leave_nothing_to_balance() -> None:
+    one, all_ranks = measure_plans(
+        np.full(9, 5), num_ranks=2, tokens_per_rank=20, micro_batch_tokens=10, linear_length=7
+    )
+    for work in (one, all_ranks):
+        assert (work.micro_batches, work.extra_micro_batches) == (2, 0)
+        assert work.model.per_step == work.attention.per_micro_batch == 1.0
+    assert one.split_ratio == one.shared_ratio == 0
+
+
+def test_documents_that_one_rank_holds_but_not_beside_each_other_cost_micro_batches() -> None:
+    (work,) = measure_plans(
+        np.full(9, 5), num_ranks=1, tokens_per_rank=24, micro_batch_tokens=8, linear_length=0
+    )
+    assert (work.max_degree, work.micro_batches, work.extra_micro_batches) == (1, 4, 1)
+
+
+def test_the_fewest_ranks_that_hold_the_longest_document_have_a_row() -> None:
+    rules = {**RULES, "num_ranks": 64, "num_steps": 1}
+    for longest, degrees in ((512, [1, 64]), (513, [1, 2, 64]), (2048, [1, 4, 64])):
+        works = measure_plans(np.array([3, longest]), **rules)
+        assert [work.max_degree for work in works] == degrees
+        assert works[-1].split_ratio == 0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=20).filter(any),
+    longest=st.integers(1, 40),
+    spare=st.integers(0, 80),
+)
+def test_step_is_as_full_as_documents_allow(lengths: list[int], longest: int, spare: int) -> None:
+    tokens = longest + spare
+    pieces = {piece for length in lengths for piece in cut([length], longest)}
+    steps = draw_steps(np.array(lengths), tokens=tokens, longest=longest, num_steps=4)
+    assert len(steps) == 4
+    for step in steps:
+        assert set(step.tolist()) <= pieces and tokens - longest < step.sum() <= tokens
+    again = draw_steps(np.array(lengths), tokens=tokens, longest=longest, num_steps=4)
+    assert [s.tolist() for s in steps] == [s.tolist() for s in again]
+
+
+def test_steps_of_very_many_documents_are_few() -> None:
+    assert len(draw_steps(np.ones(9, int), tokens=1 << 19, longest=1, num_steps=32)) == 2
+    assert len(draw_steps(np.ones(9, int), tokens=1 << 21, longest=1, num_steps=32)) == 1
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    for name, value in (("num_ranks", 0), ("micro_batch_tokens", 0), ("micro_batch_tokens", 4097)):
+        with pytest.raises(ConfigError, match=f"{name} (is )?{value}"):
+            measure_plans(np.array([3]), **{**RULES, name: value})
+    for nothing in ([], [0, 0]):
+        with pytest.raises(DataError, match="no document has a token"):
+            measure_plans(np.array(nothing, np.int64), **RULES)

@@ -1,9 +1,12 @@
 // What the programs of this folder share: a test that fails ends its program.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
+#include <vector>
 
 #include "core/base/check.hpp"
 
@@ -27,4 +30,26 @@ std::string message_of(const Run& run) {
 template <typename Error = std::invalid_argument, typename Run>
 bool refuses(const Run& run) {
     return message_of<Error>(run) != "nothing was thrown";
+}
+
+template <typename T>
+void append(std::vector<std::uint8_t>& bytes, T value) {
+    const std::size_t at = bytes.size();
+    bytes.resize(at + sizeof(T));
+    std::memcpy(bytes.data() + at, &value, sizeof(T));
+}
+
+// An .idx of uint16 tokens.
+inline std::vector<std::uint8_t> make_index(const std::vector<std::int32_t>& lengths,
+                                            const std::vector<std::int64_t>& pointers,
+                                            const std::vector<std::int64_t>& documents) {
+    std::vector<std::uint8_t> bytes{'M', 'M', 'I', 'D', 'I', 'D', 'X', 0, 0};
+    append<std::uint64_t>(bytes, 1);
+    append<std::uint8_t>(bytes, 8);
+    append<std::uint64_t>(bytes, lengths.size());
+    append<std::uint64_t>(bytes, documents.size());
+    for (const auto x : lengths) append(bytes, x);
+    for (const auto x : pointers) append(bytes, x);
+    for (const auto x : documents) append(bytes, x);
+    return bytes;
 }

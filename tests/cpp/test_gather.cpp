@@ -14,28 +14,16 @@ namespace {
 
 #define REQUIRE(condition) require(condition, "line " + std::to_string(__LINE__) + ": " #condition)
 
-template <typename T>
-void append(std::vector<std::uint8_t>& bytes, T value) {
-    const auto* raw = reinterpret_cast<const std::uint8_t*>(&value);
-    bytes.insert(bytes.end(), raw, raw + sizeof(T));
-}
-
-// An .idx of uint16 tokens, one sequence per document.
+// An .idx of one sequence per document.
 std::vector<std::uint8_t> make_idx(const std::vector<std::int32_t>& lengths) {
-    std::vector<std::uint8_t> bytes{'M', 'M', 'I', 'D', 'I', 'D', 'X', 0, 0};
-    append<std::uint64_t>(bytes, 1);
-    bytes.push_back(8);
-    append<std::uint64_t>(bytes, lengths.size());
-    append<std::uint64_t>(bytes, lengths.size() + 1);
-    for (const std::int32_t length : lengths) append(bytes, length);
+    std::vector<std::int64_t> pointers, documents{0};
     std::int64_t pointer = 0;
     for (const std::int32_t length : lengths) {
-        append(bytes, pointer);
+        pointers.push_back(pointer);
         pointer += 2 * length;
+        documents.push_back(ssize(documents));
     }
-    for (std::size_t d = 0; d <= lengths.size(); ++d)
-        append<std::int64_t>(bytes, static_cast<std::int64_t>(d));
-    return bytes;
+    return make_index(lengths, pointers, documents);
 }
 
 // Heap blocks of exactly the right size, so that AddressSanitizer sees one element too far.
@@ -88,7 +76,7 @@ Batch gather(const Shard& shard, const std::vector<std::int64_t>& ids, GatherSha
     batch.positions.assign(size, -7);
     batch.mask.assign(size, -7.0F);
     fill_gather(batch.plan, options, {batch.tokens, batch.labels, batch.mask, batch.positions});
-    REQUIRE(count_labels(shards, refs, options.labels).size() == ids.size());
+    REQUIRE(count_labels(shards, refs, options.label_boundary).size() == ids.size());
     return batch;
 }
 
@@ -204,7 +192,7 @@ void test_damaged_arrays() {
         }
         GatherOptions options;
         options.alignment = 1 + static_cast<std::int64_t>(random() % 3);
-        options.labels = random() % 2 ? Extent::kSample : Extent::kDocument;
+        options.label_boundary = random() % 2 ? Extent::kSample : Extent::kDocument;
         try {
             check_is_complete(gather(corpus.shard(), {0, 1, 2}, {3, 18, 18}, options));
             ++accepted;

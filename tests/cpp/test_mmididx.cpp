@@ -1,7 +1,6 @@
 // The .idx reader and writer arithmetic, from arbitrary bytes to the last overflow.
 #include "core/storage/mmididx.hpp"
 
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -11,28 +10,6 @@
 using namespace megapack;
 
 namespace {
-
-template <typename T>
-void append(std::vector<std::uint8_t>& bytes, T value) {
-    const std::size_t at = bytes.size();
-    bytes.resize(at + sizeof(T));
-    std::memcpy(bytes.data() + at, &value, sizeof(T));
-}
-
-std::vector<std::uint8_t> make_index(const std::vector<std::int32_t>& lengths,
-                                     const std::vector<std::int64_t>& pointers,
-                                     const std::vector<std::int64_t>& documents) {
-    const char magic[] = "MMIDIDX\0";
-    std::vector<std::uint8_t> bytes(magic, magic + sizeof(magic));
-    append<std::uint64_t>(bytes, 1);
-    append<std::uint8_t>(bytes, 8);
-    append<std::uint64_t>(bytes, lengths.size());
-    append<std::uint64_t>(bytes, documents.size());
-    for (const auto x : lengths) append(bytes, x);
-    for (const auto x : pointers) append(bytes, x);
-    for (const auto x : documents) append(bytes, x);
-    return bytes;
-}
 
 bool contains(const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;

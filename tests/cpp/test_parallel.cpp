@@ -1,5 +1,5 @@
 // Threads: every task once, the first exception to the caller, and no end of the process where
-// memory or threads run out.
+// memory or threads run out. Messages carry every part; Span views what it is given.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/base/parallel.hpp"
+#include "core/base/span.hpp"
 #include "require.hpp"
 
 namespace {
@@ -85,9 +86,19 @@ void test_parts_tile_the_whole() {
     }
 }
 
+void test_messages_and_spans() {
+    const auto told =
+        message_of([] { megapack::check(false, "sample ", 3, " has ", 8, " tokens"); });
+    require(told == "sample 3 has 8 tokens", told);
+    std::vector<int> values{1, 2, 3};
+    megapack::Span<const int> span(values);
+    require(span.size() == 3 && span.subspan(1, 2)[1] == 3, "a span");
+}
+
 }  // namespace
 
 int main() {
+    test_messages_and_spans();
     test_every_task_runs_once();
     test_an_exception_in_a_task_arrives();
     test_no_memory_for_threads();

@@ -118,9 +118,7 @@ def _write(folder: Path, seed: int, count: int, value: int) -> Path:
 
 
 @pytest.mark.parametrize("dump", [yaml.safe_dump, json.dumps])
-def test_a_manifest_becomes_batches_that_say_where_segments_come_from(
-    tmp_path: Path, dump: Any
-) -> None:
+def test_batches_of_a_manifest_name_their_sources(tmp_path: Path, dump: Any) -> None:
     for seed, (value, count) in enumerate([(5, 200), (6, 90), (7, 150)]):
         _write(tmp_path, seed, count, value)
     entries = [
@@ -226,29 +224,13 @@ def sources_and_ranks(blend: _core.Blend, begin: int, end: int) -> list[tuple[in
 
 
 @given(weights=whole_weights, begin=positions, count=st.integers(0, 60))
-def test_every_position_is_what_the_definition_says(
-    weights: list[int], begin: int, count: int
-) -> None:
+def test_every_position_is_as_defined(weights: list[int], begin: int, count: int) -> None:
     root, blend = blends.tree(weights), blend_of(weights)
     expected = [blends.locate(root, i) for i in range(begin, begin + count)]
     assert sources_and_ranks(blend, begin, begin + count) == expected
     cursors = blends.taken(root, begin)
     assert blend.taken(begin).tolist() == [cursors[i] for i in range(len(weights))]
     assert [blend.taken_of(i, begin) for i in range(len(weights))] == blend.taken(begin).tolist()
-
-
-@given(weights=whole_weights, begin=positions, middle=st.integers(0, 50), count=st.integers(0, 50))
-def test_ranks_have_no_gaps_and_cursors_continue_where_a_range_ends(
-    weights: list[int], begin: int, middle: int, count: int
-) -> None:
-    blend = blend_of(weights)
-    ends = blend.taken(begin)
-    for source, rank in sources_and_ranks(blend, begin, begin + middle + count):
-        assert rank == ends[source]
-        ends[source] += 1
-    assert ends.tolist() == blend.taken(begin + middle + count).tolist()
-    whole = sources_and_ranks(blend, begin, begin + middle + count)
-    assert sources_and_ranks(blend, begin + middle, begin + middle + count) == whole[middle:]
 
 
 @given(weights=whole_weights, end=positions)
@@ -311,9 +293,7 @@ def test_every_source_is_near_its_weight_at_every_position(kind: str, count: int
 
 
 @given(data=st.data(), seed=st.integers(0, 99), num_steps=st.integers(0, 40))
-def test_in_a_run_every_dataset_is_near_its_weight_in_every_bucket(
-    data: st.DataObject, seed: int, num_steps: int
-) -> None:
+def test_runs_keep_weights_in_every_bucket(data: st.DataObject, seed: int, num_steps: int) -> None:
     """Dataset d has the weight weight[d] * tokens[d, b] / tokens[d] in bucket b."""
     indices = FEW[: data.draw(st.integers(1, 5))]
     numbers = st.floats(1e-9, 1e9) | st.integers(1, 7).map(float)

@@ -28,9 +28,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_are_those_of_the_cpu_while_the_device_is_busy(
-    packed: PackedDataset, way: dict[str, Any]
-) -> None:
+def test_values_are_the_cpus_on_a_busy_device(packed: PackedDataset, way: dict[str, Any]) -> None:
     """The device lags behind the host by many batches, so a buffer that is written again, or given
     back while it is still read, shows."""
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)

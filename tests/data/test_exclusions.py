@@ -40,9 +40,7 @@ from tests.reference import gather as reference
 
 
 @given(case=corpora(), data=st.data())
-def test_a_masked_sample_is_what_it_would_be_without_those_segments(
-    case: dict[str, Any], data: st.DataObject
-) -> None:
+def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataObject) -> None:
     """For every option of the gather, two lists that add up, and every number of them in force."""
     numbers = st.integers(0, len(case["documents"]) - 1)
     lists = [data.draw(st.lists(numbers)) for _ in range(2)]
@@ -121,9 +119,7 @@ def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDatas
 
 
 @pytest.mark.parametrize("mix", ["step", "micro_step"])
-def test_what_a_loader_gives_has_no_excluded_token_from_the_step_on(
-    tmp_path: Path, mix: Any
-) -> None:
+def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: Any) -> None:
     """Files are found beside the manifest; the tokens are read, not what is said of them."""
     gone = {"web": set(range(0, 120, 3)), "code": set(range(40))}
     write_list(tmp_path / "web.txt", gone["web"])
@@ -255,9 +251,7 @@ def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
         (b"no npy", "is no .npy file of integers"),
     ],
 )
-def test_a_file_that_is_no_list_of_documents_is_refused(
-    tmp_path: Path, content: Any, message: str
-) -> None:
+def test_file_without_a_list_is_refused(tmp_path: Path, content: Any, message: str) -> None:
     file = tmp_path / ("list" if isinstance(content, str) else "list.npy")
     if isinstance(content, np.ndarray):
         np.save(file, content)

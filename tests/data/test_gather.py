@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import tempfile
 from dataclasses import replace
@@ -11,10 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack.data import BatchLayout, PackedDataset, allocate
+from megapack.data import (
+    BatchLayout,
+    PackedDataset,
+    allocate,
+    block_diagonal_mask,
+    check_token_ids,
+    flex_block_mask,
+    segment_ids,
+)
+from megapack.data import dataset as vocabulary
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -62,7 +73,7 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
         "options": {
             "positions": draw(st.sampled_from(["segment", "document", "sample"])),
             "attention": draw(st.sampled_from(["document", "sample"])),
-            "labels": draw(st.sampled_from(["document", "sample"])),
+            "label_boundary": draw(st.sampled_from(["document", "sample"])),
             "alignment": alignment,
             "pad_token": draw(st.sampled_from([0, 3])),
         },
@@ -88,9 +99,7 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
 
 
 @given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
-def test_a_micro_batch_is_what_the_reference_says(
-    case: dict[str, Any], stream: bool, extra: int | None
-) -> None:
+def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: int | None) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
     expected = reference.gather(
         case["documents"],
@@ -131,16 +140,6 @@ def test_a_micro_batch_is_what_the_reference_says(
         assert "cu_seqlens_padded" not in batch
 
 
-def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
-    """Kernels are told where aligned segments may end, not where their tokens do."""
-    dataset = write_documents(tmp_path / "docs", [[1, 2, 3, 4, 5]])
-    packed = PackedDataset(dataset, index_of({8: [[(0, 0, 5)]]}, [5]), alignment=8)
-    layout = BatchLayout(micro_batch_tokens=8)
-    batch = packed.micro_batch(np.array([0]), layout=layout, capacity=8)
-    assert batch["cu_seqlens"].tolist() == [0, 5]
-    assert batch["max_seqlen"] == 8
-
-
 @given(case=corpora())
 def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str, Any]) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
@@ -169,9 +168,7 @@ def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str,
 
 
 @given(case=corpora(), data=st.data())
-def test_a_loss_weight_meets_the_labels_of_its_sample_and_no_others(
-    case: dict[str, Any], data: st.DataObject
-) -> None:
+def test_loss_weight_meets_its_samples_labels(case: dict[str, Any], data: st.DataObject) -> None:
     """Rows may be longer than their samples; then these lie apart."""
     count = len(case["samples"])
     factors = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=count, max_size=count))
@@ -195,15 +192,6 @@ def test_a_loss_weight_meets_the_labels_of_its_sample_and_no_others(
             np.arange(count), layout=layout, capacity=case["capacity"], loss_weight=factors
         )
     assert batch["loss_mask"].flatten().tolist() == expected.tolist()
-
-
-def test_a_label_is_the_next_token_of_the_document_also_across_a_cut(tmp_path: Path) -> None:
-    dataset = write_documents(tmp_path / "d", [[1, 2, 3, 4, 5]])
-    packed = PackedDataset(dataset, pack([5], "concat", buckets=[3]))
-    assert packed[0]["labels"].tolist() == [2, 3, 4]
-    assert packed[1]["labels"].tolist() == [5, -100, -100]
-    assert packed[1]["loss_mask"].tolist() == [1.0, 0.0, 0.0]
-    assert packed[1]["cu_seqlens"].tolist() == [0, 2, 3]  # padding is a segment of its own
 
 
 def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -> None:
@@ -262,9 +250,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("array", "value", "message"), DAMAGES)
-def test_an_index_that_points_outside_the_documents_raises(
-    tmp_path: Path, array: str, value: int, message: str
-) -> None:
+def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, message: str) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))
     index = index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3])
     packed = PackedDataset(dataset, _damaged(index, array, 0, value))
@@ -377,6 +363,114 @@ def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_p
 def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4]))
     index = pack([4], "concat", buckets=[4])
-    for option in ("positions", "attention", "labels"):
+    for option in ("positions", "attention", "label_boundary"):
         with pytest.raises(ValueError, match="nowhere"):
             PackedDataset(dataset, index, **{option: "nowhere"})
+
+
+# ---- Masks from cu_seqlens say what the segments say, and no more
+
+
+rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(lengths=rows, fill=st.integers(0, 3))
+def test_segment_ids_count_segments_whatever_the_fill(lengths: list[int], fill: int) -> None:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].repeat(fill)]).int()
+    expected = [i for i, length in enumerate(lengths) for _ in range(length)]
+    assert segment_ids(cu_seqlens, sum(lengths)).tolist() == expected
+
+
+def test_segment_ids_of_rows_start_over_in_every_row() -> None:
+    cu_seqlens = torch.tensor([[0, 2, 6, 6], [0, 1, 3, 6]], dtype=torch.int32)
+    assert segment_ids(cu_seqlens, 6).tolist() == [[0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2]]
+
+
+@given(lengths=rows, causal=st.booleans())
+def test_the_dense_mask_allows_the_own_segment_only(lengths: list[int], causal: bool) -> None:
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    owner = [i for i, length in enumerate(lengths) for _ in range(length)]
+    mask = block_diagonal_mask(segment_ids(cu_seqlens, sum(lengths)), causal=causal)
+    assert mask.shape == (1, 1, sum(lengths), sum(lengths))
+    for q, own in enumerate(owner):
+        for k, other in enumerate(owner):
+            assert mask[0, 0, q, k] == (own == other and (k <= q or not causal))
+
+
+def test_flex_attention_and_the_dense_mask_attend_alike() -> None:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([[0, 40, 128, 128], [0, 7, 100, 128]], dtype=torch.int32)
+    segments = segment_ids(cu_seqlens, 128)
+    q, k, v = (torch.randn(2, 2, 128, 16) for _ in range(3))
+    mask = block_diagonal_mask(segments)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    for causal, wanted in ((True, expected),):
+        found = flex_attention(q, k, v, block_mask=flex_block_mask(segments, causal=causal))
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+# ---- Token ids that a model does not have are found before training, with and without metadata
+
+
+def documents(
+    folder: Path, tokens: list[list[int]], *, name: str = "text", dtype: type = np.int32
+) -> IndexedDataset:
+    with IndexedDatasetBuilder(folder / name, dtype, allow_negative=dtype is np.int32) as builder:
+        for one in tokens:
+            builder.add_document(np.array(one, dtype))
+    return IndexedDataset(folder / name)
+
+
+def packed(dataset: IndexedDataset) -> PackedDataset:
+    return PackedDataset(dataset, pack(dataset.document_lengths, buckets=[4]))
+
+
+def forget(dataset: IndexedDataset) -> IndexedDataset:
+    Path(f"{dataset.prefix}.meta.json").unlink()
+    return IndexedDataset(dataset.prefix)
+
+
+@pytest.mark.parametrize("with_meta", [True, False])
+def test_an_id_as_large_as_the_vocabulary_is_refused(tmp_path: Path, with_meta: bool) -> None:
+    dataset = documents(tmp_path, [[1, 2, 3], [7, 99, 4, 5]])
+    data = packed(dataset if with_meta else forget(dataset))
+    check_token_ids(data, 100)
+    with pytest.raises(ConfigError, match=r"text holds token id 99, and the model has ids below"):
+        check_token_ids(data, 99)
+
+
+def test_labels_that_somebody_chose_are_looked_at_as_well(tmp_path: Path) -> None:
+    text = documents(tmp_path, [[1, 2, 3], [4, 5]])
+    documents(tmp_path, [[-100, 9, -100], [-100, 5]], name="text.labels")
+    data = packed(text)
+    check_token_ids(data, 10)
+    with pytest.raises(ConfigError, match=r"text\.labels holds token id 9"):
+        check_token_ids(data, 9)
+
+
+def test_a_large_file_without_metadata_is_looked_at_all_over_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vocabulary, "_BLOCKS", 4)
+    monkeypatch.setattr(vocabulary, "_BLOCK_TOKENS", 8)
+    tokens = [1] * 400
+    tokens[-400 // 4 :] = [50] * 100
+    data = packed(forget(documents(tmp_path, [tokens])))
+    logging.getLogger("megapack").propagate = True
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="token id 50"):
+        check_token_ids(data, 50)
+    assert "no .meta.json" in caplog.text and "of it" in caplog.text
+
+
+def test_no_dtype_is_searched_for_what_it_cannot_hold(tmp_path: Path) -> None:
+    data = packed(forget(documents(tmp_path, [[65535]], dtype=np.uint16)))
+    check_token_ids(data, 65536)
+    with pytest.raises(ConfigError, match="65535"):
+        check_token_ids(data, 65535)
+
+
+def test_nothing_has_no_ids(tmp_path: Path) -> None:
+    check_token_ids(packed(documents(tmp_path, [[], []])), 1)

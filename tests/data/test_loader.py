@@ -109,9 +109,7 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 100])
-def test_padded_boundaries_are_as_many_as_the_bucket_needs_and_no_longer_than_said(
-    tmp_path: Path, row_tokens: int | None
-) -> None:
+def test_padded_boundaries_are_what_buckets_need(tmp_path: Path, row_tokens: int | None) -> None:
     """Not those of the bucket with the most segments: every one is a block of an attention grid."""
     documents = random_documents([2] * 300 + [64] * 30)
     dataset = write_documents(tmp_path / "d", documents)
@@ -270,9 +268,7 @@ def test_a_program_that_ends_amid_an_iteration_ends_cleanly(packed: PackedDatase
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_workers", [None, 0, 1])
-def test_an_error_keeps_its_type_and_message(
-    packed: PackedDataset, num_workers: int | None
-) -> None:
+def test_error_keeps_its_type_and_message(packed: PackedDataset, num_workers: int | None) -> None:
     """In the loader's thread, and in torch's DataLoader with worker processes or without."""
     index = packed.samples.indices[0]
     assert isinstance(index, SampleIndex)
@@ -303,7 +299,7 @@ def _stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, "fork"), (1, "spawn")])
-def test_the_sampler_is_a_batch_sampler_of_torch(
+def test_sampler_is_one_of_torch(
     packed: PackedDataset, num_workers: int, start: str | None
 ) -> None:
     ours = loader(packed, rank=1, layout="rows")
@@ -322,9 +318,7 @@ def test_the_sampler_is_a_batch_sampler_of_torch(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("consumed", [0, 1, 3, 8])
-def test_torchdatas_stateful_loader_continues_exactly(
-    packed: PackedDataset, num_workers: int, consumed: int
-) -> None:
+def test_stateful_loader_continues(packed: PackedDataset, num_workers: int, consumed: int) -> None:
     def theirs() -> StatefulDataLoader[torch.Tensor]:
         return StatefulDataLoader(
             packed, batch_sampler=_sampler(packed), num_workers=num_workers, collate_fn=_stacked

@@ -77,9 +77,7 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
         cold.will_need([cold.samples.num_samples])
 
 
-def test_ranges_of_tokens_are_those_of_the_segments_and_the_labels_behind_them(
-    tmp_path: Path,
-) -> None:
+def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
     """Of every source; the label of a segment's last token is the next token of its document."""
     lengths = packed_lengths(400, 64)
     documents = [
@@ -126,7 +124,7 @@ class Item:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
-def test_every_batch_is_asked_for_until_no_disk_is_read(
+def test_batches_are_asked_for_until_all_is_here(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -238,9 +236,7 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("in_time", "share"), [(True, 0.25), (False, 1.0)])
-def test_it_grows_by_what_is_taken_and_slowly_where_nobody_waits(
-    in_time: bool, share: float
-) -> None:
+def test_reading_ahead_grows_by_what_is_taken(in_time: bool, share: float) -> None:
     """Too much on its way makes the request that is needed next wait for those after it; too
     little leaves the line idle. A portion or two lie between asking and the room for it."""
     found = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing more to ask for

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend, open_blend
+from megapack.data import (
+    PackedDataset,
+    Schedule,
+    Scores,
+    Stage,
+    build_loader,
+    load_blend,
+    open_blend,
+)
 from megapack.data.program import Mixture
 from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
@@ -60,9 +68,7 @@ def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
     begin=st.integers(0, 700),
     count=st.integers(0, 300),
 )
-def test_any_range_of_it_is_that_of_the_definition_and_places_invert_it(
-    size: int, block: int, window: int, begin: int, count: int
-) -> None:
+def test_ranges_are_as_defined(size: int, block: int, window: int, begin: int, count: int) -> None:
     order = order_of(size, block, window)
     last = (begin + count) // size + 1
     every = [i for epoch in range(last) for i in reference(size, block, window, epoch)]
@@ -127,9 +133,7 @@ def test_who_shares_a_step_with_whom_is_what_windows_make_of_it() -> None:
     begin=st.integers(0, 300),
     count=st.integers(0, 200),
 )
-def test_an_epoch_ascends_and_equal_scores_are_shuffled(
-    means: list[float], begin: int, count: int
-) -> None:
+def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, count: int) -> None:
     scores = np.array(means)
     size = len(means)
     order = Epochs(size, 9, ScoreOrder(scores))
@@ -174,9 +178,7 @@ def schedule_of(folder: Path, scores: np.ndarray, *stages: Stage, **options: Any
 
 
 @pytest.mark.parametrize("score_order", ["ascending", "descending"])
-def test_samples_with_scores_come_by_the_means_of_their_documents(
-    tmp_path: Path, score_order: str
-) -> None:
+def test_scored_samples_come_by_means_of_documents(tmp_path: Path, score_order: str) -> None:
     """Others come as ever; through stages, tests/data/test_programs.py looks at it."""
     scores = np.random.default_rng(0).normal(size=300)
     ours = schedule_of(tmp_path, scores, score_order=score_order)
@@ -256,9 +258,98 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
     ],
 )
-def test_files_that_are_no_scores_are_refused(
-    tmp_path: Path, scores: np.ndarray, message: str
-) -> None:
+def test_files_without_scores_are_refused(tmp_path: Path, scores: np.ndarray, message: str) -> None:
     with pytest.raises(FormatError) as caught:
         schedule_of(tmp_path, scores)
     assert message in str(caught.value) and "scores.npy" in str(caught.value)
+
+
+# ---- Atom sizes (Chen et al., "Packing and shuffling strategies", A.3) through the loader
+#
+# Documents are cut in atoms of A tokens, atoms are shuffled, and merged or split to the sequence
+# length L: ``concat`` cuts the joined stream, ``pad`` every document by itself. The unit of
+# shuffling
+# is the atom: up to A = L the schedule shuffles samples as always; with A > L it keeps the packer's
+# order (``order="sequential"``), in which the samples of an atom follow each other.
+
+
+LENGTH = 64
+ATOMS = [16, 32, 64, 128, 256]  # 1/4, 1/2, 1, 2 and 4 times the length: the paper's five
+LENGTHS = packed_lengths(60, 200, seed=8)
+OFFSETS = np.concatenate([[0], np.cumsum(LENGTHS)])
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents whose tokens count up through the whole corpus, so that a token is its position."""
+    path = tmp_path_factory.mktemp("atoms") / "d"
+    spans = zip(OFFSETS[:-1].tolist(), OFFSETS[1:].tolist(), strict=True)
+    write_documents(path, [list(range(begin, end)) for begin, end in spans], "int32")
+    return path
+
+
+def one_epoch(prefix: Path, strategy: str, atom: int) -> tuple[list[np.ndarray], int, float]:
+    """Tokens of every sample without padding, in the order of training; steps; label tokens."""
+    index = pack(LENGTHS, strategy, buckets=[LENGTH], atom_size=atom, seed=42)
+    packed = PackedDataset(prefix, index, pad_token=-1)
+    order = "proportional" if atom <= LENGTH else "sequential"
+    schedule = Schedule(packed, tokens_per_step=4 * LENGTH, order=order)
+    samples: list[np.ndarray] = []
+    labels = 0.0
+    for batch in build_loader(
+        packed,
+        schedule,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_tokens=4 * LENGTH,
+        layout="rows",
+        dealing="in_order",
+    ):
+        rows = batch["tokens"].numpy()
+        fresh = index.num_samples - len(samples)  # the last step reaches into the next epoch
+        samples += [row[row >= 0].copy() for row in rows[:fresh]]
+        labels += float(batch["loss_mask"][:fresh].sum())
+    return samples, schedule.num_steps(), labels
+
+
+@pytest.mark.parametrize("atom", ATOMS)
+@pytest.mark.parametrize("strategy", ["concat", "pad"])
+def test_tokens_train_once_and_atoms_stay_whole(prefix: Path, strategy: str, atom: int) -> None:
+    samples, _, labels = one_epoch(prefix, strategy, atom)
+    stream = np.concatenate(samples)
+    assert sorted(stream.tolist()) == list(range(OFFSETS[-1]))
+    assert labels == OFFSETS[-1] - len(LENGTHS)  # no label is lost to a cut
+    assert all(0 < len(sample) <= LENGTH for sample in samples)
+    # Runs of consecutive tokens are atoms: they begin where an atom of the document (or of the
+    # joined documents, which may differ from their order on disk) begins, and are whole.
+    runs = np.split(stream, np.flatnonzero(np.diff(stream) != 1) + 1)
+    if strategy == "pad":
+        begins = np.array([run[0] for run in runs])
+        document = np.searchsorted(OFFSETS, begins, side="right") - 1
+        assert ((begins - OFFSETS[document]) % atom == 0).all()
+    assert max(map(len, runs)) >= min(atom, 2 * LENGTH)
+
+
+@pytest.mark.parametrize("strategy", ["concat", "pad"])
+def test_atoms_are_shuffled_and_small_ones_mix_more(prefix: Path, strategy: str) -> None:
+    mixed = {}
+    for atom in ATOMS:
+        samples, _, _ = one_epoch(prefix, strategy, atom)
+        documents = [np.searchsorted(OFFSETS, s, side="right") - 1 for s in samples]
+        mixed[atom] = np.mean([len(np.unique(d)) for d in documents])
+        firsts = np.array([d[0] for d in documents])
+        assert np.abs(np.corrcoef(firsts, np.arange(len(firsts)))[0, 1]) < 0.5
+    assert mixed[16] > mixed[32] > mixed[64]
+    # Atoms of one sequence length and more keep what belongs together in one sample.
+    assert mixed[128] == pytest.approx(mixed[64], rel=0.2)
+
+
+def test_padding_costs_steps_that_concatenation_does_not(prefix: Path) -> None:
+    steps = {
+        strategy: [one_epoch(prefix, strategy, atom)[1] for atom in ATOMS]
+        for strategy in ("concat", "pad")
+    }
+    assert set(steps["concat"]) == {-(-int(OFFSETS[-1]) // (4 * LENGTH))}
+    # A.10 (b): small atoms leave less to pad; from A = L on every document's tail is padded to L.
+    assert steps["pad"][0] <= steps["pad"][1] <= steps["pad"][2]
+    assert steps["pad"][2] == steps["pad"][3] == steps["pad"][4] > steps["concat"][0]

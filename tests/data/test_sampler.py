@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data import sampler as dealing
+from megapack.data.loader import _describe
 from megapack.data.sampler import MicroBatch, deal
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
-from tests.data.corpora import index_of, packed_index, packed_lengths, write_documents
+from tests.data.corpora import index_of, packed_index, packed_lengths, small_loader, write_documents
+
+if TYPE_CHECKING:
+    from tests.training.processes import Zygote
+
 
 INDEX = packed_index(600, (16, 32, 64))
 
@@ -54,9 +61,7 @@ def samplers(
 
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
-def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
-    launch: dict[str, Any], dealing: str
-) -> None:
+def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing: str) -> None:
     schedule = Schedule(INDEX, **launch["schedule"])
     ranks = samplers(
         schedule, launch["size"], launch["micro_batch_tokens"], num_steps=4, dealing=dealing
@@ -78,9 +83,7 @@ def test_ranks_share_a_bucket_at_every_micro_step_and_cover_the_step(
 
 
 @given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
-def test_uneven_ranks_get_empty_micro_batches_and_nothing_is_lost(
-    size: int, micro_batches: int
-) -> None:
+def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * micro_batches)
     if micro_batches % size:
         with pytest.raises(ConfigError, match="uneven='pad'"):
@@ -114,9 +117,7 @@ def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.D
 @given(
     costs=st.lists(st.integers(1, 40), min_size=12, max_size=12), size=st.sampled_from([2, 3, 4])
 )
-def test_no_exchange_with_the_fullest_bin_would_make_work_more_equal(
-    costs: list[int], size: int
-) -> None:
+def test_exchanges_cannot_make_work_more_equal(costs: list[int], size: int) -> None:
     """Dealing longest first alone leaves such exchanges."""
     bins = _core.deal_evenly(np.array(costs), np.full(12 // size, size)).reshape(-1, size)
     bins = np.array(costs)[bins]
@@ -190,9 +191,7 @@ def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them(
 @pytest.mark.parametrize(
     ("capacity", "begins"), [(24, [0, 32]), (10, [0, 10, 20, 30, 40, 50]), (21, [0, 21, 42])]
 )
-def test_samples_of_a_row_begin_at_the_distances_that_the_configuration_tells(
-    tmp_path: Path, capacity: int, begins: list[int]
-) -> None:
+def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: list[int]) -> None:
     """As ``ScheduleConfig.row_tokens`` says; labels and boundaries go with the tokens."""
     dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
     index = pack([9] * len(begins), "pad", buckets=[capacity])
@@ -221,9 +220,7 @@ def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
     assert [b.step for b in rest] == list(range(5, schedule.num_steps()))
 
 
-def test_a_rank_orders_its_own_micro_batches_and_nobody_elses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """C22: with 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
     calls: list[int] = []
     deal_evenly = dealing._core.deal_evenly
@@ -240,3 +237,177 @@ def test_a_rank_orders_its_own_micro_batches_and_nobody_elses(
     monkeypatch.setattr(dealing, "_core", SimpleNamespace(deal_evenly=counted))
     assert len(sampler.micro_batches(1)) == 2
     assert calls == [ranks, 2]
+
+
+# ---- Ranks that share long samples: the same samples in a group, a slice of the tokens each
+
+
+@st.composite
+def shared_launches(draw: st.DrawFn) -> dict[str, int]:
+    """Groups, and micro batches of which the longest samples need a group's or one rank's."""
+    group = draw(st.sampled_from([2, 4]))
+    size = group * draw(st.sampled_from([1, 2, 3]))
+    tokens = draw(st.sampled_from([16, 32, 64, 128]))
+    if tokens * group < 64:
+        tokens = 32
+    steps = draw(st.integers(1, 2))
+    return {"group": group, "size": size, "tokens": tokens, "step": size * tokens * steps}
+
+
+@given(launch=shared_launches(), dealing=st.sampled_from(["balanced", "in_order"]))
+def test_groups_share_only_what_is_too_long(launch: dict[str, int], dealing: str) -> None:
+    group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
+    schedule = Schedule(INDEX, tokens_per_step=launch["step"], seed=3)
+    ranks = [
+        BucketBatchSampler(
+            schedule,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            micro_batch_tokens=tokens,
+            sequence_parallel_size=group,
+            num_steps=4,
+            dealing=dealing,  # type: ignore[arg-type]
+        )
+        for rank in range(size)
+    ]
+    for step in range(4):
+        content = schedule.step(step)
+        shared = group if content.capacity > tokens else 1
+        found, work = [], []
+        for together in zip(*(rank.micro_batches(step) for rank in ranks), strict=True):
+            assert {item.sequence_parallel_size for item in together} == {shared}
+            for first in range(0, size, shared):
+                members = [item.sample_ids.tolist() for item in together[first : first + shared]]
+                assert all(ids == members[0] for ids in members), "a group has one micro batch"
+                assert len(members[0]) * content.capacity == tokens * shared
+                found += members[0]
+                cost = schedule.samples.attention_cost(np.array(members[0]), content.capacity)
+                work.append(np.full(shared, cost.sum() / shared))
+        assert sorted(found) == sorted(content.sample_ids.tolist()), "each sample once"
+        work_of_ranks = np.concatenate(work).reshape(-1, size)
+        assert np.allclose(ranks[0].attention_of_ranks(step), work_of_ranks)
+
+
+def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> None:
+    size, group, tokens = 4, 2, 32
+    ranks = [
+        small_loader(packed, rank, size, micro_batch_tokens=tokens, sequence_parallel_size=group)
+        for rank in range(size)
+    ]
+    kinds = set()
+    for together in zip(*ranks, strict=True):
+        capacity = together[0]["capacity"]
+        shared = group if capacity > tokens else 1
+        kinds.add(shared)
+        layout = BatchLayout(micro_batch_tokens=tokens * shared)
+        for first in range(0, size, shared):
+            members = together[first : first + shared]
+            ids = members[0]["sample_ids"].numpy()
+            whole = packed.micro_batch(ids, layout=layout, capacity=capacity)
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                assert all(batch[name].shape == (1, tokens) for batch in members), name
+                assert torch.equal(torch.cat([b[name] for b in members], 1), whole[name]), name
+            for place, batch in enumerate(members):
+                assert torch.equal(batch["cu_seqlens"], whole["cu_seqlens"]), "of the whole"
+                assert batch["max_seqlen"] == whole["max_seqlen"]
+                if shared > 1:
+                    assert batch["sequence_parallel_rank"] == place
+                    assert batch["sequence_parallel_size"] == group
+                else:
+                    assert "sequence_parallel_rank" not in batch
+    assert kinds == {1, group}, "one kind of bucket only: the test shows half of it"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_parallel_size": 3}, "sequence_parallel_size is 3, and 4 ranks cannot be"),
+        ({"sequence_parallel_size": 0}, "sequence_parallel_size is 0"),
+        ({}, "samples of 64: make micro_batch_tokens a multiple of 64, or sequence_parallel_size"),
+        (
+            {"sequence_parallel_size": 2, "micro_batch_tokens": 16},
+            "a micro batch of 32 tokens of 2 ranks cannot hold whole samples of 64: make "
+            "micro_batch_tokens a multiple of 32",
+        ),
+        ({"sequence_parallel_size": 2, "layout": "rows"}, "leave out layout='rows'"),
+        ({"sequence_parallel_size": 2, "reuse_buffers": True}, "leave out layout='rows' and"),
+    ],
+)
+def test_unshareable_refused(packed: PackedDataset, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_loader(packed, 0, 4, **{"micro_batch_tokens": 32, **options})
+
+
+# ---- Ranks that disagree stop, all of them, with the rank and the field: four real processes
+
+
+PROGRAM = """
+import json, os, sys
+import torch.distributed as dist
+from megapack.data import PackedDataset, Schedule, build_loader
+from megapack.errors import RankMismatchError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+
+rank, folder, options = int(os.environ["RANK"]), sys.argv[1], json.loads(sys.argv[2])
+dist.init_process_group("gloo")
+mine = options.get(str(rank), {})
+dataset = IndexedDataset(f"{folder}/d")
+index = pack(dataset.document_lengths, "concat", buckets=[32], seed=mine.get("pack_seed", 0))
+packed = PackedDataset(dataset, index)
+schedule = Schedule(packed, tokens_per_step=32 * 8, seed=mine.get("seed", 7))
+loader = build_loader(
+    packed, schedule, data_parallel_rank=rank, data_parallel_size=4, micro_batch_tokens=64,
+    start_step=mine.get("start_step", 0), num_steps=mine.get("num_steps", 9), check_ranks_every=3,
+)
+done = 0
+try:
+    for batch in loader:
+        done = batch["step"]
+    print(json.dumps({"finished": True, "step": done}))
+except RankMismatchError as error:
+    print(json.dumps({"finished": False, "step": done, "error": str(error)}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.data.corpora import packed_lengths, random_documents, write_documents  # noqa: PLC0415
+
+    path = tmp_path_factory.mktemp("ranks")
+    write_documents(path / "d", random_documents(packed_lengths(200, 32)))
+    return path
+
+
+def run_ranks(
+    zygote: Zygote, folder: Path, options: dict[int, dict[str, int]]
+) -> list[dict[str, Any]]:
+    program, log = folder / "program.py", folder / f"{len(list(folder.iterdir()))}.log"
+    program.write_text(PROGRAM)
+    ranks = zygote.start([str(program), str(folder), json.dumps(options)], 4, log)
+    ranks.succeed()
+    return [json.loads(path.read_text().splitlines()[-1]) for path in ranks.logs]
+
+
+@pytest.mark.multiprocess
+def test_rank_of_another_seed_stops_all_by_name(zygote: Zygote, folder: Path) -> None:
+    for result in run_ranks(zygote, folder, {2: {"seed": 8}}):
+        assert not result["finished"] and result["step"] == 0
+        assert "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_agree_end_and_others_are_named(zygote: Zygote, folder: Path) -> None:
+    assert all(r["finished"] and r["step"] == 8 for r in run_ranks(zygote, folder, {}))
+    wrong = {1: {"pack_seed": 5}, 3: {"start_step": 4, "num_steps": 5}}
+    for result in run_ranks(zygote, folder, wrong):
+        assert not result["finished"]
+        assert "step is 4 on rank 3 and 0 on the other 3" in result["error"]
+        assert "indices is #" in result["error"] and "on rank 1" in result["error"]
+
+
+def test_a_message_names_at_most_eight_ranks() -> None:
+    text = _describe("seed", [3] * 20 + list(range(10, 22)))
+    assert text.count("on rank") == 8
+    assert text.endswith("and 3 on the other 20")

@@ -67,9 +67,7 @@ def test_a_permutation_of_2_to_the_40_needs_no_memory() -> None:
 
 
 @given(counts=bucket_counts(), options=schedules)
-def test_every_sample_comes_once_per_epoch_and_steps_hold_constant_tokens(
-    counts: dict[int, int], options: dict[str, object]
-) -> None:
+def test_samples_come_once_per_epoch(counts: dict[int, int], options: dict[str, object]) -> None:
     schedule = Schedule(samples_of_buckets(counts), **options)
     num_epochs = 2
     steps = [schedule.step(i) for i in range(schedule.num_steps(num_epochs))]
@@ -93,9 +91,7 @@ def test_every_sample_comes_once_per_epoch_and_steps_hold_constant_tokens(
 
 
 @given(counts=bucket_counts(), seed=st.integers(0, 99), data=st.data())
-def test_every_window_holds_the_buckets_in_proportion(
-    counts: dict[int, int], seed: int, data: st.DataObject
-) -> None:
+def test_windows_hold_proportions(counts: dict[int, int], seed: int, data: st.DataObject) -> None:
     """Stratified draws: off by less than 2 + 2 B p per epoch that the window touches."""
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=32, seed=seed)
     epochs = 3
@@ -227,9 +223,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
         Schedule([], tokens_per_step=64)
 
 
-def test_a_bucket_smaller_than_a_draw_is_used_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     schedule = Schedule(samples_of_buckets({8: 40, 16: 3}), tokens_per_step=64)
     assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
     [first] = [step for i in range(6) if (step := schedule.step(i)).capacity == 16]
@@ -341,9 +335,7 @@ def test_every_bucket_takes_its_turns_one_after_the_other(draws: DrawOrder, end:
 
 
 @given(draws=draw_orders, cycles=st.integers(0, 10))
-def test_cycles_cover_their_share_of_the_samples_with_no_draw_too_many(
-    draws: DrawOrder, cycles: int
-) -> None:
+def test_cycles_cover_their_share_with_no_draw_too_many(draws: DrawOrder, cycles: int) -> None:
     """drawn(b, c) = ceil(c * samples / (cycles per epoch * samples per draw)), and no rounding."""
     counts = draws.counts(draws.begin(cycles)).tolist()
     for b, (samples, per_draw) in enumerate(
@@ -354,9 +346,7 @@ def test_cycles_cover_their_share_of_the_samples_with_no_draw_too_many(
 
 
 @given(draws=draw_orders, far=st.integers(10**6, 10**15), back=st.integers(0, 200))
-def test_a_draw_far_ahead_stands_where_counting_from_a_cycle_before_it_arrives(
-    draws: DrawOrder, far: int, back: int
-) -> None:
+def test_draw_far_ahead_is_where_counting_arrives(draws: DrawOrder, far: int, back: int) -> None:
     """Induction step of the test above, anywhere: the next turn of a bucket is one more."""
     begin = far - back
     counts = draws.counts(begin).tolist()

@@ -52,7 +52,7 @@ def packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
     buckets = sorted(draw(st.sets(capacities, min_size=1, max_size=most)))
     chosen = {"buckets": buckets, "seed": draw(st.integers(0, 9))}
     for parameter in STRATEGIES[name].parameters:
-        if parameter.name == "refine":  # its own test: test_packing_refine.py
+        if parameter.name == "refine":  # its own test: test_packing_alignment.py
             continue
         if draw(st.booleans()):
             chosen[parameter.name] = draw(values(parameter, buckets[-1]))

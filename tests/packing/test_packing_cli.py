@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from commands import build
 from packing_inputs import same_arrays
 
 from megapack.cli import report
-from megapack.errors import ConfigError
+from megapack.cli.main import main
+from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -31,8 +35,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megapack.cli.main", "pack", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    return build("pack", *arguments)
 
 
 def test_it_packs_as_pack_does_and_names_the_dataset(prefix: Path) -> None:
@@ -133,27 +136,15 @@ def test_alignment_is_part_of_what_a_file_was_packed_with(prefix: Path) -> None:
     ("arguments", "message"),
     [
         (("--strategy", "bucket-llm"), "no packing strategy 'bucket-llm'; did you mean 'buck"),
-        (("--r-max", "0.3"), "strategy 'bucket' has no parameter 'r_max'"),
-        (("--alignment", "6"), "bucket 8 is no multiple of the alignment 6"),
-        (("--pool-size", "0"), "pool_size is 0; it must be from 1 to"),
-        (("--preset", "paper"), "has no preset 'paper'"),
         (("--buckets", "8,x"), "'8,x' is not a list of capacities"),
-        (("--seed", "-1"), "seed is -1; it must be from 0"),
         (("--threads", "1.5"), "'1.5' is not a whole number"),
     ],
 )
-def test_mistakes_are_answered_in_one_line(
-    prefix: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_mistakes_get_one_line(prefix: Path, arguments: tuple[str, ...], message: str) -> None:
     done = run("--data-prefix", prefix, "--buckets", "8,16", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert not Path(f"{prefix}.samples").exists()
-
-
-def test_a_missing_dataset_is_named(tmp_path: Path) -> None:
-    done = run("--data-prefix", tmp_path / "nothing", "--buckets", "8")
-    assert done.returncode == 1 and "nothing.idx" in done.stderr
 
 
 def test_help_explains_every_strategy_and_parameter() -> None:
@@ -201,3 +192,164 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     assert several.returncode == 2 and "--output NAME.shards.json" in several.stderr
     nothing = run(tmp_path / "x*", "--buckets", "32", "--output", manifest)
     assert nothing.returncode == 2 and "matches no file" in nothing.stderr
+
+
+# ---- Wrong arguments of pack() are refused in words a person can act on
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "bucket_lm"}, "no packing strategy 'bucket_lm'; did you mean 'bucket_llm'"),
+        ({"pool_sise": 3}, "'bucket' has no parameter 'pool_sise'; did you mean 'pool_size'"),
+        ({"preset": "papr"}, "no preset 'papr' .known: none"),
+        ({"promote": "yes"}, "promote is 'yes'; it must be one of auto, on, off"),
+        ({"pool_size": 0}, "pool_size is 0; it must be from 1 to"),
+        ({"pool_size": 2.5}, "pool_size is 2.5; it must be of type int"),
+        ({"max_segments": 0}, "max_segments is 0; it must be from 1 to"),
+        ({"max_segments": 4, "refine": True}, "any number of segments, and max_segments is 4"),
+        ({"padding_threshold": 1.5}, "padding_threshold is 1.5; it must be from 0.0 to 1.0"),
+        ({"padding_threshold": float("nan")}, "padding_threshold is nan"),
+        ({"strategy": "bucket_naive", "shuffle": 1}, "shuffle is 1; it must be True or False"),
+        ({"strategy": "concat"}, "samples of one length; buckets is .8, 16."),
+        ({"buckets": []}, "buckets is empty"),
+        ({"buckets": [0]}, "bucket is 0; it must be from 1 to 16,777,216"),
+        ({"buckets": [True]}, "bucket is True; it must be an integer"),
+        ({"buckets": [8, 8]}, "names a capacity twice"),
+        ({"buckets": [8.5]}, "bucket is 8.5; it must be an integer"),
+        ({"buckets": [1 << 30]}, "bucket is 1,073,741,824; it must be from 1 to 16,777,216"),
+        ({"seed": -1}, "seed is -1; it must be from 0"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        ({"seed": True}, "seed is True; it must be an integer"),
+        ({"seed": 1 << 64}, "seed is 18,446,744,073,709,551,616; it must be from 0"),
+        ({"threads": 0}, "threads is 0; it must be from 1"),
+        ({"threads": 1.5}, "threads is 1.5; it must be an integer"),
+        ({"threads": 1 << 40}, "threads is 1,099,511,627,776; it must be from 1"),
+        ({"pool_size": 1 << 63}, "pool_size is 9223372036854775808; it must be from 1 to"),
+        ({"lengths": [[1, 2]]}, "it must be a one-dimensional array of integers"),
+        ({"lengths": [1.5]}, "it must be a one-dimensional array of integers"),
+        ({"strategy": "concat", "buckets": 8, "atom_size": 3}, "atom_size is 3 and the capacity 8"),
+        ({"strategy": "decompose", "buckets": [12]}, "bucket is 12; decompose needs powers of two"),
+        ({"strategy": "decompose", "min_bucket": 32}, "min_bucket is 32; the largest bucket is 16"),
+    ],
+)
+def test_wrong_arguments_name_the_value_and_the_limit(arguments: dict, message: str) -> None:
+    call: dict[str, Any] = {"lengths": [1, 2, 3], "buckets": [8, 16], **arguments}
+    kind = DataError if "lengths" in arguments else ConfigError
+    with pytest.raises(kind, match=message):
+        pack(**call)
+
+
+def test_a_negative_length_names_the_document() -> None:
+    for dtype in (np.int32, np.int64):
+        with pytest.raises(DataError, match="document 2 has length -7"):
+            pack(np.array([1, 2, -7, 3], dtype), buckets=8)
+
+
+def test_an_unsigned_length_beyond_int64_is_printed_as_it_is() -> None:
+    with pytest.raises(DataError, match="the longest has 9223372036854775813"):
+        pack(np.array([1, (1 << 63) + 5], np.uint64), buckets=8)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64, np.uint32])
+def test_lengths_of_any_integer_type_are_the_same_lengths(dtype: type) -> None:
+    documents = np.array([3, 9, 200, 1], dtype)
+    index = pack(documents[::-1], buckets=[8, 16])  # a view with a stride, too
+    assert index.fingerprint == pack([1, 200, 9, 3], buckets=(16, 8)).fingerprint
+
+
+def test_the_lengths_given_are_not_changed_and_not_copied() -> None:
+    documents = np.arange(100, dtype=np.int32)
+    documents.flags.writeable = False
+    for name in STRATEGIES:
+        pack(documents, name, buckets=128).metrics()
+    assert documents.tolist() == list(range(100))
+
+
+def test_progress_is_told_and_may_stop_the_packing() -> None:
+    seen: list[tuple[int, int]] = []
+    documents = np.ones(3_000_000, np.int32)
+    for name in STRATEGIES:
+        seen.clear()
+        pack(documents, name, buckets=64, progress=lambda done, total: seen.append((done, total)))
+        assert seen and seen[-1][0] == seen[-1][1], name
+        assert seen == sorted(seen), name
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(documents, "bucket", buckets=64, threads=2, progress=stop)
+
+
+# ---- Who adds a strategy touches the four places that CONTRIBUTING names, and no others
+
+
+ROOT = Path(__file__).parents[2]
+PLACES = (
+    r"csrc/core/packing/\w+\.[ch]pp",
+    r"csrc/bindings/register_packing\.cpp",
+    r"megapack/packing/strategies\.py",
+    r"tests/(reference/\w+\.py|cpp/\w+\.cpp)",
+)
+# What is compared by default, and in which words, is a choice and not a part of a strategy.
+CHOICES = r"megapack/(compare|cli)/"
+
+
+def files_that_name(strategy: str) -> set[str]:
+    """Sources of the core, the package and the tests' definitions, without their comments."""
+    found = set()
+    for top in ("csrc", "megapack", "tests/reference", "tests/cpp"):
+        for path in sorted((ROOT / top).rglob("*.*")):
+            name = str(path.relative_to(ROOT))
+            if path.suffix not in (".py", ".pyi", ".cpp", ".hpp") or re.match(CHOICES, name):
+                continue
+            code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+            if re.search(rf"\b(pack_)?{strategy}\b", code):
+                found.add(name)
+    return found
+
+
+# Strategies that need nothing special, and whose names mean nothing else.
+@pytest.mark.parametrize("name", ["next_fit", "length_sorted", "bucket_naive"])
+def test_a_strategy_stands_in_four_places(name: str) -> None:
+    found = files_that_name(name)
+    for place in PLACES:
+        assert any(re.fullmatch(place, path) for path in found), f"{name} is not in {place}"
+    elsewhere = {path for path in found if not re.fullmatch("|".join(PLACES), path)}
+    assert not elsewhere, f"{name} is also in {sorted(elsewhere)}"
+
+
+def test_contributing_names_these_places() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = text[text.index("**a strategy?**") : text.index("**where a step becomes a batch?**")]
+    for place in (
+        "csrc/core/packing",
+        "csrc/bindings/register_packing.cpp",
+        "megapack/packing/strategies.py",
+        "tests/reference",
+        "tests/cpp/test_strategies.cpp",
+    ):
+        assert f"`{place}`" in named and (ROOT / place).exists()
+
+
+def test_every_strategy_of_the_core_is_used_and_runs_under_the_sanitizers() -> None:
+    def names(pattern: str, path: str) -> set[str]:
+        return set(re.findall(pattern, (ROOT / path).read_text(encoding="utf-8")))
+
+    core = names(r"(?m)^ +MEGAPACK_STRATEGY\((\w+),", "csrc/bindings/register_packing.cpp")
+    assert len(core) == 10
+    assert core <= names(r'"(\w+)"', "megapack/packing/strategies.py")
+    assert core <= names(r"MEGAPACK_RUN\((\w+),", "tests/cpp/test_strategies.cpp")
+
+
+def test_an_entry_in_the_registry_is_all_that_python_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = replace(STRATEGIES["next_fit"], name="a_new_one", description="what it does")
+    monkeypatch.setitem(STRATEGIES, "a_new_one", new)
+    index = pack([5, 9, 12], "a_new_one", buckets=16, shuffle=False)
+    assert index.strategy == "a_new_one" and index.num_samples == 2
+    with pytest.raises(SystemExit, match="0"):
+        main(["pack", "--help"])
+    assert "a_new_one" in capsys.readouterr().out

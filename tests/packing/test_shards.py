@@ -63,9 +63,7 @@ def files(manifest: Path) -> dict[str, bytes]:
     return {**found, "manifest": manifest.read_bytes()}
 
 
-def test_the_manifest_says_of_every_shard_what_its_files_say(
-    tmp_path: Path, prefixes: list[str]
-) -> None:
+def test_manifest_says_of_shards_what_files_say(tmp_path: Path, prefixes: list[str]) -> None:
     index = packed(tmp_path / "web.shards.json", prefixes)
     assert len(index.shards) == NUM_SHARDS
     for number, (prefix, shard) in enumerate(zip(prefixes, index.shards, strict=True)):
@@ -87,9 +85,7 @@ def test_the_manifest_says_of_every_shard_what_its_files_say(
     assert longest_reach(index) == max(map(longest_reach, opened)) > longest_segment(index)
 
 
-def test_runs_give_every_sample_of_every_shard_one_number(
-    tmp_path: Path, prefixes: list[str]
-) -> None:
+def test_runs_give_every_sample_one_number(tmp_path: Path, prefixes: list[str]) -> None:
     """Bucket after bucket, in each of them shard after shard."""
     index = packed(tmp_path / "web.shards.json", prefixes)
     first, shard, begin = index.runs
@@ -107,9 +103,7 @@ def test_runs_give_every_sample_of_every_shard_one_number(
     assert numbered == expected and len(expected) == index.num_samples
 
 
-def test_parts_processes_and_a_killed_run_make_the_same_files(
-    tmp_path: Path, prefixes: list[str]
-) -> None:
+def test_parts_and_killed_runs_make_the_same_files(tmp_path: Path, prefixes: list[str]) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     packed(alone / "web.shards.json", prefixes)
@@ -125,9 +119,7 @@ def test_parts_processes_and_a_killed_run_make_the_same_files(
     assert files(manifest) == files(alone / "web.shards.json")
 
 
-def test_a_later_dataset_is_packed_alone_and_goes_behind_the_others(
-    tmp_path: Path, prefixes: list[str]
-) -> None:
+def test_later_dataset_is_packed_alone_and_is_last(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     before = packed(manifest, prefixes)
     kept = {path: path.stat().st_mtime_ns for path in manifest.with_name("web.shards").iterdir()}
@@ -194,9 +186,7 @@ def test_other_options_are_refused_and_not_mixed(tmp_path: Path, prefixes: list[
         packed(tmp_path / "none.shards.json", [])
 
 
-def test_a_folder_that_moves_takes_its_manifest_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_moves_with_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prefix = write(Path("here") / "docs", 2)
     packed(Path("here") / "web.shards.json", [prefix])

@@ -7,9 +7,8 @@ segment.
 
 from __future__ import annotations
 
-from reference.alignment import aligned
 from reference.buckets import bucket, bucket_llm, bucket_v0, decompose
-from reference.common import Packing, Segment
+from reference.common import Packing, Segment, aligned
 from reference.fits import best_fit_decreasing, first_fit_decreasing, seamless
 from reference.streams import bucket_naive, concat, length_sorted, next_fit, pad
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 
 class Segment(NamedTuple):
@@ -70,3 +71,33 @@ def without_partial(samples: list[Sample], capacity: int) -> tuple[list[Sample],
     if samples and tokens(samples[-1]) < capacity:
         return samples[:-1], tokens(samples[-1])
     return samples, 0
+
+
+def aligned(
+    definition: Callable[..., Packing],
+    lengths: list[int],
+    buckets: list[int],
+    seed: int,
+    *,
+    alignment: int,
+    **parameters: Any,
+) -> Packing:
+    """With room for alignment, of every strategy: the definition's samples of rounded documents,
+    each piece up to its document's end."""
+    rounded = [-(-length // alignment) * alignment for length in lengths]
+    packing = definition(rounded, buckets, seed, **parameters)
+    samples = {
+        capacity: [
+            [Segment(d, begin, min(length, lengths[d] - begin)) for d, begin, length in sample]
+            for sample in bucket
+        ]
+        for capacity, bucket in packing.buckets.items()
+    }
+    placed = Counter(
+        (d, begin + i)
+        for bucket in samples.values()
+        for sample in bucket
+        for d, begin, length in sample
+        for i in range(length)
+    )
+    return Packing(samples, sum(lengths) - len(placed), placed.total() - len(placed))

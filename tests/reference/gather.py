@@ -52,7 +52,7 @@ def gather(
     capacity: int,
     positions: str = "segment",
     attention: str = "document",
-    labels: str = "document",
+    label_boundary: str = "document",
     alignment: int = 1,
     pad_token: int = 0,
     chosen: list[list[int]] | None = None,
@@ -78,7 +78,7 @@ def gather(
                 samples[i],
                 positions=positions,
                 attention=attention,
-                labels=labels,
+                label_boundary=label_boundary,
                 alignment=alignment,
                 pad_token=pad_token,
                 chosen=chosen or documents,
@@ -101,7 +101,7 @@ def _write_sample(
     *,
     positions: str,
     attention: str,
-    labels: str,
+    label_boundary: str,
     alignment: int,
     pad_token: int,
     chosen: list[list[int]],
@@ -111,7 +111,8 @@ def _write_sample(
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
         if len(wanted) < length:
-            following = sample[s + 1] if labels == "sample" and s + 1 < len(sample) else None
+            crosses = label_boundary == "sample" and s + 1 < len(sample)
+            following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
         fill = 0
         if attention == "document" or s + 1 == len(sample):

@@ -69,9 +69,7 @@ def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) ->
         assert (data == np.where(copied, FULL, 0)[:-5]).all()
 
 
-def test_an_earlier_boot_leaves_nothing_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash of the machine, what was marked as here may never have reached the disk."""
     before = filled(tmp_path).folder
     again = Chunks(tmp_path / "docs.bin", FULL.size)
@@ -81,9 +79,7 @@ def test_an_earlier_boot_leaves_nothing_that_counts(
     assert after.copy(ALL, None).size == NUM_BLOCKS and not before.exists()
 
 
-def test_a_cache_that_is_removed_under_its_readers_is_filled_again(
-    line: Line, tmp_path: Path
-) -> None:
+def test_removed_cache_is_filled_again(line: Line, tmp_path: Path) -> None:
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
     near = IndexedDataset(tmp_path / "docs").tokens.tolist()
     for remove in (lambda path: path.unlink(), lambda path: shutil.rmtree(path.parent)):
@@ -132,9 +128,7 @@ def test_what_is_read_stays_although_its_chunk_goes(line: Line, tmp_path: Path) 
     assert not far.mapped_tokens.any(), "memory was kept"
 
 
-def test_batches_are_right_in_a_cache_that_is_much_too_small(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = put_dataset(tmp_path / "docs", 20_000)
     limit = 1_500_000
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(limit))
@@ -149,7 +143,7 @@ def test_batches_are_right_in_a_cache_that_is_much_too_small(
     assert used < limit + whole
 
 
-def test_entries_that_nobody_uses_go_first_and_those_in_use_stay(
+def test_unused_goes_used_stays(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))
@@ -224,9 +218,7 @@ digests = [hashlib.md5(documents[i]).hexdigest() for i in range(rank, len(docume
 """
 
 
-def test_ranks_of_a_node_fetch_every_block_once_and_outlive_each_other(
-    line: Line, tmp_path: Path
-) -> None:
+def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
     """Four fill one cache; one of them is killed with SIGKILL in the middle of it."""
     address = put_dataset(tmp_path / "docs", 5000)
     line.latency = 0.02
@@ -269,9 +261,7 @@ def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
             open_cache()
 
 
-def test_a_size_is_one_on_the_command_line_and_in_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_size_is_one_in_cli_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """256M, which the guide and the errors recommend, is the least there is."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
     for text, limit in (("256M", 256 << 20), ("200G", 200 << 30), ("268435456", 256 << 20)):

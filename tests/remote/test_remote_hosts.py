@@ -73,9 +73,7 @@ def manifest_of(folder: Path, name: str, source: str) -> str:
     return str(path)
 
 
-def test_megatron_rows_of_an_address_and_of_shards_at_an_address(
-    line: Line, tmp_path: Path
-) -> None:
+def test_megatron_rows_of_an_address_and_of_shards(line: Line, tmp_path: Path) -> None:
     address, cache = put_dataset(tmp_path / "docs"), str(tmp_path / "packed")
     pairs = [(f'"prefix": "{prefix}"', cache) for prefix in (tmp_path / "docs", address)]
     near = source_of_shards(tmp_path)
@@ -176,9 +174,7 @@ def test_trainer_takes_the_same_steps(line: Line, tmp_path: Path) -> None:
     assert of_shards != here and losses(None, address_of(Path(near)), tmp_path) == of_shards
 
 
-def test_micro_batches_taken_one_after_the_other_are_fetched_ahead(
-    line: Line, tmp_path: Path
-) -> None:
+def test_micro_batches_in_order_are_fetched_ahead(line: Line, tmp_path: Path) -> None:
     """And in any other order they are the same."""
     address = put_dataset(tmp_path / "docs", 20_000)
     near, far = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import printed
 from object_store import Line
 
 from megapack.cli.main import main
@@ -19,12 +21,14 @@ from megapack.data import PackedDataset
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import load_shards
-from megapack.storage import IndexedDatasetBuilder
-from megapack.storage.remote.client import find_object, put_object
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.remote import client
+from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.copies import put_object as put_once
 from megapack.storage.remote.copies import upload_dataset
 from megapack.storage.remote.reader import fetch_file
-from tests.remote.far import address_of, folder_of, run, write_packed
+from megapack.storage.verify import verify
+from tests.remote.far import address_of, flip, folder_of, run, write_packed
 from tests.remote.stores import EVERY_STORE
 
 BUCKETS = ("--buckets", "64,256,512")
@@ -55,9 +59,7 @@ def leftovers(tmp_path: Path) -> list[Path]:
 
 
 @EVERY_STORE
-def test_samples_packed_at_an_address_are_those_packed_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, with the same lines printed, of a dataset here and of one that is far."""
     address = put_documents(tmp_path / "docs", 2000)
     line.counts.clear()
@@ -75,12 +77,11 @@ def test_samples_packed_at_an_address_are_those_packed_here(
     batches = run(address)
     assert len(batches) > 50 and batches == run(tmp_path / "docs")
     capsys.readouterr()
-    assert main(["inspect", f"{address}.samples"]) == 0
-    assert f"{address}.samples: bucket of {address}" in capsys.readouterr().out
+    assert f"{address}.samples: bucket of {address}" in printed("inspect", f"{address}.samples")
 
 
 @EVERY_STORE
-def test_what_stands_at_an_address_is_kept_refused_or_replaced_as_here(
+def test_existing_is_as_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = put_documents(tmp_path / "docs")
@@ -120,9 +121,7 @@ class HoldsAnswers(Counter[str]):
 
 @EVERY_STORE
 @pytest.mark.parametrize("stands", [False, True])
-def test_killed_in_its_upload_it_leaves_what_was_there(
-    line: Line, tmp_path: Path, stands: bool
-) -> None:
+def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path, stands: bool) -> None:
     """The samples go in several parts, some of which have arrived when the process is killed."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.uint16) as builder:
         builder.add_documents(np.ones(600_000, np.uint16), np.arange(600_001))
@@ -150,7 +149,7 @@ def test_killed_in_its_upload_it_leaves_what_was_there(
     assert not leftovers(tmp_path)
 
 
-def test_an_upload_that_fails_leaves_nothing(
+def test_failed_upload_is_clean(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does what it packed stand in the way of other options."""
@@ -167,9 +166,7 @@ def test_an_upload_that_fails_leaves_nothing(
     assert SampleIndex.load(f"{address}.samples").seed == 9
 
 
-def test_processes_of_a_node_that_write_the_same_wait_for_each_other(
-    line: Line, tmp_path: Path
-) -> None:
+def test_writers_of_the_same_wait_for_each_other(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs")
     line.counts.clear()
     line.latency = 0.3  # between the look at what stands there and the upload
@@ -179,9 +176,7 @@ def test_processes_of_a_node_that_write_the_same_wait_for_each_other(
 
 
 @EVERY_STORE
-def test_many_datasets_become_one_source_at_an_address(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Named by a pattern; the shards' samples are those of a manifest here, byte for byte."""
     folder = put_shards(tmp_path)
     far, near = f"{folder}/web.shards.json", f"{tmp_path}/web.shards.json"
@@ -268,9 +263,7 @@ def test_machines_share_a_source_at_an_address(line: Line, tmp_path: Path) -> No
     assert far.fingerprint == near.fingerprint and len(far.shards) == 5
 
 
-def test_a_disk_that_is_staged_gets_the_directories_that_a_store_needs_not(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_staging_folders(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my data").mkdir()
     for seed, name in enumerate("ab"):
         write_packed(tmp_path / "my data" / name, 150, seed)
@@ -288,7 +281,7 @@ def test_a_disk_that_is_staged_gets_the_directories_that_a_store_needs_not(
     assert not (tmp_path / "my data" / "nowhere").exists(), "who reads makes nothing"
 
 
-def test_what_cannot_be_is_refused_with_a_remedy(
+def test_refusals_say_remedy(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = put_documents(tmp_path / "docs")
@@ -306,3 +299,172 @@ def test_what_cannot_be_is_refused_with_a_remedy(
         assert main(list(command)) == 2, command
         assert reason in capsys.readouterr().err, command
     assert not line.counts["PUT"] and not Path("s3:").exists()
+
+
+# ---- megapack-build on datasets in an object store; and uploads are complete or absent
+
+
+@EVERY_STORE
+def test_upload_inspect_and_pack(line: Line, tmp_path: Path) -> None:
+    write_packed(tmp_path / "docs")
+    folder = folder_of(tmp_path)
+    assert f"-> {folder}/docs.samples" in printed("upload", f"{tmp_path}/docs", folder)
+    assert run(f"{folder}/docs") == run(tmp_path / "docs")
+    assert "2,000" in printed("inspect", f"{folder}/docs")
+    buckets = ["--buckets", "64,256,512"]
+    here = ["--output", f"{tmp_path}/again.samples"]
+    assert main(["pack", f"{folder}/docs", *buckets, *here]) == 0
+    near, again = (
+        (tmp_path / name).read_bytes()[-5000:] for name in ("docs.samples", "again.samples")
+    )
+    assert near == again
+
+
+def test_local_commands_say(line: Line, tmp_path: Path) -> None:
+    write_packed(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
+    assert "this works on local files" in printed("repair", address_of(tmp_path / "docs"), status=2)
+    assert not Path("s3:").exists()
+
+
+@EVERY_STORE
+def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
+    write_packed(tmp_path / "docs")
+    address = address_of(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address)
+    assert verify(address) == verify(tmp_path / "docs") == []
+    line.counts.clear()
+    assert verify(address, tokens=False) == []
+    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not asked for"
+    ids = {"vocab_size": 7, "document_end_token": 3}
+    there, here = verify(address, **ids), verify(tmp_path / "docs", **ids)
+    assert there == here and len(here) == 2
+    upload_dataset(str(tmp_path / "docs"), f"{address}2")
+    assert f"holds the same documents as {address}" in printed(
+        "verify", address, f"{address}2", "--no-tokens"
+    )
+    flip(tmp_path / "docs.bin", 1000)
+    put_object(f"{address}.bin", tmp_path / "docs.bin")
+    [found] = verify(address)
+    assert found.severity == "error" and f"{address}.bin" in found.message
+    remove_object(f"{address}.checksums")  # then the meta file tells
+    [found] = [f for f in verify(address) if f.severity == "error"]
+    assert found == verify(tmp_path / "docs")[0] and found.code == "checksum"
+    remove_object(f"{address}.bin")
+    assert verify(address)[0].message.startswith(f"{address}.bin does not exist")
+
+
+def objects(address: str) -> dict[str, bytes]:
+    """What stands at an address, by suffix."""
+    found = {}
+    for suffix in (".bin", ".idx", ".meta.json", ".manifest.json"):
+        if find_object(f"{address}{suffix}") is not None:
+            found[suffix] = fetch_file(f"{address}{suffix}").read_bytes()
+    return found
+
+
+def local_files(prefix: Path) -> dict[str, bytes]:
+    names = (".bin", ".idx", ".meta.json", ".manifest.json")
+    paths = {suffix: Path(f"{prefix}{suffix}") for suffix in names}
+    return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
+
+
+def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
+    """Each without its --output-prefix; ``address`` is an input of merge."""
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": "and more"}\n' * 50)
+    text = ["--input", f"{tmp_path}/text.jsonl", "--tokenizer", "bytes", "--workers", "1"]
+    flat = ["--kind", "flat", "--dtype", "uint16", "--eod-token", "7"]
+    return {
+        "tokenize": ["tokenize", *text, "--append-eod"],
+        "merge": ["merge", f"{tmp_path}/docs", address],
+        "import": ["import", f"{tmp_path}/docs.bin", *flat],
+    }
+
+
+OTHERWISE = {  # options with which another dataset is made
+    "tokenize": ["--prepend-bos"],
+    "merge": ["--dtype", "int64"],
+    "import": ["--eod-at", "start"],
+}
+
+
+@EVERY_STORE
+@pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
+def test_what_is_written_to_an_address_is_what_is_written_here(
+    line: Line,
+    tmp_path: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_packed(tmp_path / "docs", 300)
+    address = address_of(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address)
+    how = commands(tmp_path, address)[command]
+    target = f"{address}-out"
+
+    def fails(*_: object) -> None:
+        raise ConnectionError("the line is down")
+
+    with monkeypatch.context() as patched:  # killed before the last object of the dataset
+        patched.setattr("megapack.storage.remote.copies.put_object", fails)
+        assert main([*how, "--output-prefix", target]) == 1
+    assert not IndexedDataset.exists(target), "absent until it is complete"
+    out = printed(*how, "--output-prefix", target)
+    assert target in out and str(tmp_path / "cache") not in out
+    if command == "tokenize":
+        assert "this very build is finished" in out, "it was built anew"
+    assert not list((tmp_path / "cache").glob("*output*")), "the local files stay behind"
+    assert main([*how, "--output-prefix", f"{tmp_path}/out"]) == 0
+    here, there = local_files(tmp_path / "out"), objects(target)
+    meta, theirs = json.loads(here.pop(".meta.json")), json.loads(there.pop(".meta.json"))
+    assert str(meta.pop("command", "")).replace(f"{tmp_path}/out", target) == str(
+        theirs.pop("command", "")
+    )
+    assert meta == theirs and here == there and len(here) == 2 + (command == "tokenize")
+    assert verify(target) == verify(tmp_path / "out")
+    for prefix in (target, f"{tmp_path}/out"):  # one rule, here and there
+        line.counts.clear()
+        assert "nothing to do" in printed(*how, "--output-prefix", prefix)
+        assert not line.counts["PUT"] + line.counts["DELETE"]
+        error = printed(*how, *OTHERWISE[command], "--output-prefix", prefix, status=2)
+        assert f"{prefix}." in error and "Replace it with --overwrite" in error
+        assert str(tmp_path / "cache") not in error
+    again = objects(target)
+    assert main([*how, *OTHERWISE[command], "--output-prefix", target, "--overwrite"]) == 0
+    assert objects(target) != again and verify(target) == []
+
+
+def test_parts_need_a_disk(line: Line, tmp_path: Path) -> None:
+    how = [*commands(tmp_path, "")["tokenize"], "--output-prefix", "s3://bucket/parts/docs"]
+    assert "megapack-build upload" in printed(*how, "--part", "0/2", status=2)
+    merged = ["merge", "s3://bucket/parts/docs", "--output-prefix", f"{tmp_path}/out"]
+    assert "--remove-inputs" in printed(*merged, "--remove-inputs", status=2)
+
+
+@EVERY_STORE
+def test_cut_upload_leaves_none(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The .idx comes last: nobody pairs the new .bin with the old .idx."""
+    write_packed(tmp_path / "docs")
+    address = address_of(tmp_path / "docs")
+    upload_dataset(str(tmp_path / "docs"), address)
+    assert IndexedDataset.exists(address)
+    put = client.put_object
+
+    def put_once(url: str, path: Path) -> None:
+        put(url, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megapack.storage.remote.copies.put_object", put_once)
+    with pytest.raises(KeyboardInterrupt):
+        upload_dataset(str(tmp_path / "docs"), address)
+    assert not IndexedDataset.exists(address)
+
+
+def test_what_is_damaged_is_not_uploaded(line: Line, tmp_path: Path) -> None:
+    write_packed(tmp_path / "docs")
+    flip(tmp_path / "docs.bin", 1000)
+    with pytest.raises(FormatError, match="do not have the checksums of the meta file"):
+        upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
+    assert not IndexedDataset.exists(address_of(tmp_path / "docs"))

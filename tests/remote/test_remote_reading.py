@@ -100,9 +100,7 @@ def test_files_are_staged_by_the_same_cache(line: Line, tmp_path: Path) -> None:
     assert address  # the same files; they were only not asked for
 
 
-def test_without_checksums_a_line_says_so(
-    line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_sums_said(line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     address = put_dataset(tmp_path / "docs")
     remove_object(f"{address}{SUFFIX}")
     with caplog.at_level(logging.INFO):
@@ -207,9 +205,7 @@ def test_shards_of_one_source_may_be_far_and_are_fetched_ahead(line: Line, tmp_p
     assert batches(tmp_path / "far.shards.json") == expected
 
 
-def test_blocks_beside_each_other_are_one_request_also_over_a_few_that_nobody_wants(
-    line: Line, tmp_path: Path
-) -> None:
+def test_blocks_beside_each_other_are_one_request(line: Line, tmp_path: Path) -> None:
     far = IndexedDataset(put_dataset(tmp_path / "docs", 20_000))
     blocks = np.arange(120)
     wait(far.tokens.want(blocks[:1]))  # and what comes with the first

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import printed
 from object_store import Line
 
 from megapack.cli.main import main
@@ -43,9 +44,7 @@ def told(capsys: pytest.CaptureFixture[str], *command: str, status: int = 0) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_inspect_tells_the_sums_and_each_shard_when_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_tells_sums_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = write_source(tmp_path)
     datasets = [IndexedDataset(tmp_path / name) for name in NAMES]
     facts = told(capsys, "inspect", manifest)
@@ -58,8 +57,7 @@ def test_inspect_tells_the_sums_and_each_shard_when_asked(
     assert "shards" not in facts and facts["strategy"] == "bucket"
     shards = told(capsys, "inspect", manifest, "--shards")["shards"]
     assert [shard["num_tokens"] for shard in shards] == [d.num_tokens for d in datasets]
-    assert main(["inspect", manifest, "--shards"]) == 0
-    text = capsys.readouterr().out
+    text = printed("inspect", manifest, "--shards")
     assert all(f"{tmp_path}/{name}" in text for name in NAMES) and "3 datasets" in text
 
 
@@ -92,9 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_names_the_file_that_is_damaged_or_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_verify_names_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     manifest = write_source(tmp_path)
     sound = told(capsys, "verify", manifest)
     assert sum(name != manifest for name in sound) == 7, "datasets, labels and samples"
@@ -112,9 +108,7 @@ def test_verify_names_the_file_that_is_damaged_or_missing(
 
 
 @EVERY_STORE
-def test_a_source_is_uploaded_and_is_there_what_it_is_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_source_is_uploaded(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, folder = write_source(tmp_path), folder_of(tmp_path)
     assert main(["upload", manifest, folder]) == 0
     near, far = PackedDataset(None, manifest), PackedDataset(None, f"{folder}/web.shards.json")
@@ -137,17 +131,16 @@ def test_a_source_is_uploaded_and_is_there_what_it_is_here(
     assert "c.labels.bin does not exist" in found[f"{folder}/c.labels"][0]["message"]
 
 
-def test_what_lies_elsewhere_is_refused_before_anything_is_uploaded(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_elsewhere_refused(line: Line, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     write_packed(tmp_path / "there" / "a", 50)
     manifest = f"{tmp_path}/here/web.shards.json"
     pack_shards(plan_packing(manifest, [f"{tmp_path}/there/a"], OPTIONS), lambda _: None)
     before = line.counts["PUT"]
-    assert main(["upload", manifest, f"s3://bucket/{tmp_path.name}"]) == 2
-    assert "which would not be below" in capsys.readouterr().err
+    assert "which would not be below" in printed(
+        "upload", manifest, f"s3://bucket/{tmp_path.name}", status=2
+    )
     assert line.counts["PUT"] == before
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,9 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapack.errors import ConfigError, LockedError
 from megapack.packing.verify import verify_samples
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.files import AtomicFile, atomic_write
+from megapack.storage.files import (
+    TEMPORARY_BYTES,
+    AtomicFile,
+    WriterLock,
+    atomic_write,
+    check_target,
+    target_of,
+)
 from megapack.storage.verify import leftovers, verify
 
 
@@ -94,9 +105,7 @@ def fill(directory: Path, mode: str, documents: int, what: str = "tokens") -> st
 
 
 @pytest.mark.parametrize(("documents", "what"), [(2000, "tokens"), (100, "index")])
-def test_a_file_that_cannot_grow_is_a_clear_error_and_leaves_nothing(
-    tmp_path: Path, documents: int, what: str
-) -> None:
+def test_file_that_cannot_grow_leaves_nothing(tmp_path: Path, documents: int, what: str) -> None:
     suffix = "bin" if what == "tokens" else "idx"
     said = fill(tmp_path, "limit", documents, what)
     assert "File too large while writing" in said and f"data.{suffix}'" in said
@@ -216,9 +225,7 @@ def temporary(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_a_killed_writer_left_is_found_and_removed_by_the_next(
-    tmp_path: Path, writer: str
-) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path, writer: str) -> None:
     for name in "ab":
         with IndexedDatasetBuilder(tmp_path / name, np.int32) as builder:
             builder.add_documents(np.zeros(300_000, np.int32), [0, 30, 300_000])
@@ -285,3 +292,211 @@ def test_links_and_foreign_names_are_no_leftovers_of_ours(tmp_path: Path) -> Non
     assert (tmp_path / "precious").read_bytes() == b"x"
     assert not (tmp_path / "data.tmp-00000000").is_symlink()
     assert {*names_of_others, "data", "precious"} <= set(names(tmp_path))
+
+
+# ---- What stands under a name before a file is written: kept, replaced or refused, by one rule
+
+
+def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert check_target(path, overwrite=False, difference="never asked")
+    path.write_text("x")
+    assert not check_target(path, overwrite=False, difference=None)
+    assert not check_target(path, overwrite=True, difference=None)
+    assert not check_target(path, overwrite=False, difference=lambda: None)
+    with pytest.raises(ConfigError, match=r"file is there already: its seed is 1, not 2.*--overwr"):
+        check_target(path, overwrite=False, difference="its seed is 1, not 2")
+    assert check_target(path, overwrite=True, difference=lambda: "its seed is 1, not 2")
+
+
+def test_a_difference_is_computed_only_when_a_file_is_there(tmp_path: Path) -> None:
+    def read() -> str:
+        raise AssertionError("there is nothing to read")
+
+    assert check_target(tmp_path / "file", overwrite=False, difference=read)
+
+
+def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    real, link = tmp_path / "far" / "real", tmp_path / "link"
+    link.symlink_to("far/real")  # leads nowhere yet
+    for text in ("first", "second"):
+        with atomic_write(link, "w") as file:
+            file.write(text)
+        assert link.is_symlink() and real.read_text() == text and not real.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "link"]
+    assert [path.name for path in real.parent.iterdir()] == ["real"]
+
+
+def special_files(directory: Path) -> dict[str, Path]:
+    (directory / "directory").mkdir()
+    os.mkfifo(directory / "fifo")
+    (directory / "circle").symlink_to("circle")
+    (directory / "device").symlink_to("/dev/full")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(directory / "socket"))
+    names = {"circle": "link that leads in a circle", "device": "device", "fifo": "FIFO"}
+    names |= {"socket": "socket", "directory": "directory"}
+    return {kind: directory / name for name, kind in names.items()}
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
+    """As root, a rename over /dev/full would replace the device for everybody."""
+    for kind, path in special_files(tmp_path).items():
+        before = path.lstat()
+        for attempt in (
+            lambda path=path: check_target(path, overwrite=True, difference="another"),
+            lambda path=path: target_of(path),
+            lambda path=path: AtomicFile(path),
+            lambda path=path: atomic_write(path).__enter__(),
+        ):
+            with pytest.raises(ConfigError, match=f"{path.name} is a {kind}; only regular files"):
+                attempt()
+        assert os.path.samestat(before, path.lstat())
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
+    limit = os.pathconf(tmp_path, "PC_NAME_MAX") - TEMPORARY_BYTES
+    fits = tmp_path / ("n" * limit)
+    with atomic_write(fits, "w") as file:
+        file.write("fits")
+    assert fits.read_text() == "fits"
+    for name in ("n" * (limit + 1), "\u00e4" * (limit // 2 + 1), "n" * 300):
+        with pytest.raises(ConfigError, match=rf"has \d+ bytes; at most {limit} leave room"):
+            check_target(tmp_path / name, overwrite=True, difference=None)
+        with pytest.raises(ConfigError, match="choose a shorter one"):
+            AtomicFile(tmp_path / name)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
+        check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
+
+
+# ---- Of two writers of one name the second is told who the first is; a dead one locks nobody out
+
+
+HOLD = """
+import sys
+from megapack.storage.files import WriterLock
+with WriterLock(sys.argv[1], what="a test", shared="shared" in sys.argv):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(path: Path, *how: str) -> subprocess.Popen[str]:
+    """A process that holds the lock until its stdin ends."""
+    command = [sys.executable, "-c", HOLD, str(path), *how]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_writer_is_told_host_process_and_purpose(tmp_path: Path) -> None:
+    process = hold(tmp_path / "data")
+    who = f"data is being written by process {process.pid} on {socket.gethostname()} .a test.; wait"
+    with pytest.raises(LockedError, match=who):
+        WriterLock(tmp_path / "data", what="another")
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(LockedError):
+        WriterLock(tmp_path / "link" / "data", what="through a link")
+    with WriterLock(tmp_path / "data2", what="another name"):
+        pass
+    process.communicate("")
+    with WriterLock(tmp_path / "data", what="the next"):
+        assert f"process {os.getpid()} on" in (tmp_path / "data.lock").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link"]
+
+
+def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+    with (
+        WriterLock(tmp_path / "data", what="one"),
+        pytest.raises(LockedError, match=f"process {os.getpid()} "),
+    ):
+        WriterLock(tmp_path / "data", what="two")
+    WriterLock(tmp_path / "data", what="dropped")
+    gc.collect()
+    held = WriterLock(tmp_path / "data", what="three")
+    held.release()
+    held.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_writer_locks_nobody_out(tmp_path: Path) -> None:
+    process = hold(tmp_path / "data")
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert (tmp_path / "data.lock").exists()
+    with WriterLock(tmp_path / "data", what="the next"):
+        assert f"process {process.pid} " not in (tmp_path / "data.lock").read_text()
+
+
+def test_a_forked_child_does_not_unlock_its_parent(tmp_path: Path) -> None:
+    held = WriterLock(tmp_path / "data", what="the parent")
+    child = os.fork()
+    if child == 0:
+        held.release()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(LockedError):
+        WriterLock(tmp_path / "data", what="another")
+    held.release()
+
+
+def test_many_share_it_and_nobody_holds_it_alone_then(tmp_path: Path) -> None:
+    first, second = hold(tmp_path / "data", "shared"), hold(tmp_path / "data", "shared")
+    for leaves, stays in ((first, second), (second, None)):
+        with pytest.raises(LockedError, match=f"{leaves.pid} .*" if stays is None else "; proc"):
+            WriterLock(tmp_path / "data", what="alone")
+        leaves.communicate("")
+    assert not list(tmp_path.iterdir())
+    with (
+        WriterLock(tmp_path / "data", what="alone"),
+        pytest.raises(LockedError, match=f"process {os.getpid()} .*alone"),
+    ):
+        WriterLock(tmp_path / "data", what="shared", shared=True)
+    assert not list(tmp_path.iterdir())
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from megapack.errors import LockedError
+from megapack.storage.files import WriterLock
+counter = Path(sys.argv[1])
+done = 0
+while done < 200:
+    try:
+        with WriterLock(counter, what="counting"):
+            counter.write_text(str(int(counter.read_text()) + 1))
+            done += 1
+    except LockedError:
+        pass
+"""
+
+
+def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
+    """The file is removed and made anew at every turn; a lock on a removed file is none."""
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    command = [sys.executable, "-c", COUNT, str(counter)]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert counter.read_text() == "600"
+
+
+def test_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """os.write names no file: "No space left on device" alone would say nothing."""
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"while writing: '.*data\.lock'"):
+        WriterLock(tmp_path / "data", what="test")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    with WriterLock(tmp_path / "data", what="test"):
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from megapack.errors import FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from storage.strategies import SMALL, corpora, flatten, write
+from megapack.storage.verify import verify
+from storage.strategies import SMALL, corpora, files, flatten, write
 
 
 def patch(path: Path, at: int, data: bytes) -> None:
@@ -92,9 +94,7 @@ def test_what_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
         dataset["0"]
 
 
-def test_a_pickle_is_small_and_finds_the_files_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickle_is_small_and_finds_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("data"), SMALL * 1000)
     dataset = IndexedDataset("data")
@@ -105,21 +105,6 @@ def test_a_pickle_is_small_and_finds_the_files_from_elsewhere(
     assert len(state) < 500
     np.testing.assert_array_equal(copy.tokens, dataset.tokens)
     assert copy.fingerprint == dataset.fingerprint
-
-
-def test_the_empty_dataset_can_be_read(tmp_path: Path) -> None:
-    write(tmp_path / "data", [])
-    dataset = IndexedDataset(tmp_path / "data")
-    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
-    assert list(dataset.document_offsets) == [0]
-    assert dataset[:] == [] and dataset.document_lengths.size == 0
-
-
-def test_only_empty_documents_can_be_read(tmp_path: Path) -> None:
-    write(tmp_path / "data", [[[]], [], [[], []]])
-    dataset = IndexedDataset(tmp_path / "data")
-    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (3, 3, 0)
-    assert list(dataset.document_offsets) == [0, 0, 0, 0]
 
 
 def test_lengths_come_from_the_index_alone(tmp_path: Path) -> None:
@@ -329,3 +314,29 @@ def test_prefixes_may_contain_dots(tmp_path: Path) -> None:
     write(tmp_path / "v1.5", SMALL)
     assert (tmp_path / "v1.5.idx").exists()
     assert len(IndexedDataset(tmp_path / "v1.5.idx")) == len(IndexedDataset(tmp_path / "v1.5"))
+
+
+# ---- The format does not drift: files that megatron-core wrote once are written and read today
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "mmididx"
+CORPUS = [[[1, 2, 3]], [[40_000], [5, 6]], [], [[]], [[7, 8, 9, 10], [11]]]
+MODES = [[0], [1, 2], [], [3], [-1, 0]]
+
+
+@pytest.mark.parametrize("name", ["uint16", "int32", "multimodal"])
+def test_golden_files_are_written_and_read(tmp_path: Path, name: str) -> None:
+    assert sys.byteorder == "little", "the format is little endian and so is this package"
+    multimodal = name == "multimodal"
+    dtype = np.uint16 if name == "uint16" else np.int32
+    with IndexedDatasetBuilder(tmp_path / name, dtype, multimodal) as builder:
+        for document, modes in zip(CORPUS, MODES, strict=True):
+            lengths = [len(sequence) for sequence in document]
+            builder.add_document(flatten(document), lengths, modes if multimodal else None)
+    assert files(tmp_path / name) == files(GOLDEN / name)
+    dataset = IndexedDataset(GOLDEN / name, multimodal)
+    assert list(dataset.document_lengths) == [3, 3, 0, 0, 5]
+    assert list(dataset.tokens) == [token for document in CORPUS for token in flatten(document)]
+    if multimodal:
+        assert list(dataset.sequence_modes) == [mode for modes in MODES for mode in modes]
+    assert not [f for f in verify(GOLDEN / name) if f.severity != "note"]

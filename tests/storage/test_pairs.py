@@ -12,10 +12,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pytest
+from commands import build
 from patience import PATIENCE
 
-from megapack.storage import IndexedDataset
-from megapack.storage.verify import verify
+from megapack.errors import ConfigError, FormatError, LockedError
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.files import WriterLock
+from megapack.storage.importing import import_dataset
+from megapack.storage.merge import merge
+from megapack.storage.repair import repair
+from megapack.storage.tokens import InputDataset
+from megapack.storage.verify import find_duplicates, verify
+from storage.strategies import SMALL, files, write
 
 ROUNDS = int(os.environ.get("MEGAPACK_ROUNDS", "20"))
 
@@ -146,3 +156,235 @@ def test_of_two_writers_of_a_prefix_one_at_a_time_writes(tmp_path: Path) -> None
 
 
 META = ["data.meta.json"]
+
+
+# ---- What stands at a prefix already: left alone when it is the same, replaced only when told
+
+
+def stamps(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in directory.glob("out*")}
+
+
+def test_a_builder_replaces_a_dataset_only_when_told(tmp_path: Path) -> None:
+    write(tmp_path / "out", SMALL)
+    before = files(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"out\.bin is there already.*overwrite=True"):
+        IndexedDatasetBuilder(tmp_path / "out", np.uint16)
+    assert files(tmp_path / "out") == before
+    with IndexedDatasetBuilder(tmp_path / "out", np.int32, overwrite=True) as builder:
+        builder.add_document([1, 2])
+        assert files(tmp_path / "out") == before, "replaced before it was complete"
+    dataset = IndexedDataset(tmp_path / "out")
+    assert (dataset.num_documents, dataset.dtype) == (1, np.int32)
+    assert dataset.meta is not None and dataset.meta["num_documents"] == 1
+    assert sorted(stamps(tmp_path)) == ["out.bin", "out.idx", "out.meta.json"]
+
+
+def test_a_bin_without_its_index_is_somebodys_data_too(tmp_path: Path) -> None:
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "out.bin")
+    with pytest.raises(ConfigError, match="is there already"):
+        IndexedDatasetBuilder(tmp_path / "out", np.uint16)
+    write(tmp_path / "a", SMALL)
+    with pytest.raises(ConfigError, match=r"is there already: it is not complete\. Replace it"):
+        merge([tmp_path / "a"], tmp_path / "out")
+
+
+def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
+    for name, corpus in (("a", SMALL), ("b", SMALL[:2]), ("c", SMALL[1:])):
+        write(tmp_path / name, corpus, metadata={"tokenizer": {"digest": "x"}})
+    inputs = [tmp_path / "a", tmp_path / "b"]
+    assert merge(inputs, tmp_path / "out")
+    before, content = stamps(tmp_path), files(tmp_path / "out")
+    assert not merge(inputs, tmp_path / "out")
+    assert not merge(inputs, tmp_path / "out", overwrite=True)
+    assert stamps(tmp_path) == before
+    others = {
+        "its num_sequences is 8, not 3": {"prefixes": inputs[1:]},
+        "its bin differs": {"prefixes": inputs[::-1]},
+        "its note is None, not 'n'": {"prefixes": inputs, "metadata": {"note": "n"}},
+        "has no checksums as int32": {"prefixes": inputs, "dtype": np.int32},
+    }
+    for difference, other in others.items():
+        with pytest.raises(ConfigError, match=f"is there already: .*{difference}.*--overwrite"):
+            merge(output=tmp_path / "out", **other)
+        assert files(tmp_path / "out") == content
+    assert merge(inputs[1:], tmp_path / "out", overwrite=True)
+    assert IndexedDataset(tmp_path / "out").num_documents == 2
+    (tmp_path / "out.idx").write_bytes((tmp_path / "b.idx").read_bytes()[:-1] + b"\1")
+    with pytest.raises(ConfigError, match=r"its \.idx is not the one its meta file speaks of"):
+        merge(inputs[1:], tmp_path / "out")
+    assert merge(inputs[1:], tmp_path / "out", overwrite=True)
+    assert not merge(inputs[1:], tmp_path / "out", remove_inputs=True)
+    assert not IndexedDataset.exists(tmp_path / "b"), "a second run did not end what the first left"
+
+
+def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
+    np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "flat")
+    flat = {"path": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
+    for link in ("hard", "symbolic", "copy"):
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+        assert "2 documents" in import_dataset(**flat, eod_token=0, link=link)
+        before = stamps(tmp_path)
+        assert import_dataset(**flat, eod_token=0).startswith("nothing to do: ")
+        assert stamps(tmp_path) == before
+        with pytest.raises(ConfigError, match="is there already: its idx differs"):
+            import_dataset(**flat, eod_token=2, eod_at="start", metadata={"x": 1})
+        import_dataset(**flat, eod_token=2, overwrite=True)
+        assert len(IndexedDataset(tmp_path / "out")) == 2
+    assert (tmp_path / "flat").read_bytes() == np.array([1, 2, 0, 3, 0], np.uint16).tobytes()
+
+
+def test_writing_through_the_link_of_an_import_is_refused(tmp_path: Path) -> None:
+    """What the link leads to is somebody else's data."""
+    np.array([1, 2, 0], np.uint16).tofile(tmp_path / "flat")
+    source = (tmp_path / "flat").read_bytes()
+    import_dataset(
+        tmp_path / "flat", tmp_path / "out", dtype="uint16", eod_token=0, link="symbolic"
+    )
+    write(tmp_path / "a", SMALL)
+    for attempt in (
+        lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
+        lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
+        lambda: import_dataset(tmp_path / "a", tmp_path / "out", overwrite=True),
+    ):
+        with pytest.raises(ConfigError, match=r"out\.bin is a link to .*flat, .*remove the link"):
+            attempt()
+    assert (tmp_path / "flat").read_bytes() == source
+    assert IndexedDataset(tmp_path / "out").num_tokens == 3
+
+
+def test_every_writer_of_a_prefix_waits_for_nobody(tmp_path: Path) -> None:
+    write(tmp_path / "a", SMALL)
+    damaged = bytearray((tmp_path / "a.idx").read_bytes())
+    damaged[34 + 4 * len(SMALL) + 12] ^= 1  # a pointer
+    write(tmp_path / "out", SMALL)
+    (tmp_path / "out.idx").write_bytes(damaged)
+    with WriterLock(tmp_path / "out", what="somebody"):
+        for attempt in (
+            lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
+            lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
+            lambda: import_dataset(tmp_path / "a", tmp_path / "out", overwrite=True),
+            lambda: repair(tmp_path / "out"),
+        ):
+            with pytest.raises(LockedError, match=rf"process {os.getpid()} on .* \(somebody\)"):
+                attempt()
+        assert repair(tmp_path / "out", dry_run=True)
+    assert repair(tmp_path / "out")
+
+
+def test_a_builder_holds_the_prefix_until_it_is_done_with(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "out")
+    with pytest.raises(LockedError, match="a builder"):
+        IndexedDatasetBuilder(tmp_path / "out")
+    builder.abort()
+    with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "out"):
+        raise RuntimeError
+    with pytest.raises(ConfigError), IndexedDatasetBuilder(tmp_path / "no" / "out"):
+        pass
+    write(tmp_path / "out", SMALL)
+    with pytest.raises(ConfigError) as kept:  # as long as the error is looked at, its frames live
+        IndexedDatasetBuilder(tmp_path / "out")
+    write(tmp_path / "out", SMALL, overwrite=True)
+    assert "is there already" in str(kept.value)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin", ".meta.json"])
+def test_special_files_at_a_prefix_are_refused_at_once(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"out{suffix}").symlink_to("/dev/full")
+    device = Path("/dev/full").stat()
+    np.zeros(3, np.uint16).tofile(tmp_path / "flat")
+    write(tmp_path / "a", SMALL)
+    for attempt in (
+        lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
+        lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
+        lambda: import_dataset(
+            tmp_path / "flat", tmp_path / "out", dtype="uint16", eod_token=0, overwrite=True
+        ),
+    ):
+        with pytest.raises(ConfigError, match=r"device|is a link"):
+            attempt()
+    assert os.path.samestat(device, Path("/dev/full").stat())
+
+
+def test_prefixes_without_room_for_every_companion_are_refused_at_once(tmp_path: Path) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".meta.json.tmp-01234567")
+    write(tmp_path / ("n" * longest), SMALL)
+    for extra in range(1, 12):
+        with pytest.raises(ConfigError, match=r"the name n+.meta.json has \d+ bytes|n+.lock has"):
+            IndexedDatasetBuilder(tmp_path / ("n" * (longest + extra)))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+@pytest.mark.parametrize("make", ["fifo", "directory", "device"])
+def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str, make: str) -> None:
+    prefix = tmp_path / "data"
+    write(prefix, SMALL)
+    path = tmp_path / f"data{suffix}"
+    path.unlink()
+    if make == "fifo":
+        os.mkfifo(path)
+    elif make == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    for read in (
+        lambda: IndexedDataset(prefix),
+        lambda: InputDataset(prefix),
+        lambda: repair(prefix),
+        lambda: import_dataset(prefix, tmp_path / "out", kind="mmididx"),
+    ):
+        with pytest.raises(FormatError, match=rf"data{suffix} is no regular file"):
+            read()
+    assert [f.code for f in verify(prefix) if f.severity == "error"] == ["index"]
+    assert find_duplicates([prefix, str(prefix)]) == {}
+    done = build("verify", prefix)
+    assert done.returncode == 1 and "no regular file" in done.stdout
+
+
+def test_metadata_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    """A command line that is no UTF-8 comes to Python with surrogates."""
+    bad = {"command": ["tokenize", "caf\udce9.jsonl"]}
+    with pytest.raises(ValueError, match=r"caf.udce9.*is no valid Unicode"):
+        IndexedDatasetBuilder(tmp_path / "out", metadata=bad)
+    write(tmp_path / "a", SMALL)
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        merge([tmp_path / "a"], tmp_path / "out", metadata=bad)
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        import_dataset(tmp_path / "a", tmp_path / "out", metadata=bad)
+    assert not stamps(tmp_path)
+
+
+def test_a_meta_file_of_other_files_is_not_believed(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL, vocab_size=11)
+    dataset = IndexedDataset(tmp_path / "data")
+    write(tmp_path / "data", SMALL[:2], vocab_size=12, overwrite=True)
+    with pytest.raises(FormatError, match="data was replaced since it was opened; open it again"):
+        _ = dataset.meta
+    assert IndexedDataset(tmp_path / "data").vocab_size == 12
+    write(tmp_path / "other", SMALL)
+    for suffix in (".bin", ".idx"):  # another tool's builder leaves the meta file where it is
+        (tmp_path / f"other{suffix}").replace(tmp_path / f"data{suffix}")
+    with pytest.raises(FormatError, match="meta file is about other files: it says num_seq"):
+        _ = IndexedDataset(tmp_path / "data").meta
+
+
+def test_a_worker_refuses_another_dataset_than_its_parent_read(tmp_path: Path) -> None:
+    write(tmp_path / "data", SMALL)
+    dataset = IndexedDataset(tmp_path / "data")
+    state = dataset.__getstate__()
+    IndexedDataset.__new__(IndexedDataset).__setstate__(state)
+    write(tmp_path / "data", SMALL[:2], overwrite=True)
+    with pytest.raises(FormatError, match="was replaced since it was pickled"):
+        IndexedDataset.__new__(IndexedDataset).__setstate__(state)
+
+
+def test_an_input_replaced_while_it_is_merged_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a", SMALL)
+    shard = InputDataset(tmp_path / "a")
+    write(tmp_path / "a", SMALL[::-1], overwrite=True)
+    with pytest.raises(FormatError, match="was replaced while it was read; start again"):
+        list(shard.layout.length_blocks())
+    with pytest.raises(FormatError, match="was replaced while it was read; start again"):
+        shard.open_tokens()

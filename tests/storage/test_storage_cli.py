@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import build
 
 from megapack import pack
 from megapack.cli.datasets import dataset_prefixes
 from megapack.storage import IndexedDataset
 from storage.strategies import SMALL, files, write
-
-
-def build(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megapack.cli.main", *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 def test_merge_then_verify(tmp_path: Path) -> None:
@@ -143,22 +137,6 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
     done = build("verify", "--json", path)
     assert done.returncode == 1
     assert [f["code"] for f in json.loads(done.stdout)[str(path)]] == ["samples"]
-
-
-@pytest.mark.parametrize("command", ["merge", "verify", "repair", "import"])
-def test_help_shows_examples(command: str) -> None:
-    done = build(command, "--help")
-    assert done.returncode == 0
-    assert f"  megapack-build {command} " in done.stdout
-
-
-def test_errors_are_sentences_and_leave_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "data", SMALL)
-    os.truncate(tmp_path / "data.bin", 3)
-    done = build("merge", tmp_path / "data", "--output-prefix", tmp_path / "out")
-    assert done.returncode == 1
-    assert done.stderr.startswith("megapack-build merge: error: ") and done.stderr.count("\n") == 1
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:

@@ -46,9 +46,7 @@ def foreign(prefix: Path, dtype: type = np.uint16, corpus: Corpus = CORPUS) -> P
 
 
 @given(corpus=corpora)
-def test_what_the_builder_wrote_is_sound_and_repair_leaves_it_alone(
-    tmp_path_factory: pytest.TempPathFactory, corpus: list
-) -> None:
+def test_built_files_are_left_alone(tmp_path_factory: pytest.TempPathFactory, corpus: list) -> None:
     prefix = tmp_path_factory.mktemp("verify") / "data"
     write(prefix, corpus, vocab_size=128)
     before = files(prefix)
@@ -146,7 +144,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
     ("code", "raw", "becomes"),
     [(7, np.uint32, np.int32), (8, np.uint64, np.int64), (6, np.uint16, np.uint16)],
 )
-def test_types_of_deepspeed_are_recognised_by_the_width_of_their_tokens(
+def test_deepspeeds_types_are_recognised(
     tmp_path: Path, code: int, raw: type, becomes: type
 ) -> None:
     prefix = foreign(tmp_path / "data", becomes)

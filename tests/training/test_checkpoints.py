@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import sentencepiece
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megapack.errors import ConfigError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.config import ModelConfig
+from megapack.training.engine.export import end_token, open_tokenizer
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
 from .conftest import Corpus
 from .packing_helpers import VOCAB, tiny_model
-from .processes import Zygote, start_run
+from .processes import PRETRAIN, Zygote, read_log, start_run, wait_for
 
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
 
@@ -189,3 +199,215 @@ def test_a_run_on_a_torn_checkpoint_does_not_begin(
     assert "at random: model.layers.1.mlp.down_proj.weight" in refused.output()
     allow = "model.allow_missing=['*.down_proj.*']"
     start_run(zygote, config, "allowed", allow, ranks=ranks).succeed()
+
+
+# ---- A checkpoint is written while training goes on: it holds its step, and counts when whole
+
+
+EVERY_THREE = {"every": 3, "keep": 3}
+THIRD, SIXTH = "step_00000003_tokens_3072", "step_00000006_tokens_6144"
+
+
+@pytest.fixture(scope="module")
+def blocking(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that waits for its checkpoints."""
+    run_dir = tmp_path_factory.mktemp("blocking") / "run"
+    config = corpus.config(run_dir, checkpoint={**EVERY_THREE, "asynchronous": False})
+    start_run(zygote, config, "blocking").succeed()
+    return run_dir
+
+
+def _gated(gate: Path, tag: str) -> dict[int, dict[str, Any]]:
+    faults = {"writes_wait_for": [str(gate), tag]}
+    return {0: {"faults": faults}, 1: {"faults": faults}}
+
+
+def _wait_for_step(run_dir: Path, step: int) -> None:
+    fed = [run_dir / "batches" / f"rank_0000{rank}.jsonl" for rank in (0, 1)]
+    wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in fed), "steps")
+
+
+def _assert_same(ours: Any, theirs: Any, where: str) -> None:
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in ours.items():
+            _assert_same(value, theirs[key], f"{where}/{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            _assert_same(a, b, f"{where}/{i}")
+
+
+def test_steps_go_on_meanwhile(
+    zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path
+) -> None:
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
+    ranks = start_run(zygote, config, "gated", of_rank=_gated(gate, THIRD))
+    _wait_for_step(run_dir, 5)
+    checkpoints = run_dir / "checkpoints"
+    assert [p.name for p in checkpoints.glob("step_*")] == [f"{THIRD}.partial"]
+    gate.touch()
+    output = ranks.succeed()
+    assert f"{THIRD}: training waited " in output
+    assert [line["loss"] for line in read_log(run_dir)] == [
+        line["loss"] for line in read_log(blocking)
+    ]
+    for tag in (THIRD, SIXTH):
+        ours, theirs = checkpoints / tag, blocking / "checkpoints" / tag
+        names = sorted(p.name for p in theirs.glob("*.pt"))
+        assert names == sorted(p.name for p in ours.glob("*.pt")) and len(names) == 3
+        for name in names:
+            _assert_same(
+                torch.load(ours / name, weights_only=False),
+                torch.load(theirs / name, weights_only=False),
+                name,
+            )
+
+
+def test_killed_run_goes_on(zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
+    ranks = start_run(zygote, config, "killed", of_rank=_gated(tmp_path / "never", SIXTH))
+    _wait_for_step(run_dir, 7)
+    ranks.signal(signal.SIGKILL)
+    ranks.wait()
+    checkpoints = run_dir / "checkpoints"
+    assert (checkpoints / f"{SIXTH}.partial").is_dir()
+    assert (checkpoints / "latest").read_text() == THIRD
+    assert json.loads((run_dir / "end.json").read_text())["reason"] == "running"
+    output = start_run(zygote, config, "resumed").succeed()
+    assert f"continuing at step 3 from {THIRD}" in output
+    losses = [line["loss"] for line in read_log(blocking)]
+    assert [line["loss"] for line in read_log(run_dir)] == pytest.approx(losses, rel=1e-9)
+    assert not list(checkpoints.glob("*.partial"))
+
+
+def test_nan_loss_keeps_the_begun_checkpoint(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    run_dir, gate = tmp_path / "run", tmp_path / "gate"
+    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
+    faults = {"writes_wait_for": [str(gate), THIRD], "nan_weight_after": [3]}
+    ranks = start_run(zygote, config, "nan", ranks=1, of_rank={0: {"faults": faults}})
+    log = run_dir / "log.jsonl"
+    wait_for(lambda: log.exists() and '"loss": null' in log.read_text(), "the loss")
+    gate.touch()
+    assert ranks.wait() == [1]
+    assert "is not a number" in ranks.output()
+    assert (run_dir / "checkpoints" / "latest").read_text() == THIRD
+    end = json.loads((run_dir / "end.json").read_text())
+    assert end["reason"] == "error" and end["saved"] == 3
+
+
+# ---- What a run exports is whole: weights, tokenizer, and the token at which generation stops
+
+
+LETTERS, END = 20, 20
+
+
+def _write(folder: Path, *, metadata: dict[str, int] | None = None) -> IndexedDataset:
+    """Documents that count up from anywhere to the last letter and end there."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(
+        folder / "text", np.uint16, vocab_size=END + 1, metadata=metadata
+    ) as builder:
+        for first in random.integers(0, LETTERS - 1, 600):
+            builder.add_document(np.array([*range(first, LETTERS), END], np.uint16))
+    return IndexedDataset(folder / "text")
+
+
+def _tokenizer(folder: Path) -> Path:
+    words = {**{chr(ord("a") + i): i for i in range(LETTERS)}, "<|end|>": END}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_exported_model_generates_to_the_end(zygote: Zygote, tmp_path: Path) -> None:
+    dataset = _write(tmp_path, metadata={"document_end_token": END})
+    samples = tmp_path / "text.samples"
+    pack(dataset.document_lengths, "bucket", buckets=[32]).save(samples, source=dataset)
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "num_steps": 60,
+        "model": {"preset": "llama_tiny", "tokenizer": str(_tokenizer(tmp_path))},
+        "data": {
+            "prefix": str(tmp_path / "text"),
+            "index": str(samples),
+            "tokens_per_step": 1024,
+            "micro_batch_tokens": 1024,
+        },
+        "optimizer": {"lr": 0.01},
+        "logging": {"tensorboard": False},
+        "engine": {"precision": "fp32", "zero_stage": 0},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    argv = [str(PRETRAIN), "--config", str(tmp_path / "run.yaml")]
+    zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
+
+    exported = tmp_path / "run" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    prompt = tokenizer("p q", return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(prompt, max_new_tokens=40, do_sample=False)[0])
+    assert text.split() == ["p", "q", "r", "s", "t", "<|end|>"]
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == END
+    assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == END
+    written = json.loads((exported / "config.json").read_text())
+    assert written["eos_token_id"] == END
+    assert written["pad_token_id"] is None, "an embedding would never train the row of the end"
+
+
+def test_document_end_is_what_datasets_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    ends = _write(tmp_path / "a", metadata={"document_end_token": END})
+    other = _write(tmp_path / "b", metadata={"document_end_token": 3})
+    silent = _write(tmp_path / "c")
+    assert end_token([ends, ends]) == END
+    assert end_token([ends, other]) is None
+    assert end_token([ends, silent]) is None
+    assert end_token([silent]) is None
+
+
+def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer .*nowhere.* cannot be loaded"):
+        open_tokenizer(str(tmp_path / "nowhere"), required=True)
+    assert open_tokenizer(str(tmp_path / "nowhere"), required=False) is None
+
+
+def _sentencepiece_model(path: Path, *, add_dummy_prefix: bool) -> str:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter([f"a line of {i} words, (with) signs" for i in range(300)]),
+        model_prefix=str(path),
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=add_dummy_prefix,
+        minloglevel=2,
+    )
+    return f"{path}.model"
+
+
+def test_a_sentencepiece_model_goes_along_with_its_own_ids_or_not_at_all(tmp_path: Path) -> None:
+    """transformers puts a space before a text unless it is told; our documents have none."""
+    path = _sentencepiece_model(tmp_path / "own", add_dummy_prefix=False)
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    open_tokenizer(path, required=True).save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in ("a line", " of\n\n  12 words\t(x)", "na\u00efve \u4e2d"):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == model.encode(text)
+        assert len(model.encode(text)) > 1
+    # Before a text that begins with a space transformers adds none, sentencepiece does.
+    other = _sentencepiece_model(tmp_path / "other", add_dummy_prefix=True)
+    with pytest.raises(ConfigError, match="gives other ids than sentencepiece"):
+        open_tokenizer(other, required=True)

@@ -53,9 +53,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_chunked_loss_is_plain_cross_entropy(
-    dtype: torch.dtype, softcap: float, fused: bool
-) -> None:
+def test_chunked_loss_is_cross_entropy(dtype: torch.dtype, softcap: float, fused: bool) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(700, 128, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(5000, 128, device="cuda") * 0.3).to(dtype).requires_grad_()
@@ -78,9 +76,7 @@ def test_the_chunked_loss_is_plain_cross_entropy(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_packed_stream_in_bfloat16_is_its_documents_one_by_one(
-    preset: str, compiled: bool
-) -> None:
+def test_packed_bfloat16_stream_is_its_documents(preset: str, compiled: bool) -> None:
     """Against float32 and transformers' attention; a leak between documents is an error near 1."""
     if compiled and preset not in ("llama_tiny", "gpt2_tiny_alibi"):
         pytest.skip("two architectures stand for all")
@@ -162,7 +158,7 @@ def _model(preset: str, **more: Any) -> TrainingModel:
 
 
 @pytest.mark.parametrize("engine", [{}, {"zero_stage": 0}, {"compile": True}])
-def test_twenty_steps_learn_and_a_resumed_run_goes_on_with_the_same_curve(
+def test_resumed_run_keeps_its_curve(
     corpus: Corpus, tmp_path: Path, engine: dict[str, Any]
 ) -> None:
     pytest.importorskip("deepspeed")

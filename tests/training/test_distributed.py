@@ -36,9 +36,7 @@ def test_a_plain_process_is_a_run_of_one() -> None:
     assert found["MASTER_ADDR"] == "127.0.0.1" and int(found["MASTER_PORT"] or 0) > 0
 
 
-def test_the_deepspeed_launcher_gives_the_local_rank_as_an_argument(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deepspeed_launcher_gives_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -82,9 +80,7 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         (137, 10, 0),
     ],
 )
-def test_the_slurm_script_queues_again_what_was_stopped_and_few_times_what_did_nothing(
-    code: int, lost: int, again: int, tmp_path: Path
-) -> None:
+def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: Path) -> None:
     """srun and scontrol only write down how they were called; test_slurm.py has the real ones."""
     for tool, text in {
         "srun": f'echo "srun $MASTER_ADDR $*" >> {tmp_path}/calls; exit {code}',

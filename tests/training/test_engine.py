@@ -108,9 +108,7 @@ def test_mlps_in_chunks_give_the_same_gradient(
         assert result["losses"][2] < result["losses"][0] - 0.05, stage
 
 
-def test_zero_3_loads_a_checkpoint_in_shares(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_zero_3_loads_checkpoints_in_shares(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     saved = tiny_model("qwen2_tiny", seed=5, vocab_size=64)
     saved.save(tmp_path / "saved")
     model = {"preset": None, "pretrained": str(tmp_path / "saved")}
@@ -207,9 +205,7 @@ def test_what_deepspeed_knows_may_be_tuned_and_the_stage_stays(
             check_deepspeed(load_config(PretrainConfig, path))
 
 
-def test_our_deepspeed_configuration_can_be_extended_but_keeps_the_rest(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_deepspeed_configuration_can_be_extended(corpus: Corpus, tmp_path: Path) -> None:
     path = corpus.config(
         tmp_path / "run",
         engine={"precision": "bf16", "deepspeed": {"zero_optimization": {"reduce_bucket_size": 7}}},

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
-from megapack.training.engine.inputs import open_validation
+from megapack.training.engine.inputs import open_validation, read_lengths
 from megapack.training.engine.world import World
 from megapack.training.evaluation.validation import (
     ValidationResult,
@@ -23,6 +26,7 @@ from megapack.training.evaluation.validation import (
     perplexity_by_context,
 )
 from megapack.training.model.training_model import TrainingModel
+from megapack.training.trainer import TimedBatches
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
@@ -68,7 +72,7 @@ def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) ->
     return total, count
 
 
-def test_perplexity_is_that_of_documents_one_by_one(
+def test_perplexity_is_that_of_documents(
     corpus: Corpus, model: TrainingModel, world: World
 ) -> None:
     dataset = IndexedDataset(corpus.valid)
@@ -83,9 +87,7 @@ def test_perplexity_is_that_of_documents_one_by_one(
     assert model.training, "evaluation leaves the model as it was"
 
 
-def test_contexts_score_the_same_tokens_with_less_and_less_context(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
+def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, world: World) -> None:
     dataset = IndexedDataset(corpus.valid)
     contexts = [16, 64, 256]
     result = perplexity_by_context(
@@ -99,9 +101,7 @@ def test_contexts_score_the_same_tokens_with_less_and_less_context(
     assert result[16].loss != pytest.approx(result[256].loss, rel=1e-3)
 
 
-def test_the_result_does_not_depend_on_the_size_of_micro_batches(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
+def test_result_ignores_micro_batches(corpus: Corpus, model: TrainingModel, world: World) -> None:
     data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
     losses = [
         evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=n).loss
@@ -110,7 +110,7 @@ def test_the_result_does_not_depend_on_the_size_of_micro_batches(
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_fewer_tokens_take_the_first_samples_of_every_bucket(
+def test_fewer_tokens_take_first_samples(
     corpus: Corpus, model: TrainingModel, world: World
 ) -> None:
     data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
@@ -123,9 +123,7 @@ def test_fewer_tokens_take_the_first_samples_of_every_bucket(
     assert sum(part.label_tokens.values()) < sum(whole.label_tokens.values())
 
 
-def test_an_index_that_drops_or_repeats_tokens_cannot_evaluate(
-    corpus: Corpus, tmp_path: object
-) -> None:
+def test_lossy_index_cannot_evaluate(corpus: Corpus, tmp_path: object) -> None:
     dataset = IndexedDataset(corpus.valid)
     index = pack(dataset.document_lengths, "concat", buckets=[64], last="drop")
     if not index.metrics()["dropped_tokens"]:
@@ -140,3 +138,52 @@ def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
     result = ValidationResult(loss_sums={8: 1e6}, label_tokens={8: 10})
     assert result.perplexity == math.inf
     assert ValidationResult(loss_sums={8: 0.0}, label_tokens={8: 0}).report()["bucket_loss"] == {}
+
+
+# ---- Lengths of documents that do not exist yet
+
+
+def test_a_law_has_the_mean_and_the_median_that_it_was_asked_for() -> None:
+    lengths = read_lengths("lognormal:999,603,2e5", seed=1)
+    assert len(lengths) == 200_000 and lengths.min() >= 1
+    assert lengths.mean() == pytest.approx(999, rel=0.02)
+    assert np.median(lengths) == pytest.approx(603, rel=0.02)
+    assert np.array_equal(lengths, read_lengths("lognormal:999,603,2e5", seed=1))
+
+
+@pytest.mark.parametrize("law", ["lognormal:999,603", "lognormal:3,9,10", "lognormal:a,b,c"])
+def test_a_law_that_is_none_is_refused(law: str) -> None:
+    with pytest.raises(ConfigError):
+        read_lengths(law, seed=0)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 2)))
+    with pytest.raises(DataError, match="one-dimensional"):
+        read_lengths(str(tmp_path / "x.npy"), seed=0)
+    (tmp_path / "y.npy").write_text("no numbers")
+    with pytest.raises(DataError, match=r"not a \.npy file"):
+        read_lengths(str(tmp_path / "y.npy"), seed=0)
+
+
+# ---- What the trainer asks of the loader, and when
+
+
+def test_the_next_steps_batch_is_not_waited_for_before_this_steps_update() -> None:
+    """A slow loader would delay every update, and waits and imbalance would be a step late."""
+    asked = []
+
+    def loader() -> Iterator[Any]:
+        for step in range(3):
+            for micro_step in range(2):
+                asked.append((step, micro_step))
+                about = {"step": step, "micro_step": micro_step, "num_micro_steps": 2}
+                yield {**about, "imbalance": 1.0 + step}
+
+    batches = TimedBatches(loader())  # type: ignore[arg-type]
+    seen = []
+    for step, micro_batches in batches.steps():
+        seen += [(step, batch["micro_step"]) for batch in micro_batches]
+        assert asked == seen, "asked for more than the step has"
+        assert batches.imbalance == 1.0 + step
+    assert seen == [(step, micro_step) for step in range(3) for micro_step in range(2)]

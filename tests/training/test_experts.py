@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
-from tests.reference.experts import load_balancing_loss
 
 from .conftest import VOCAB, Corpus
 from .packing_helpers import documents, pack_documents
@@ -76,9 +77,7 @@ def opened(directory: Path, **overrides: Any) -> TrainingModel:
     chosen=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_the_loss_is_that_of_its_definition_over_the_tokens_that_count(
-    layers: int, real: int, padding: int, chosen: int, seed: int
-) -> None:
+def test_loss_is_as_defined(layers: int, real: int, padding: int, chosen: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = tuple(torch.randn(real + padding, 4, generator=generator) for _ in range(layers))
     order = torch.randperm(real + padding, generator=generator)
@@ -104,9 +103,7 @@ def test_tokens_are_those_of_segments_that_are_no_padding() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_loss_and_gradients_are_the_architectures_own_without_the_padding(
-    name: str, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_loss_and_gradients_ignore_padding(name: str, checkpointing: bool, tmp_path: Path) -> None:
     model = opened(saved(name, tmp_path))
     docs = documents([37, 90, 66])
     full, padded = pack_documents(docs), pack_documents(docs, padding=40)
@@ -229,9 +226,7 @@ def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stag
         assert gates == 2
 
 
-def test_slices_of_a_sample_balance_the_whole_of_it(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_slices_balance_the_whole_sample(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """Two ranks that share long samples against one that holds them: the same micro batches."""
     directory, found = saved("mixtral", tmp_path / "model"), []
     for ranks, micro in ((1, 128), (2, 64)):
@@ -251,9 +246,7 @@ def test_slices_of_a_sample_balance_the_whole_of_it(
         assert (shared["grads"][key] - grad).norm() < 2e-3 * grad.norm().clamp(min=1e-6), key
 
 
-def test_a_run_logs_the_load_balancing_loss_beside_the_loss(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_run_logs_the_load_balancing_loss(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     model = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
     config = corpus.config(tmp_path / "run", num_steps=6, model=model, optimizer={"lr": 0.01})
     output = start_run(zygote, config, "run", "optimizer.clip=0", "engine.zero_stage=0").succeed()
@@ -264,3 +257,30 @@ def test_a_run_logs_the_load_balancing_loss_beside_the_loss(
     assert all(line["grad_norm"] > 0 for line in log), "without ZeRO and without clipping, too"
     assert log[-1]["loss"] < log[0]["loss"] < 10
     assert SIZES["vocab_size"] > VOCAB
+
+
+# ---- The load-balancing loss of a mixture of experts, token by token
+
+
+Logits = Sequence[Sequence[float]]
+
+
+def load_balancing_loss(layers: Sequence[Logits], chosen_per_token: int) -> float:
+    """``experts * sum over e of f(e) * P(e)``, over the tokens of all layers.
+
+    Args:
+        layers: of every layer, of every token that counts, the router's logits.
+        chosen_per_token: experts that a token goes to: those of the largest logits.
+    """
+    tokens = [logits for layer in layers for logits in layer]
+    num_experts = len(tokens[0])
+    choices = [0] * num_experts
+    probability = [0.0] * num_experts
+    for logits in tokens:
+        weights = [math.exp(x - max(logits)) for x in logits]
+        for expert in range(num_experts):
+            probability[expert] += weights[expert] / sum(weights)
+        for expert in sorted(range(num_experts), key=lambda e: -logits[e])[:chosen_per_token]:
+            choices[expert] += 1
+    pairs = zip(choices, probability, strict=True)
+    return num_experts * sum(f / len(tokens) * p / len(tokens) for f, p in pairs)

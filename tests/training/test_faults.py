@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -10,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from megapack.training.engine.directory import RunDirectory
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
+from megapack.training.monitoring.monitor import Slowdowns
+from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus
-from .processes import Zygote, read_log, start_run, wait_for
+from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for
 
 
 def _end(run_dir: Path) -> dict[str, Any]:
@@ -26,9 +31,7 @@ def _faulty(**faults: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_update_without_a_finite_gradient_is_skipped_counted_and_said(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, stage: int
-) -> None:
+def test_bad_update_is_skipped(zygote: Zygote, corpus: Corpus, tmp_path: Path, stage: int) -> None:
     run_dir = tmp_path / "run"
     engine = {"precision": "fp32", "zero_stage": stage}
     config = corpus.config(run_dir, engine=engine, num_steps=5, checkpoint={"every": 2})
@@ -41,9 +44,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_counted_and_said(
     assert log[1]["grad_norm"] is None
 
 
-def test_updates_that_are_skipped_without_end_stop_the_run(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_endless_skipping_stops_the_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", optimizer={"max_skipped": 2}, num_steps=40)
     faults = _faulty(nan_gradients=[[1, *range(3, 40)]])
     ranks = start_run(zygote, config, "all", of_rank=faults)
@@ -53,9 +54,7 @@ def test_updates_that_are_skipped_without_end_stop_the_run(
     assert _end(tmp_path / "run")["reason"] == "error"
 
 
-def test_weights_that_are_not_finite_are_never_saved(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_weights_not_finite_are_not_saved(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=4, checkpoint={"every": 2, "export": True})
     ranks = start_run(zygote, config, "nan", ranks=1, of_rank=_faulty(nan_weight_after=[3]))
@@ -65,9 +64,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert not (run_dir / "model").exists()
 
 
-def test_another_step_size_keeps_the_checkpoints_of_most_tokens_and_the_log(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_step_size_keeps_checkpoints(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """Steps count anew: eight of 1,024 tokens are two of 4,096."""
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": 4, "keep": 2})
@@ -86,9 +83,7 @@ def test_another_step_size_keeps_the_checkpoints_of_most_tokens_and_the_log(
     assert [line["tokens_seen"] for line in log[-3:]] == [8192, 12288, 16384]
 
 
-def test_a_manifest_names_the_files_of_all_ranks_where_listings_lag(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_manifest_names_files_of_all_ranks(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=1, checkpoint={"every": 1})
     stale = {rank: {"faults": {"stale_listing": [rank]}} for rank in (0, 1)}
@@ -125,9 +120,7 @@ def _wait_for_steps(run_dir: Path) -> None:
     wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps")
 
 
-def test_a_second_launch_is_refused_and_names_the_first(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_second_launch_names_the_first(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": None})
     first = start_run(zygote, config, "first", "num_steps=100000", ranks=1)
@@ -148,9 +141,7 @@ def test_a_second_launch_is_refused_and_names_the_first(
     assert _end(run_dir)["reason"] == "error" and "seed was 0" in _end(run_dir)["message"]
 
 
-def test_a_rank_that_hangs_is_named_though_its_heart_beats(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_hanging_rank_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     faults = {0: {"stall_limit_from_step": [2, 3.0]}, 1: {"hang_before_step": [2]}}
     of_rank = {rank: {"faults": fault} for rank, fault in faults.items()}
@@ -159,3 +150,87 @@ def test_a_rank_that_hangs_is_named_though_its_heart_beats(
     assert "no progress for 3 seconds: rank 1 on " in ranks.output()
     assert "is behind" in ranks.output() and "at the end of step 1" in ranks.output()
     assert "no progress" in _end(tmp_path / "run")["message"]
+
+
+# ---- What a run says of itself: traces of steps, the slowest rank, limits, one page of figures
+
+
+def _events(trace: Path) -> set[str]:
+    with gzip.open(trace, "rt") as file:
+        return {event.get("name", "") for event in json.load(file)["traceEvents"]}
+
+
+def test_steps_are_traced_when_asked(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    config = corpus.config(tmp_path / "run", num_steps=100000, checkpoint={"every": None})
+    argv = [str(PRETRAIN), "--config", str(config), "--profile", "2:4"]
+    run = zygote.start(argv, 1, tmp_path / "log")
+    traces = tmp_path / "run" / "profile"
+    wait_for(lambda: "profile: " in run.output(), "the trace that was asked for")
+    run.signal(signal.SIGUSR2)
+    wait_for(lambda: run.output().count("profile: ") == 2, "the trace of a signal")
+    run.signal(signal.SIGTERM)
+    assert run.wait() == [PREEMPTED], run.output()[-3000:]
+    first, second = sorted(traces.iterdir())
+    assert first.name == "step_00000002_rank_00000.json.gz" and second.name > first.name
+    for trace in (first, second):
+        assert {"aten::mm", "megapack::varlen_attn"} <= _events(trace)
+    refused = zygote.start([*argv[:-1], "4:2"], 1, tmp_path / "refused")
+    assert refused.wait() == [2] and "as in 100:105" in refused.output()
+
+
+def test_slowest_rank_is_named_and_drawn(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir, num_steps=4, checkpoint={"every": None})
+    slow = {1: {"faults": {"slow_forward": [0.5]}}}
+    output = start_run(zygote, config, "slow", of_rank=slow).succeed()
+    assert "slow rank: rank 1 on " in output and "times as long as the median" in output
+    found = [line["rank_forward"] for line in read_log(run_dir) if "rank_forward" in line]
+    assert [f["rank"] for f in found] == [1, 1] and found[1]["host"] == os.uname().nodename
+    argv = [str(ROOT / "launch" / "evaluate.py"), "--report", str(run_dir)]
+    zygote.start(argv, 1, tmp_path / "report", {0: {"env": {}}}).succeed()
+    page = (run_dir / "report.png").read_bytes()
+    assert page[:4] == b"\x89PNG" and len(page) > 50_000
+
+
+def _line(**more: Any) -> dict[str, Any]:
+    even = {"median": 1.0, "most": 1.1, "rank": 3, "host": "node1"}
+    idle = {"median": 0.0, "most": 0.1, "rank": 2, "host": "node0"}
+    line = {"seconds": 10.0, "imbalance": 1.0, "tokens": 100, "useful_tokens": 99}
+    return {**line, "rank_forward": even, "rank_data_wait": idle, **more}
+
+
+def test_what_slows_a_run_is_said_once_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+    limits, fine = Slowdowns(), _line()
+    cases = {
+        "slow rank: rank 3 on node1 computes 1.50 times": {
+            "rank_forward": {**fine["rank_forward"], "most": 1.5}
+        },
+        "data wait: rank 2 on node0 waits for batches 10% of the time": {
+            "rank_data_wait": {**fine["rank_data_wait"], "most": 1.0}
+        },
+        "imbalance: the busiest rank has 2.00 times": {"imbalance": 2.0},
+        "padding: 40% of the tokens are padding": {"useful_tokens": 60},
+    }
+    with caplog.at_level(logging.INFO, logger="megapack"):
+        limits.look([fine])
+        assert not caplog.messages
+        for said, line in cases.items():
+            caplog.clear()
+            for _ in range(3):
+                limits.look([_line(**line)])
+            assert len(caplog.messages) == 1 and caplog.messages[0].startswith(said)
+            limits.look([fine])
+            assert caplog.messages[-1].endswith("within its limit again")
+
+
+def test_nccl_writes_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/elsewhere/rank_")
+    RunDirectory(tmp_path / "run").record_flight()
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / "flight" / "rank_")
+    assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/elsewhere/rank_"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert (tmp_path / "run" / "flight").is_dir()
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.delenv(name)

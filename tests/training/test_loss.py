@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, OPTConfig
 
+from megapack.errors import ConfigError
+from megapack.training.config import (
+    DataConfig,
+    EngineConfig,
+    LearningRateConfig,
+    ModelConfig,
+    PretrainConfig,
+)
+from megapack.training.model.architecture import model_configuration
 from megapack.training.model.loss import _linear_cross_entropy, linear_cross_entropy
+from megapack.training.model.memory import _activations
+from megapack.training.model.opening import build_model, num_chunks, tile_mlps
+from megapack.training.model.training_model import TrainingModel
+
+from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 
 
 def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,9 +54,7 @@ def _plain(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Te
     softcap=st.sampled_from([0.0, 0.5, 30.0]),
     scale=st.sampled_from([1.0, 0.01]),
 )
-def test_value_and_gradients_equal_plain_cross_entropy(
-    num_tokens: int, chunk: int, softcap: float, scale: float
-) -> None:
+def test_equals_cross_entropy(num_tokens: int, chunk: int, softcap: float, scale: float) -> None:
     hidden, weight, labels = _inputs(num_tokens)
     expected = _plain(hidden, weight, labels, softcap) * scale
     expected_grads = torch.autograd.grad(expected * 3, (hidden, weight))
@@ -60,9 +74,7 @@ def test_value_and_gradients_equal_plain_cross_entropy(
 
 @settings(max_examples=20)
 @given(num_tokens=st.integers(1, 50), chunk=st.integers(1, 64))
-def test_weights_are_factors_on_single_losses_which_are_told_without_them(
-    num_tokens: int, chunk: int
-) -> None:
+def test_weights_are_factors_on_single_losses(num_tokens: int, chunk: int) -> None:
     hidden, weight, labels = _inputs(num_tokens)
     factors = torch.rand(num_tokens) + 0.5
     plain = F.cross_entropy(hidden @ weight.T, labels, reduction="none", ignore_index=-100)
@@ -157,3 +169,119 @@ def test_the_fused_form_computes_the_same() -> None:
     got = torch.autograd.grad(fused, (hidden, weight))
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+# ---- MLPs in chunks compute the same and keep less; what chunks would get wrong is refused
+
+
+@given(tokens=st.integers(1, 300), chunk=st.integers(1, 300))
+def test_as_many_chunks_as_torch_makes(tokens: int, chunk: int) -> None:
+    """TiledMLP reduces a gradient with the last chunk that it was told of: there must be one."""
+    found = torch.zeros(tokens).chunk(num_chunks(tokens, chunk))
+    assert len(found) == num_chunks(tokens, chunk)
+    assert max(map(len, found)) <= chunk
+
+
+@pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny", "qwen2_tiny", "gemma2_tiny"])
+def test_chunks_change_no_loss_and_no_gradient(preset: str) -> None:
+    batch = pack_documents(documents([150, 41, 9]))
+    found = []
+    for chunk in (None, 7):
+        model = tiny_model(preset, backend="eager", seed=3).train()
+        if chunk is not None:
+            tile_mlps(model.layers, chunk)
+        loss, *_ = model(**batch.arguments())
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    (loss, grads), (in_chunks, grads_in_chunks) = found
+    torch.testing.assert_close(in_chunks, loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grads_in_chunks[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_only_one_chunk_of_activations_is_kept() -> None:
+    def kept(chunk: int | None) -> int:
+        config = ModelConfig(preset="llama_tiny")
+        with torch.device("meta"):
+            model = build_model(config, model_configuration(config, VOCAB), backend="sdpa", seed=0)
+        if chunk is not None:
+            tile_mlps(model.layers, chunk)
+        data = DataConfig(prefix="-", index="-", tokens_per_step=512, micro_batch_tokens=512)
+        engine = EngineConfig(precision="fp32", zero_stage=1)
+        run = PretrainConfig(run_dir="-", model=config, data=data, engine=engine)
+        return _activations(model, run, 512)[0][0]
+
+    # Of each layer SwiGLU keeps gate, its activation, up and their product: 4 x 128 float32.
+    assert kept(None) - kept(32) == 2 * 512 * 4 * 128 * 4
+    assert kept(512) == kept(None)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "problem"),
+    [
+        (MixtralConfig(num_local_experts=2), "in its"),
+        (GPT2Config(n_embd=32, n_head=2, resid_pdrop=0.1), "has dropout 0.1 in its GPT2MLP"),
+        (OPTConfig(ffn_dim=64, hidden_size=32, num_attention_heads=2), "has no mlp"),
+    ],
+    ids=["experts", "dropout", "without mlp"],
+)
+def test_layers_unfit_for_chunks_are_refused(configuration: object, problem: str) -> None:
+    small = {"num_hidden_layers": 1, "vocab_size": 64}
+    for name, value in small.items():
+        setattr(configuration, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration)
+    with pytest.raises(ConfigError, match=f"mlp_chunk_tokens is 8.*{problem}.*set it to null"):
+        tile_mlps(TrainingModel(model, chunk_tokens=8).layers, 8)
+
+
+# ---- Learning rates are a pure function of the step, continuous, and reach what was asked
+
+
+KINDS = ["cosine", "linear", "wsd", "constant"]
+
+
+def _rates(num_steps: int, **fields: object) -> list[float]:
+    rate = LearningRateConfig(**fields)  # type: ignore[arg-type]
+    return [rate.at(i, num_steps=num_steps, peak=2.0) for i in range(num_steps)]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    num_steps=st.integers(1, 300),
+    warmup=st.integers(0, 100),
+    min_ratio=st.floats(0, 1),
+)
+def test_rates_rise_then_fall(kind: str, num_steps: int, warmup: int, min_ratio: float) -> None:
+    rates = _rates(num_steps, kind=kind, warmup_steps=warmup, min_ratio=min_ratio)
+    warmup = min(warmup, num_steps)
+    assert all(0 <= rate <= 2.0 + 1e-12 for rate in rates) and max(rates[:-1], default=1) > 0
+    assert all(a < b for a, b in itertools.pairwise(rates[:warmup]))
+    if warmup:
+        assert rates[warmup - 1] == pytest.approx(2.0)
+    after = rates[warmup:]
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
+    if kind != "constant" and num_steps > warmup:
+        assert rates[-1] == pytest.approx(2.0 * min_ratio, abs=1e-9)
+
+
+def test_each_kind_in_numbers() -> None:
+    assert _rates(4, kind="linear", warmup_steps=0, min_ratio=0.0) == [1.5, 1.0, 0.5, 0.0]
+    assert _rates(4, kind="cosine", warmup_steps=2, min_ratio=0.0) == pytest.approx(
+        [1.0, 2.0, 1.0, 0.0]
+    )
+    assert _rates(10, kind="wsd", warmup_steps=1, min_ratio=0.5, decay_fraction=0.2) == (
+        pytest.approx([2.0] * 8 + [1.5, 1.0])
+    )
+    assert _rates(3, kind="constant", warmup_fraction=0.0) == [2.0] * 3
+
+
+def test_warmup_is_given_in_steps_or_as_a_fraction() -> None:
+    assert LearningRateConfig(warmup_fraction=0.05).warmup(1000) == 50
+    assert LearningRateConfig(warmup_steps=7).warmup(1000) == 7
+    assert LearningRateConfig(warmup_steps=7).warmup(5) == 5
+
+
+def test_a_step_outside_of_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 3 is outside"):
+        LearningRateConfig().at(3, num_steps=3, peak=1.0)

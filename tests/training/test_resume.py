@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from patience import PATIENCE
 from safetensors.torch import load_file
 
+from megapack.data import Schedule, load_blend, open_blend
 from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus
-from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for
+from .processes import (
+    PRETRAIN,
+    ROOT,
+    Zygote,
+    environment,
+    kill_launcher,
+    read_log,
+    start_run,
+    wait_for,
+)
+from .test_sources import blend_config, write_blend
 
 RANKS = 2
 
@@ -75,9 +92,7 @@ def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
 
 
-def test_a_run_killed_in_the_middle_continues_as_if_nothing_had_happened(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_killed_run_continues(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"asynchronous": False})  # there before the kill
     ranks = start_run(zygote, config, "killed", of_rank={1: {"faults": {"kill_before_step": [4]}}})
@@ -161,9 +176,7 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
         assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_damage_is_named(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     config = run_dir.with_suffix(".yaml")
     newest = run_dir / "checkpoints" / "step_00000008_tokens_8192"
@@ -193,7 +206,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_tried_when_asked(
     assert "has checkpoints and checkpoint.resume is never" in ranks.output()
 
 
-def test_another_order_of_samples_is_refused_unless_allowed(
+def test_other_order_is_refused(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=6, seed=5)
@@ -210,9 +223,7 @@ def test_another_order_of_samples_is_refused_unless_allowed(
     assert ours[6]["samples"] != theirs[6]["samples"]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_nan_loss_ends_the_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     clip = {"lr": 1e9, "clip": 0.0}
     config = corpus.config(run_dir, optimizer=clip, num_steps=40, learning_rate={"warmup_steps": 0})
@@ -223,7 +234,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_named(
     assert log[0]["loss"] > 0 and log[-1]["loss"] is None
 
 
-def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
+def test_other_model_is_refused(
     zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
 ) -> None:
     model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
@@ -233,9 +244,7 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_refused(
     assert "does not fit this run" in ranks.output()
 
 
-def test_ranks_with_different_data_stop_at_once_and_say_what_differs(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_ranks_with_other_data_stop(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     other = [str(PRETRAIN), "--config", str(config), "--set", "seed=9"]
     ranks = start_run(zygote, config, "mixed", of_rank={1: {"argv": other}})
@@ -257,9 +266,7 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
 
-def test_any_checkpoint_becomes_a_model_and_the_run_is_left_alone(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_is_a_model(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     """Checkpoints of two ranks, exported by one."""
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     before = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
@@ -305,3 +312,161 @@ def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_pa
         path.mkdir(parents=True)
     first = RunDirectory(mine).own_id()
     assert RunDirectory(mine).own_id() == first != RunDirectory(yours).own_id()
+
+
+# ---- torchrun's elastic agent: a lost worker restarts the job, without anybody's help
+#
+# torch 2.13 gives restarted workers the store of those before, in which gloo finds the addresses of
+# the dead; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives them a new one.
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes that any thread of torchrun started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(child) for at in threads for child in (at / "children").read_text().split()]
+    return [one for one in found if b"megapack" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+@pytest.mark.multiprocess
+def test_lost_worker_restarts_the_job(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    engine = {"silence_seconds": 10}
+    sections = {"num_steps": 40, "checkpoint": {"every": 5}, "engine": engine}
+    whole = corpus.config(tmp_path / "whole", **sections)
+    start_run(zygote, whole, "whole").succeed()
+    run_dir = tmp_path / "run"
+    config = str(corpus.config(run_dir, **sections))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--standalone", "--max-restarts", "1"]
+    with (tmp_path / "output").open("w") as output:
+        launcher = subprocess.Popen(
+            [*torchrun, "-m", "megapack.training.pretrain", "--config", config],
+            stdout=output,
+            stderr=output,
+            text=True,
+            env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            wait_for((run_dir / "checkpoints" / "latest").exists, "a checkpoint")
+            os.kill(ranks_of(launcher.pid)[-1], signal.SIGKILL)
+            code = launcher.wait(timeout=PATIENCE)
+        except BaseException:
+            for pid in ranks_of(launcher.pid):  # in sessions of their own
+                os.kill(pid, signal.SIGKILL)
+            kill_launcher(launcher)
+            raise
+    said = (tmp_path / "output").read_text()
+    assert code == 0, said[-4000:]
+    first, second = read_jsonl(run_dir / "starts.jsonl")
+    assert first["step"] == 0 < second["step"]
+    ours, theirs = (list(read_jsonl(path / "log.jsonl")) for path in (run_dir, tmp_path / "whole"))
+    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+    losses = [line["loss"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx(losses, rel=1e-4)
+
+
+# ---- A run whose mix and batch size change while it goes, edited when it resumes
+
+
+def _manifest(corpus: Corpus, path: Path, *stages: dict[str, object]) -> Path:
+    sources = [
+        {"name": name, "prefix": str(prefix), "index": f"{prefix}.samples", "weight": weight}
+        for name, prefix, weight in (("web", corpus.train, 1), ("math", corpus.valid, 0))
+    ]
+    path.write_text(yaml.safe_dump({"sources": sources, "stages": list(stages)}))
+    return path
+
+
+def test_stages_are_edited_at_a_resume(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    grow = {"from_step": 2, "tokens_per_step": 2048, "weights": {"web": 3, "math": 1}}
+    manifest = _manifest(corpus, tmp_path / "blend.yaml", grow)
+    run_dir = tmp_path / "run"
+    data = {"prefix": None, "index": None, "blend": str(manifest)}
+
+    def start(ranks: int, num_steps: int) -> tuple[list[int], str]:
+        options = {"num_steps": num_steps, "evaluation": {"buckets": [32, 64, 128]}}
+        config = corpus.config(run_dir, data=data, **options)
+        started = zygote.start([str(PRETRAIN), "--config", str(config)], ranks, tmp_path / "log")
+        return started.wait(), started.output()
+
+    assert start(2, 4)[0] == [0, 0]
+    _manifest(corpus, manifest, {**grow, "from_step": 3})
+    codes, output = start(1, 6)
+    assert codes == [1]
+    assert "of the stages before step 4 (the first difference is at 2)" in output
+    back = {"from_step": 5, "tokens_per_step": 1024, "weights": {"math": 1}, "skip_steps": 1}
+    _manifest(corpus, manifest, grow, back)
+    codes, output = start(1, 6)
+    assert codes == [0]
+    change = "from step 5 on skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"
+    assert f"the data order is changed: {change}" in output
+
+    log = list(read_jsonl(run_dir / "log.jsonl"))
+    assert [line["tokens"] for line in log] == [1024, 1024, 2048, 2048, 2048, 1024]
+    first, second = read_jsonl(run_dir / "starts.jsonl")
+    assert first["data_order_changes"] == [] and len(first["data_order"]["stages"]) == 1
+    assert second["data_order_changes"][0].startswith(change)
+    assert len(second["data_order"]["stages"]) == 2
+    schedule = Schedule(open_blend(load_blend(manifest)), tokens_per_step=1024)
+    found: dict[int, list[int]] = {}
+    for path in sorted((run_dir / "batches").glob("rank_*.jsonl")):
+        for line in read_jsonl(path):
+            found.setdefault(line["step"], []).extend(line["sample_ids"])
+    for step in range(6):
+        assert sorted(found[step]) == sorted(schedule.step(step).sample_ids.tolist())
+    assert (schedule.step(5).sample_ids >= schedule.samples.bases[1]).all()
+
+
+# ---- The example of online mixing: its law, its preference, and a run that it edits twice
+
+
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "online_mixing.py"))
+
+
+def test_the_law_of_a_loss_is_found() -> None:
+    tokens = np.arange(1, 200) * 1000.0
+    e, b, a = EXAMPLE["fit"](tokens, 1.5 + 40 * tokens**-0.4)
+    assert (e, b, a) == pytest.approx((1.5, 40, 0.4), rel=0.05)
+    assert EXAMPLE["fit"](tokens, np.linspace(2, 3, 199))[2] == 0, "a loss that rises has no speed"
+
+
+def test_a_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
+    def line(step: int) -> dict[str, dict[str, float]]:
+        n = 100 * (step + 1)
+        losses = {"learned": 2 + 9 / n, "falling": 1 + 20 * n**-0.3}
+        return {"source_loss": losses, "source_label_tokens": dict.fromkeys(losses, 100)}
+
+    prior = {"learned": 1.0, "falling": 1.0, "unseen": 1.0}
+    weights = EXAMPLE["new_weights"]([line(step) for step in range(300)], prior)
+    assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
+    assert weights["unseen"] == pytest.approx(1 / 3, abs=0.01)
+    assert weights["falling"] > 0.6 and 0.009 < weights["learned"] < 0.05
+
+
+def test_run_is_edited_by_its_losses(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    """Two edits, three starts of the real trainer; nothing but the manifest is changed."""
+
+    def run(command: list[str]) -> int:
+        argv = [str(PRETRAIN), *command[command.index("--config") :]]
+        return max(zygote.start(argv, 1, tmp_path / "log").wait())
+
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    run_dir = tmp_path / "run"
+    path = blend_config(
+        blend, corpus, run_dir, num_steps=11, logging={"every": 1}, evaluation={"every": None}
+    )
+    assert EXAMPLE["main"]([str(path), "--every", "4"], run=run) == 0
+    stages = yaml.safe_load(blend.read_text())["stages"]
+    assert [stage["from_step"] for stage in stages] == [4, 8]
+    assert all(set(stage["weights"]) == {"web", "math"} for stage in stages)
+    log = list(read_jsonl(run_dir / "log.jsonl"))
+    assert [line["step"] for line in log] == list(range(11))
+    again = EXAMPLE["new_weights"](log[:8], {"web": 1.0, "math": 1.0})
+    assert stages[1]["weights"] == pytest.approx(again), "a function of the log"
+    starts = list(read_jsonl(run_dir / "starts.jsonl"))
+    assert [start["step"] for start in starts] == [0, 4, 8]
+    assert [len(start["data_order"].get("stages", ())) for start in starts] == [0, 1, 2]
+    assert starts[2]["data_order_changes"][0].startswith("from step 8 on weights was")
+    # The learning rate is that of the whole run, not of its parts.
+    assert log[3]["lr"] > log[7]["lr"] > log[10]["lr"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,11 @@ from patience import PATIENCE
 from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megapack.errors import DataError
 from megapack.storage import IndexedDataset
+from megapack.training.command import read_config
 from megapack.training.engine.directory import read_jsonl
+from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
 from megapack.training.model.flops import ModelFlops
 
 from .conftest import BUCKETS, Corpus
@@ -56,9 +60,7 @@ def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path)
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
-def test_one_plain_process_trains_a_blend_the_classic_way(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_one_process_trains_a_blend(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     blend = tmp_path / "blend.yaml"
     source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
@@ -66,7 +68,7 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
     blend.write_text(
         yaml.safe_dump({"sources": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
     )
-    classic = {"attention": "sample", "positions": "sample", "labels": "sample"}
+    classic = {"attention": "sample", "positions": "sample", "label_boundary": "sample"}
     config = corpus.config(
         run_dir,
         num_steps=3,
@@ -84,9 +86,7 @@ def test_one_plain_process_trains_a_blend_the_classic_way(
     assert {"config.json", "model.safetensors", "modeling_gpt2_alibi.py"} <= exported
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_dry_run_prints_the_plan(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", num_steps=None, num_epochs=2)
     argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
     argv += ["--world-size", "4", "--set", "engine.precision=bf16", "--show-config"]
@@ -108,9 +108,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert "3 ranks do not divide the 4 micro batches" in refused.output()
 
 
-def test_a_dry_run_plans_from_lengths_before_there_are_data(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_dry_run_plans_from_lengths(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """The same steps and arithmetic as with the documents that have these lengths."""
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, IndexedDataset(corpus.train).document_lengths)
@@ -130,18 +128,14 @@ def test_a_dry_run_plans_from_lengths_before_there_are_data(
     assert f"{tmp_path}/no" in refused.output() and "--dry-run --lengths" in refused.output()
 
 
-def test_attention_that_no_device_here_has_is_one_line_without_a_traceback(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_foreign_attention_is_one_line(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     ranks = start_run(zygote, config, "flash", "model.attention_backend=flash2", ranks=1)
     assert ranks.wait() == [2]
     assert "cannot serve" in ranks.output() and "Traceback" not in ranks.output()
 
 
-def test_a_damaged_index_is_refused_before_anything_is_trained_on_it(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_damaged_index_is_refused(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """A changed segment start would be trained without a word: batches of other tokens."""
     index = tmp_path / "train.samples"
     data = bytearray(Path(f"{corpus.train}.samples").read_bytes())
@@ -168,9 +162,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_evaluate_scores_models_by_context_and_compares_runs(
-    zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path
-) -> None:
+def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path) -> None:
     for name, factor in (("a", 1.0), ("b", 2.0)):
         (tmp_path / name).mkdir()
         lines = [
@@ -225,9 +217,7 @@ metric_list:
 """
 
 
-def test_lm_eval_scores_an_exported_model_on_a_local_task(
-    zygote: Zygote, exported: Path, tmp_path: Path
-) -> None:
+def test_lm_eval_scores_exported_model(zygote: Zygote, exported: Path, tmp_path: Path) -> None:
     data = tmp_path / "task.json"
     data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("CDEF", "KJIH", "ABAB")))
     tasks = tmp_path / "tasks"
@@ -278,3 +268,88 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     gpt2 = tiny_model("gpt2_tiny")
     expected = 6 * (2 * 12 * 64 * 64 + 384 * 64)
     assert ModelFlops.of(gpt2, gpt2.configuration).per_token == expected
+
+
+# ---- Final perplexity, ranking and smoothing, against numbers worked out by hand
+
+
+def _curve(perplexities: list[float], steps_per_epoch: int) -> Curve:
+    epoch = np.arange(len(perplexities) + 1) / steps_per_epoch
+    return Curve(epoch, np.array(perplexities))
+
+
+def test_the_last_epoch_decides_and_ranks_are_averaged_over_ranges() -> None:
+    # Two epochs of 2 steps; in the last one a leads in its first half, b in its second.
+    a = _curve([1.0, 1.0, 10.0, 40.0], 2)
+    b = _curve([9.0, 9.0, 20.0, 30.0], 2)
+    standing = standings({"a": a, "b": b}, num_ranges=4)
+    assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
+    assert (standing["a"].final_perplexity, standing["b"].final_perplexity) == (40.0, 30.0)
+    better = standings({"a": a, "b": b, "c": _curve([5.0] * 40, 20)}, num_ranges=10)
+    assert better["c"].mean_rank == 1.0 and better["a"].mean_rank == 2.5
+
+
+def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> None:
+    coarse = _curve([4.0], 1)
+    fine = _curve([float(i) for i in range(200)], 200)
+    standing = standings({"coarse": coarse, "fine": fine})
+    assert standing["coarse"].final_perplexity == 4.0
+    assert standing["fine"].final_perplexity == pytest.approx(198.5)
+    # fine is below 4 in the first two ranges (0.5, 2.5), above in the other 98
+    assert standing["fine"].mean_rank == pytest.approx((2 * 1 + 98 * 2) / 100)
+
+
+def test_equal_runs_share_a_rank() -> None:
+    standing = standings({"a": _curve([2.0], 1), "b": _curve([2.0], 1)})
+    assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
+
+
+def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
+    """Of ``long`` only the first half counts, in which it is worse."""
+    short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
+    standing = standings({"short": short, "long": _curve([9.0, 1.0], 1)})
+    assert standing["short"].final_perplexity == 2.0 and standing["short"].mean_rank == 1.0
+    assert standing["long"].final_perplexity == 9.0
+
+
+def test_a_curve_is_read_from_the_log_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
+    lines = [
+        {"step": i, "loss": math.log(i + 2), "epoch": i / 2, "epoch_end": (i + 1) / 2}
+        for i in range(2)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo'
+    (tmp_path / "log.jsonl").write_text(text)
+    curve = read_curve(tmp_path)
+    assert curve.perplexity.tolist() == pytest.approx([2.0, 3.0])
+    assert curve.epoch.tolist() == [0.0, 0.5, 1.0]
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no steps"):
+        read_curve(tmp_path)
+
+
+def test_smoothing_is_unbiased_and_forgets() -> None:
+    assert smooth([3.0, 3.0, 3.0], 0.9) == pytest.approx([3.0] * 3)
+    assert smooth([1.0, 5.0], 0.0) == [1.0, 5.0]
+    half = smooth([0.0, 1.0], 0.25)  # weight of the past: 0.5
+    assert half == pytest.approx([0.0, (0.5 * 1) / 0.75])
+    with pytest.raises(ValueError, match="within 0 and 1"):
+        smooth([1.0], 2.0)
+
+
+# ---- Recipes of the package, by name: a wheel is enough to start a run
+
+
+def test_a_recipe_is_found_by_its_name_from_anywhere() -> None:
+    config = read_config("demo_cpu", ["num_steps=7"])
+    assert config.num_steps == 7 and config.model.preset == "llama_demo"
+
+
+@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
+def test_an_environment_for_data_is_told_what_training_needs(command: str) -> None:
+    """Not the first import that happens to fail, somewhere below."""
+    without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"
+    done = subprocess.run(
+        [sys.executable, "-c", without], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "training needs deepspeed" in done.stderr and "extra train" in done.stderr

@@ -139,9 +139,7 @@ def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
     job.check_result(undisturbed)
 
 
-def test_the_time_limit_is_met_with_a_checkpoint(
-    slurm: Slurm, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_time_limit_meets_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
     # Sent up to a minute earlier: two minutes for a busy machine to start, one to save.
     limit = ("--time=00:04:00", "--signal=USR1@60")
     job = Job(slurm, corpus, tmp_path, *limit, sections={"num_steps": 10**6})

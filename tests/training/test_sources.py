@@ -66,9 +66,7 @@ def expected_losses(
     return result
 
 
-def test_a_run_tells_loss_and_perplexity_of_every_source(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_run_tells_loss_of_every_source(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     blend = write_blend(tmp_path / "blend.yaml", corpus)
     logs = {}
     for ranks in (1, 2):
@@ -103,9 +101,7 @@ def test_a_run_tells_loss_and_perplexity_of_every_source(
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
 
 
-def test_a_label_of_a_source_counts_like_its_loss_weight(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """The gradient is that of the weighted mean over single documents, on any number of ranks."""
     weights = {"web": 1.0, "math": 4.0}
     blend = write_blend(tmp_path / "blend.yaml", corpus)
@@ -150,9 +146,7 @@ def test_a_label_of_a_source_counts_like_its_loss_weight(
     assert start["data_order"]["loss_weights"] == [1.0, 4.0]
 
 
-def test_attention_stays_inside_the_window_of_the_step(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     """A token is predicted from its piece of the document alone, and evaluation has no window."""
     stages = [{"from_step": 1, "attention_window": 0}]
     blend = write_blend(tmp_path / "blend.yaml", corpus, attention_window=16, stages=stages)
@@ -191,9 +185,7 @@ def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -
     assert named_means({}) == ""
 
 
-def test_a_dry_run_tells_the_epochs_of_every_source_and_what_would_be_too_many(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_dry_run_tells_the_epochs_of_every_source(corpus: Corpus, tmp_path: Path) -> None:
     blend = write_blend(tmp_path / "blend.yaml", corpus)
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=8))
     text = dry_run(config)
@@ -209,9 +201,7 @@ def test_a_dry_run_tells_the_epochs_of_every_source_and_what_would_be_too_many(
         dry_run(config)
 
 
-def test_two_held_out_sets_of_one_name_and_an_index_without_documents_are_refused(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_equal_held_out_sets_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     blend = write_blend(tmp_path / "blend.yaml", corpus)
     tree = yaml.safe_load(blend.read_text())
     tree["sources"][1]["name"] = "web"

@@ -47,9 +47,7 @@ def _command(command: list[str], **env: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_the_loss_of_a_node_is_named_and_the_other_continues_alone(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_loss_of_a_node_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     if not os.environ.get("CLUSTER"):
         pytest.skip("make test-cluster starts two nodes")
     code, output = _command(["bash", str(SCRIPT), "--probe"])

@@ -44,9 +44,7 @@ def test_wrong_configurations_are_many_and_different() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_wrong_configuration_is_refused_in_one_line_that_names_the_key(
-    case: Case, outcomes: dict[str, dict[str, Any]], config: Path
-) -> None:
+def test_one_line_names_key(case: Case, outcomes: dict[str, dict[str, Any]], config: Path) -> None:
     outcome = outcomes[case.name]
     assert outcome["code"] == 2, outcome
     [line] = outcome["stderr"]

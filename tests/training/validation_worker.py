@@ -1,6 +1,6 @@
 """One rank: validation whose long samples are shared, and the same with whole ones, to a file.
 
-argv: config, output. Started by test_shared_validation.py.
+argv: config, output. Started by test_sequence_parallel.py.
 """
 
 from __future__ import annotations

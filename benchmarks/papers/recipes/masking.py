@@ -63,7 +63,7 @@ def runs(scale: Scale) -> list[Run]:
             buckets=(capacity,),
             config=setting.config(
                 steps=steps,
-                data={"attention": attention, "labels": labels, "positions": positions},
+                data={"attention": attention, "label_boundary": labels, "positions": positions},
                 **(learned if is_learned else {}),
             ),
             validate={"documents": valid},

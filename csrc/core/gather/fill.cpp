@@ -175,9 +175,9 @@ void prefetch_piece(const Piece& piece) {
 }
 
 std::int64_t count_segment(const Shard& shard, const Segment& segment, const Segment* next,
-                           Extent labels) {
+                           Extent label_boundary) {
     const std::int64_t body = segment.length - 1;
-    const std::int64_t last_at = last_label_position(segment, next, labels);
+    const std::int64_t last_at = last_label_position(segment, next, label_boundary);
     if (!shard.has_labels()) return body + (last_at >= 0 ? 1 : 0);
     return count_chosen(shard.labels, segment.token_begin + 1, body) +
            (last_at >= 0 ? count_chosen(shard.labels, last_at, 1) : 0);
@@ -200,7 +200,7 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
 }
 
 std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                       Extent labels) {
+                                       Extent label_boundary) {
     std::vector<std::int64_t> counts(samples.size(), 0);
     std::vector<Segment> segments;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
@@ -209,7 +209,7 @@ std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const Samp
         read_segments(shard, samples[i], segments);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {
             const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
-            counts[i] += count_segment(shard, segments[s], next, labels);
+            counts[i] += count_segment(shard, segments[s], next, label_boundary);
         }
     }
     return counts;

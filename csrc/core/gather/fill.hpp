@@ -21,6 +21,6 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
 
 // How many tokens of each sample have a label: the sum of its loss mask, without gathering it.
 std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                       Extent labels);
+                                       Extent label_boundary);
 
 }  // namespace megapack

@@ -91,7 +91,7 @@ class Planner {
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
         if (options_.positions == Positions::kSample) first_position = position_in_sample;
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
-        const std::int64_t label_at = last_label_position(segment, next, options_.labels);
+        const std::int64_t label_at = last_label_position(segment, next, options_.label_boundary);
         plan_.pieces.push_back(
             {&shard, segment.token_begin, segment.length, room, first_position, label_at});
     }
@@ -105,9 +105,10 @@ class Planner {
 
 }  // namespace
 
-std::int64_t last_label_position(const Segment& segment, const Segment* next, Extent labels) {
+std::int64_t last_label_position(const Segment& segment, const Segment* next,
+                                 Extent label_boundary) {
     if (!segment.ends_document) return segment.token_begin + segment.length;
-    return labels == Extent::kSample && next != nullptr ? next->token_begin : -1;
+    return label_boundary == Extent::kSample && next != nullptr ? next->token_begin : -1;
 }
 
 std::int64_t GatherPlan::max_seqlen() const {

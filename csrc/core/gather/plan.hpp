@@ -10,12 +10,13 @@
 namespace megapack {
 
 enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
-enum class Extent { kDocument, kSample };  // attention, labels: stay in the document or cross it
+// Attention, and the label of a document's last token: stay in the document or cross its boundary.
+enum class Extent { kDocument, kSample };
 
 struct GatherOptions {
     Positions positions = Positions::kSegment;
     Extent attention = Extent::kDocument;
-    Extent labels = Extent::kDocument;
+    Extent label_boundary = Extent::kDocument;
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
 };
@@ -42,8 +43,9 @@ struct Piece {
 };
 
 // Token position of the label of a segment's last token: the next token of its document, or with
-// labels = kSample the first of the `next` segment of the sample; -1 where there is none.
-std::int64_t last_label_position(const Segment& segment, const Segment* next, Extent labels);
+// label_boundary = kSample the first of the `next` segment of the sample; -1 where there is none.
+std::int64_t last_label_position(const Segment& segment, const Segment* next,
+                                 Extent label_boundary);
 
 // What attends to itself only; source is -1 for padding.
 struct AttentionSegment {

@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from megapack.errors import ConfigError, FormatError
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import (
+    REQUEST_TIMEOUT,
     RemoteObject,
     WrongBytesError,
     ending,
@@ -168,7 +169,7 @@ def _begin(name: str) -> int:
 # request that is done has done all its work in its own thread.
 
 WARN_SECONDS = 30.0  # between lines of what is waited for
-STALLED_RETRIES = 5  # times the client's limit: by then every request has come or failed
+STALLED_RETRIES = 5  # times the longest that a request is tried: by then it has come or failed
 
 _FETCH_POLL_SECONDS = 1.0
 
@@ -191,7 +192,8 @@ class Patience:
         """Called about once a second while one waits.
 
         Raises:
-            TimeoutError: nothing has moved for ``STALLED_RETRIES`` times the client's limit.
+            TimeoutError: nothing has moved for ``STALLED_RETRIES`` times as long as the client
+                tries a request again and its last attempt may take.
             RuntimeError: the program ends.
         """
         if ending.is_set():
@@ -199,12 +201,13 @@ class Patience:
         now, seen = time.monotonic(), self._moved()
         if seen != self._seen:
             self._seen, self._moved_at = seen, now
-        limit = STALLED_RETRIES * retry_seconds()
+        limit = STALLED_RETRIES * (retry_seconds() + REQUEST_TIMEOUT.total_seconds())
         if now - self._moved_at > limit:
             raise TimeoutError(
                 f"nothing came for {now - self._moved_at:,.0f} seconds (limit {limit:,.0f}, "
-                f"{STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS) of {self._what()}: start the run "
-                "again, and look whether the store answers and other processes of this node live"
+                f"{STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS and a request's "
+                f"{REQUEST_TIMEOUT.total_seconds():.0f}) of {self._what()}: start the run again, "
+                "and look whether the store answers and other processes of this node live"
             )
         if now > self._next_line:
             self._next_line += WARN_SECONDS

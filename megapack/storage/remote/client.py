@@ -239,7 +239,8 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
             if time.monotonic() > until or ending.is_set():
                 raise _unreachable(url, error, limit) from error
             _say(url, number, _first_line(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
-        ending.wait(random.uniform(0, pause))  # random: not all readers at once
+        # Random: not all readers at once. The last attempt comes when the time is up, not later.
+        ending.wait(min(random.uniform(0, pause), max(0.0, until - time.monotonic())))
         pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
 
 

@@ -433,9 +433,9 @@ def _changed_inputs(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
 def chat_templates() -> Any:
     """The module, which needs jinja2."""
     require("jinja2", "a chat template")
-    from megapack.tokenization.tokenizers import chat_template  # noqa: PLC0415
+    from megapack.tokenization.tokenizers import template_chats  # noqa: PLC0415
 
-    return chat_template
+    return template_chats
 
 
 def _token(token: SpecialToken | None) -> list[Any] | None:

@@ -3,7 +3,7 @@
 - Frame: what is put around a document's ids; Coded: documents ready to be stored
 - TextCoder: plain text
 - ChatCoder: conversations, each turned into tokens by ``HeaderChats.code`` (role headers) or
-  ``TemplateChats.code`` (chat_template.py)
+  ``TemplateChats.code`` (template_chats.py)
 
     coder = TextCoder(encoder, Frame("uint16", vocab_size=259, prefix=(257,), suffix=(256,)))
     coder.code(TextBlock.of_texts(["a", "bc"]), Faults())

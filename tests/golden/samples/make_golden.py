@@ -2,7 +2,7 @@
 
     python tests/golden/samples/make_golden.py
 
-``test_packing_format.py`` reads every golden file, and checks that what is written today has the
+``test_packing_index.py`` reads every golden file, and checks that what is written today has the
 same bytes as the newest (but for the version of megapack in the header).
 """
 

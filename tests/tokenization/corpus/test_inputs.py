@@ -89,7 +89,7 @@ def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
     return [file.path for file in found], said
 
 
-def test_a_file_is_read_once_whatever_names_lead_to_it(
+def test_file_of_several_names_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """x.jsonl and ./x.jsonl were two files, and x.jsonl twice was one."""
@@ -161,9 +161,7 @@ def test_folders_that_a_pattern_matches_are_mentioned(tree: Path) -> None:
         find_inputs([f"{tree}/[ab]"])
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_listed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = os.scandir
 
     def refused(path: str) -> Any:
@@ -198,9 +196,7 @@ LOOKS: list[tuple[str, bytes, str | None]] = [
 
 
 @pytest.mark.parametrize(("name", "data", "looks"), LOOKS, ids=range(len(LOOKS)))
-def test_a_file_of_many_documents_does_not_become_one_for_want_of_a_suffix(
-    tmp_path: Path, name: str, data: bytes, looks: str | None
-) -> None:
+def test_file_without_suffix(tmp_path: Path, name: str, data: bytes, looks: str | None) -> None:
     """Spark writes part-00000; the first of them is often empty."""
     empty = tmp_path / f"a{Path(name).suffix}"
     empty.write_bytes(b"")
@@ -217,9 +213,7 @@ def test_a_file_of_many_documents_does_not_become_one_for_want_of_a_suffix(
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "it's rows.tsv", "rows.csv.gz"])
-def test_tables_of_text_are_refused_with_the_command_that_converts_them(
-    tmp_path: Path, name: str
-) -> None:
+def test_tables_are_refused_with_the_command_that_converts(tmp_path: Path, name: str) -> None:
     """They were one document each."""
     rows = [["text", "id"], ["two\nlines, and a comma\tand a tab", "1"], ["second", "2"]]
     path = tmp_path / name

@@ -83,9 +83,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: Writ
     ids=str,
 )  # fmt: skip
 @each_table
-def test_every_type_of_column_that_holds_text_is_read(
-    tmp_path: Path, type: pa.DataType, name: str
-) -> None:
+def test_every_column_type_of_text_is_read(tmp_path: Path, type: pa.DataType, name: str) -> None:
     binary = pa.types.is_binary(type) or pa.types.is_large_binary(type)
     values = [t.encode() for t in TEXTS] if binary else TEXTS
     number, column = pa.array(range(len(TEXTS))), pa.array(values).cast(type)
@@ -94,9 +92,7 @@ def test_every_type_of_column_that_holds_text_is_read(
 
 
 @each_table
-def test_rows_without_a_value_are_faults_and_other_columns_are_not_text(
-    tmp_path: Path, name: str
-) -> None:
+def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
     table = pa.table({"text": ["a", "b", None, "", "c"], "n": [1, 2, 3, 4, 5]})
     path = write_table(table, tmp_path / name, 2)
     with pytest.raises(DataError, match=r"x\..* row 2: missing value"):
@@ -115,9 +111,7 @@ def test_rows_without_a_value_are_faults_and_other_columns_are_not_text(
 
 
 @pytest.mark.parametrize("name", ["x.arrow", "x.arrows"])
-def test_an_arrow_file_that_was_cut_is_an_error_and_not_a_short_corpus(
-    tmp_path: Path, name: str
-) -> None:
+def test_cut_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = write_table(pa.table({"text": TEXTS}), tmp_path / name, 37)
     data = path.read_bytes()
     for end in range(len(data) - 1, 100, -101):
@@ -151,9 +145,7 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "kind", "detail"), BAD_LINES, ids=range(len(BAD_LINES)))
 @pytest.mark.parametrize("suffix", ["jsonl", "gz", "zst"])
-def test_a_bad_line_stops_the_build_with_its_file_line_and_reason(
-    tmp_path: Path, line: bytes, kind: str, detail: str, suffix: str
-) -> None:
+def test_bad_line_stops(tmp_path: Path, line: bytes, kind: str, detail: str, suffix: str) -> None:
     path = tmp_path / "x.jsonl"
     good = b'{"text": "good"}\n'
     path.write_bytes(good * 500 + line + b"\n" + good * 3)
@@ -229,9 +221,7 @@ def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> Non
         ReadOptions(block_bytes=5000, max_document_bytes=3000)
 
 
-def test_the_hash_of_a_split_key_travels_with_its_document(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     records: list[dict[str, Any]] = [{"text": t, "id": i % 10} for i, t in enumerate(TEXTS)]
     plain = write_jsonl(tmp_path / "x.jsonl", records)
     parquet = tmp_path / "x.parquet"
@@ -255,9 +245,7 @@ def test_the_hash_of_a_split_key_travels_with_its_document(
         hashes(plain)
 
 
-def test_a_dotted_key_is_read_alike_from_json_and_parquet(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_dotted_key_is_read_alike_everywhere(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     records = [{"data": {"text": t, "id": i, "deep": {"n": "x"}}} for i, t in enumerate(TEXTS)]
     plain = write_jsonl(tmp_path / "x.jsonl", records)
     parquet = tmp_path / "x.parquet"
@@ -272,9 +260,7 @@ def test_a_dotted_key_is_read_alike_from_json_and_parquet(
             read(path, json_key="data.body")
 
 
-def test_a_key_that_is_there_as_a_whole_comes_before_a_nested_one(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_whole_key_comes_before_a_nested_one(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     record = {"data": {"text": "nested"}, "data.text": "whole"}
     plain = write_jsonl(tmp_path / "x.jsonl", [record])
     parquet = tmp_path / "x.parquet"
@@ -339,9 +325,7 @@ def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     assert json.loads(text) == [{**message, "at": str(message["at"])}]
 
 
-def test_a_missing_key_names_the_option_that_says_it(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_missing_key_names_the_option(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     plain = write_jsonl(tmp_path / "x.jsonl", [{"chats": [], "url": "u"}])
     parquet = tmp_path / "x.parquet"
     pq.write_table(pa.table({"chats": [[1]], "url": ["u"]}), parquet)
@@ -389,9 +373,7 @@ ODD_LINES: list[tuple[bytes, list[str]]] = [
 
 
 @pytest.mark.parametrize(("data", "texts"), ODD_LINES, ids=range(len(ODD_LINES)))
-def test_odd_lines_are_read_as_python_reads_them_however_the_file_is_cut(
-    tmp_path: Path, data: bytes, texts: list[str]
-) -> None:
+def test_odd_lines_are_read_as_by_python(tmp_path: Path, data: bytes, texts: list[str]) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
     for shard_bytes in (len(data) // 30 + 1, len(data) // 3, 1 << 20):

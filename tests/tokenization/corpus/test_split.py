@@ -118,9 +118,7 @@ def test_consecutive_splits_are_cut_through_the_shards(
     assert not IndexedDataset.exists(tmp_path / "out")
 
 
-def test_documents_of_one_key_stay_together_and_in_their_split(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     def split_of(name: str, records: list[dict[str, str]]) -> dict[str, set[str]]:
         corpus = write_jsonl(tmp_path / f"{name}.jsonl", records)
         run_build(
@@ -148,9 +146,7 @@ def test_documents_of_one_key_stay_together_and_in_their_split(
         assert first[split] <= second[split], "a document changed its split when the corpus grew"
 
 
-def test_a_split_without_documents_is_an_error_and_a_weight_of_zero_is_none(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_empty_split_is_an_error(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i}"} for i in range(10)])
     with pytest.raises(DataError, match="out_valid would have no documents"):
         run_build(corpus, split="98,1,1")

@@ -1,9 +1,12 @@
-"""Files are decompressed whole, or refused for what they are."""
+"""The C++ reader of JSON Lines takes what Python's own parser takes, and gives the same text."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import io
+import itertools
+import json
 import os
 import tracemalloc
 from collections.abc import Callable
@@ -12,13 +15,170 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from fuzz.fuzz_jsonl import MISSING, OK, SEEDS, WRONG_TYPE, extract, python_says
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import DataError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import Piece, find_inputs, open_stream
-from megapack.tokenization.corpus.readers import read_blocks
+from megapack.tokenization.corpus.readers import line_blocks, read_blocks
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+class Members(list[tuple[str, object]]):
+    """An object as it is written: names may come twice."""
+
+
+def spelled(value: object) -> str:
+    if not isinstance(value, Members):
+        return json.dumps(value)
+    return "{" + ", ".join(f"{json.dumps(k)}: {spelled(v)}" for k, v in value) + "}"
+
+
+@given(
+    records=st.lists(
+        st.dictionaries(
+            st.sampled_from(["text", "te\nxt", "\u00e9", "url"]) | st.text(), json_values
+        )
+        | json_values,
+        max_size=6,
+    ),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, " ", "\t"]),
+)
+def test_json_values_are_pythons(
+    records: list[object], ascii_only: bool, indent: str | None
+) -> None:
+    separators = None if indent is None else (f"{indent},{indent}", f"{indent}:{indent}")
+    lines = [
+        json.dumps(record, ensure_ascii=ascii_only, separators=separators).encode(
+            "utf-8", "surrogatepass"
+        )
+        for record in records
+    ]
+    assert extract(b"".join(line + b"\n" for line in lines)) == [python_says(ln) for ln in lines]
+
+
+names = st.sampled_from(["a", "b", "c", "a.b", "b.c", "a.b.c", ""])
+
+
+@given(
+    records=st.lists(
+        st.recursive(
+            st.text(max_size=3) | st.integers(0, 9),
+            lambda inner: st.lists(st.tuples(names, inner), max_size=4).map(Members),
+            max_leaves=20,
+        ),
+        max_size=5,
+    ),
+    key=st.sampled_from(["a.b.c", "a.b", "a", ".a", "a.", "a..b", "."]),
+)
+def test_dotted_key_is_found_whole_or_nested(records: list[object], key: str) -> None:
+    """Members of one name are written as often as they come; Python keeps the last."""
+    lines = [spelled(record).encode("utf-8") for record in records]
+    found = extract(b"".join(line + b"\n" for line in lines), key)
+    assert found == [python_says(line, key) for line in lines]
+
+
+@pytest.mark.parametrize("seed", range(len(SEEDS)))
+def test_a_line_may_end_anywhere_without_its_neighbour_being_read(seed: int) -> None:
+    whole = SEEDS[seed].replace(b"\n", b" ")
+    for cut in range(len(whole)):
+        data = whole[:cut] + b"\n" + whole
+        assert extract(data) == [python_says(whole[:cut]), python_says(whole)], cut
+
+
+def test_every_byte_of_a_line_may_be_any_byte() -> None:
+    for seed in SEEDS:
+        line = bytearray(seed.replace(b"\n", b" "))
+        for at, kept in enumerate(line):
+            for byte in (0, 0x1F, 0x22, 0x2C, 0x5C, 0x7B, 0x7D, 0x80, 0xC3, 0xED, 0xF4, 0xFF):
+                line[at] = byte
+                assert extract(bytes(line)) == [python_says(bytes(line))], bytes(line)
+            line[at] = kept
+
+
+def test_scalars_stand_for_their_spelling_and_lists_for_their_json() -> None:
+    data = b'{"k": 17}\n{"k": "x"}\n{"k": [1, {"a": "\\n"}]}\n{"k": null}\n{}'
+    assert [status for status, _ in extract(data, "k", "scalars")] == [0, 0, WRONG_TYPE, 0, MISSING]
+    assert [text for _, text in extract(data, "k", "scalars")] == [b"17", b"x", b"", b"null", b""]
+    assert extract(data, "k", "lists")[2] == (OK, b'[1, {"a": "\\n"}]')
+    with pytest.raises(ValueError, match="one of strings, scalars, lists"):
+        extract(data, "k", "everything")
+
+
+# ---- Files are entered anywhere, and every line is read exactly once
+
+
+def lines_of(
+    data: bytes, begin: int = 0, end: int | None = None, *, block: int = 16, longest: int = 1 << 20
+) -> tuple[list[tuple[int, bytes]], list[int]]:
+    """(position, line) of every line given, and the positions of lines that were too long."""
+    long_lines: list[int] = []
+    result = []
+    for position, chunk in line_blocks(
+        io.BytesIO(data),
+        begin=begin,
+        end=end,
+        block_bytes=block,
+        max_line_bytes=longest,
+        on_long_line=long_lines.append,
+    ):
+        at = position
+        for line in chunk.splitlines(keepends=True):
+            result.append((at, line))
+            at += len(line)
+    return result, long_lines
+
+
+@given(
+    lines=st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b".").replace(b"\r", b".")
+                                              .replace(b"\x0b", b".").replace(b"\x0c", b".")
+                                              .replace(b"\xef", b"."))),
+    last_ends=st.booleans(),
+    cuts=st.lists(st.integers(0, 400), max_size=4),
+    block=st.integers(1, 50),
+)  # fmt: skip
+def test_ranges_share_out_a_file_wherever_they_are_cut(
+    lines: list[bytes], last_ends: bool, cuts: list[int], block: int
+) -> None:
+    data = b"\n".join(lines) + (b"\n" if last_ends else b"")
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    found = []
+    for begin, end in itertools.pairwise(bounds):
+        found += lines_of(data, begin, end, block=block)[0]
+    starts = [0, *itertools.accumulate(len(line) for line in data.splitlines(keepends=True))]
+    assert found == list(zip(starts, data.splitlines(keepends=True), strict=False))
+
+
+def test_a_line_longer_than_allowed_is_left_out_and_told_by_its_position() -> None:
+    data = b"one\n" + b"x" * 100 + b"\ntwo\n" + b"y" * 100
+    found, long_lines = lines_of(data, block=8, longest=50)
+    assert found == [(0, b"one\n"), (105, b"two\n")]
+    assert long_lines == [4, 109]
+
+
+def test_a_long_line_is_kept_whole_however_small_the_blocks_are() -> None:
+    data = b"a\n" + b"x" * 1000 + b"\nb"
+    assert lines_of(data, block=3)[0] == [(0, b"a\n"), (2, b"x" * 1000 + b"\n"), (1003, b"b")]
+
+
+def test_a_byte_order_mark_is_dropped_at_the_start_of_the_file_alone() -> None:
+    bom = b"\xef\xbb\xbf"
+    data = bom + b"a\n" + bom + b"b\n"
+    for cut in range(len(data) + 1):
+        parts = lines_of(data, 0, cut)[0] + lines_of(data, cut, len(data))[0]
+        assert [line for _, line in parts] == [b"a\n", bom + b"b\n"], cut
+
+
+# ---- Files are decompressed whole, or refused for what they are
+
 
 TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))
 SKIPPABLE = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
@@ -40,9 +200,7 @@ def read_all(path: Path) -> bytes:
 
 
 @each_compression
-def test_compressed_files_of_several_members_are_read_whole(
-    tmp_path: Path, suffix: str, compress: Compress
-) -> None:
+def test_members_are_all_read(tmp_path: Path, suffix: str, compress: Compress) -> None:
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(compress(TEXT) + compress(b"") + compress(TEXT))
     assert read_all(path) == TEXT + TEXT
@@ -98,9 +256,7 @@ def test_a_zst_may_end_behind_every_frame_and_nowhere_else(
 
 
 @pytest.mark.parametrize("name", ["x.txt.zst", "x.jsonl.zst", "x.txt.gz", "x.jsonl.gz"])
-def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(
-    tmp_path: Path, name: str
-) -> None:
+def test_endless_expansion_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     part = bytes(1 << 24).replace(b"\0", b"a")
     if name.endswith("zst"):
@@ -121,7 +277,7 @@ def test_a_small_file_that_expands_without_end_is_refused_in_little_memory(
 
 @each_compression
 @pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
-def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(
+def test_truncated_file_is_error(
     tmp_path: Path, suffix: str, compress: Compress, keep: float
 ) -> None:
     data = compress(TEXT)
@@ -133,9 +289,7 @@ def test_a_truncated_compressed_file_is_an_error_and_not_a_short_corpus(
 
 
 @each_compression
-def test_a_damaged_compressed_file_is_an_error(
-    tmp_path: Path, suffix: str, compress: Compress
-) -> None:
+def test_damaged_file_is_an_error(tmp_path: Path, suffix: str, compress: Compress) -> None:
     path = tmp_path / f"x.jsonl.{suffix}"
     data = bytearray(compress(TEXT))
     data[len(data) // 2 :] = b"\xff" * (len(data) - len(data) // 2)
@@ -166,9 +320,7 @@ MISNAMED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "data", "message"), MISNAMED, ids=range(len(MISNAMED)))
-def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(
-    tmp_path: Path, name: str, data: bytes, message: str
-) -> None:
+def test_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError, match=message):
@@ -176,9 +328,7 @@ def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.jsonl.gz", "x.parquet"])
-def test_a_file_that_changed_since_the_build_was_planned_is_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_file_changed_since_the_plan_is_refused(tmp_path: Path, name: str) -> None:
     """Its pieces would end in the middle of a line, or leave the new ones out."""
     path = tmp_path / name
     path.write_bytes(JSON)

@@ -69,9 +69,7 @@ def finished(prefix: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_kill_9_and_the_same_command_again_give_the_bytes_of_an_undisturbed_run(
-    tmp_path: Path, corpus: Path, workers: str
-) -> None:
+def test_killed_builds_give_the_same_bytes(tmp_path: Path, corpus: Path, workers: str) -> None:
     done = run(command(corpus, tmp_path / "calm"))
     assert done.returncode == 0, done.stderr
     prefix = tmp_path / "killed"
@@ -107,9 +105,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_workers_of_a_killed_build_leave_at_once_whatever_they_do(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_workers_of_a_killed_build_leave_at_once(tmp_path: Path, corpus: Path) -> None:
     arguments = command(corpus, tmp_path / "out", "--workers", "2")
     process = start(tmp_path, STUCK_CLI, arguments)
     while len(list(tmp_path.glob("cli.py.*"))) < 2:
@@ -201,7 +197,7 @@ def test_a_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Pa
 
 @pytest.mark.parametrize("everybody", [True, False], ids=["the group", "the build alone"])
 @pytest.mark.parametrize("program", ["SLOW_CLI", "STUCK_CLI"])
-def test_an_interrupt_ends_the_build_and_its_workers_at_once(
+def test_interrupt_ends_workers(
     tmp_path: Path, corpus: Path, program: str, everybody: bool
 ) -> None:
     """A terminal sends it to all processes; a scheduler may send it to the first alone."""
@@ -222,9 +218,7 @@ def test_an_interrupt_ends_the_build_and_its_workers_at_once(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_disk_that_is_full_is_a_clear_error_and_finished_shards_are_kept(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_full_disk_keeps_finished_shards(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     # The second shard's .bin is larger than a file may be; the kernel refuses the write as it
     # refuses one on a full disk.
     records = [{"text": "small"}] * 2000 + [{"text": "x" * 400_000}] * 3
@@ -315,9 +309,7 @@ def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes
     assert files_of(tmp_path / "out") == files_of(tmp_path / "calm")
 
 
-def test_a_disk_that_cannot_hold_the_result_is_refused_before_the_first_shard(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_disk_too_small_for_the_result_is_refused_first(tmp_path: Path, corpus: Path) -> None:
     build = command(corpus, Path(), "--output-prefix", "")
     said = on_small_disk(tmp_path, 7, build)
     assert said["full.status"] == "1\n"
@@ -328,9 +320,7 @@ def test_a_disk_that_cannot_hold_the_result_is_refused_before_the_first_shard(
     assert said["again.status"] == "0\n"
 
 
-def test_where_two_copies_have_no_room_shards_are_removed_as_they_are_joined(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_shards_are_removed_where_copies_have_no_room(tmp_path: Path, corpus: Path) -> None:
     assert run(command(corpus, tmp_path / "calm")).returncode == 0
     build = command(corpus, Path(), "--output-prefix", "")
     said = on_small_disk(tmp_path, 5, build)

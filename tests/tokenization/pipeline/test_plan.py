@@ -8,14 +8,20 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
+from peers import peer
 
 from megapack import IndexedDataset
-from megapack.errors import ConfigError, MegapackError
+from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.executors import Counted
 from megapack.storage.files import WriterLock
 from megapack.tokenization.pipeline.plan import Plan
 
@@ -25,7 +31,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% 
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+def records(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
     texts = [f"document {i} " * 20 for i in range(100)]
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
 
@@ -41,31 +47,29 @@ def tokenizer(tmp_path: Path, bpe_json: Path) -> Path:
     return directory
 
 
-def test_parts_of_two_plans_never_become_one_dataset(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build: Build) -> None:
     sharding: dict[str, Any] = {"shard_bytes": 4000}
-    plain = run_build(corpus, part=(0, 2), **sharding)
-    other = run_build(corpus, part=(1, 2), append_eod=True, **sharding)
+    plain = run_build(records, part=(0, 2), **sharding)
+    other = run_build(records, part=(1, 2), append_eod=True, **sharding)
     assert plain.plan.digest != other.plan.digest
     progress = Silence()
     with pytest.raises(MegapackError, match=r"shard 0 is not finished; .* of this plan \d+ of \d+"):
-        run_build(corpus, finish=True, append_eod=True, progress=progress, **sharding)
+        run_build(records, finish=True, append_eod=True, progress=progress, **sharding)
     (said,) = progress.notes
     assert "KiB of another plan; --overwrite removes it" in said
     assert "eod was None, is ['<eod>', 256]" in said
     assert not IndexedDataset.exists(tmp_path / "out")
-    run_build(corpus, part=(0, 2), append_eod=True, **sharding)
-    run_build(corpus, finish=True, append_eod=True, **sharding)
+    run_build(records, part=(0, 2), append_eod=True, **sharding)
+    run_build(records, finish=True, append_eod=True, **sharding)
     assert all(tokens[-1] == 256 for tokens in IndexedDataset(tmp_path / "out")[:])
     meta = IndexedDataset(tmp_path / "out").meta
     assert meta is not None and meta["document_end_token"] == 256
 
 
 def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
-    tmp_path: Path, corpus: Path, write_jsonl: WriteJsonl, run_build: Build
+    tmp_path: Path, records: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
-    run_build(corpus, part=(0, 2), shard_bytes=4000)
+    run_build(records, part=(0, 2), shard_bytes=4000)
     changes: list[tuple[dict[str, Any], str]] = [
         ({"shard_bytes": 2000}, "shard_bytes was 4000, is 2000"),
         ({"prepend_bos": True}, "bos was None, is ['<bos>', 257]"),
@@ -76,71 +80,67 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     for options, difference in changes:
         progress = Silence()
         result = run_build(
-            corpus, progress=progress, **{"shard_bytes": 4000, "keep_shards": True, **options}
+            records, progress=progress, **{"shard_bytes": 4000, "keep_shards": True, **options}
         )
         assert (result.state, result.num_shards_kept) == ("built", 0)
         assert any(difference in note for note in progress.notes), progress.notes
         for suffix in ("bin", "idx", "meta.json", "manifest.json"):
             (tmp_path / f"out.{suffix}").unlink()
     assert len(list((tmp_path / "out.build").iterdir())) == 1 + len(changes)
-    write_jsonl(corpus, [{"text": "other"}])
+    write_jsonl(records, [{"text": "other"}])
     progress = Silence()
-    result = run_build(corpus, shard_bytes=4000, overwrite=True, progress=progress)
+    result = run_build(records, shard_bytes=4000, overwrite=True, progress=progress)
     assert (result.totals.num_documents, result.num_shards_kept) == (1, 0)
     assert not progress.notes and not (tmp_path / "out.build").exists(), "--overwrite removes all"
 
 
-def test_a_file_of_the_same_size_that_was_written_again_is_another_plan(
-    corpus: Path, run_build: Build
-) -> None:
-    run_build(corpus)
-    facts = corpus.stat()
-    corpus.write_text(corpus.read_text().replace("document", "DOCUMENT"))
-    os.utime(corpus, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
-    assert corpus.stat().st_size == facts.st_size
-    with pytest.raises(ConfigError, match=rf"input {re.escape(str(corpus))} changed"):
-        run_build(corpus)
+def test_rewritten_file_of_the_same_size_is_another_plan(records: Path, run_build: Build) -> None:
+    run_build(records)
+    facts = records.stat()
+    records.write_text(records.read_text().replace("document", "DOCUMENT"))
+    os.utime(records, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
+    assert records.stat().st_size == facts.st_size
+    with pytest.raises(ConfigError, match=rf"input {re.escape(str(records))} changed"):
+        run_build(records)
 
 
 @pytest.mark.parametrize(("num_ids", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
 def test_ids_are_stored_as_megatron_will_read_them(
-    tmp_path: Path, corpus: Path, run_build: Build, num_ids: int, dtype: str
+    tmp_path: Path, records: Path, run_build: Build, num_ids: int, dtype: str
 ) -> None:
     """Its readers take vocabularies below 65,500 as uint16, and all others as int32."""
     words = {"document": 0, **{f"w{number}": number for number in range(1, num_ids)}}
     tokenizer = tmp_path / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": words, "unk_token": "document"}
     tokenizer.write_text(json.dumps({"version": "1.0", "model": model}))
-    run_build(corpus, tokenizer=str(tokenizer), backend="tokenizers")
+    run_build(records, tokenizer=str(tokenizer), backend="tokenizers")
     assert IndexedDataset(tmp_path / "out").dtype == dtype
 
 
-def test_overwrite_leaves_the_same_dataset_alone_and_removes_what_other_plans_left(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_overwrite_removes_what_plans_left(tmp_path: Path, records: Path, run_build: Build) -> None:
     """One rule for every command: replaced is what differs."""
-    run_build(corpus)
+    run_build(records)
     before = (tmp_path / "out.bin").stat()
     left = tmp_path / "out.build" / "another"
     left.mkdir(parents=True)
     (left / "plan.json").write_text("{}")
-    assert run_build(corpus, overwrite=True).state == "found"
+    assert run_build(records, overwrite=True).state == "found"
     assert (tmp_path / "out.bin").stat() == before and not left.exists()
     (tmp_path / "out.manifest.json").write_text("damaged")
-    assert run_build(corpus, overwrite=True).state == "built"
+    assert run_build(records, overwrite=True).state == "built"
     (tmp_path / "out.bin").unlink()
-    assert run_build(corpus, overwrite=True).state == "built", "half of a dataset is none"
+    assert run_build(records, overwrite=True).state == "built", "half of a dataset is none"
 
 
-def test_a_part_that_starts_over_leaves_the_other_parts(corpus: Path, run_build: Build) -> None:
+def test_a_part_that_starts_over_leaves_the_other_parts(records: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000}
-    parts = [run_build(corpus, part=(i, 2), **options) for i in range(2)]
-    again = run_build(corpus, part=(0, 2), overwrite=True, **options)
+    parts = [run_build(records, part=(i, 2), **options) for i in range(2)]
+    again = run_build(records, part=(0, 2), overwrite=True, **options)
     assert (again.num_shards, again.num_shards_kept) == (parts[0].num_shards, 0)
-    other = run_build(corpus, part=(1, 2), **options)
+    other = run_build(records, part=(1, 2), **options)
     assert other.num_shards_kept == other.num_shards == parts[1].num_shards
-    assert run_build(corpus, finish=True, **options).state == "built"
-    found = run_build(corpus, part=(0, 2), **options)
+    assert run_build(records, finish=True, **options).state == "built"
+    found = run_build(records, part=(0, 2), **options)
     assert found.state == "found", "all is done; a part has nothing to do"
 
 
@@ -171,9 +171,7 @@ def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_every_file_of_the_tokenizer_is_part_of_the_plan(
-    tokenizer: Path, chats: Path, run_build: Build, name: str
-) -> None:
+def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build, name: str) -> None:
     options: dict[str, Any] = {"tokenizer": str(tokenizer), "messages_key": "messages"}
     assert run_build(chats, **options).state == "built"
     assert run_build(chats, **options).state == "found"
@@ -183,16 +181,16 @@ def test_every_file_of_the_tokenizer_is_part_of_the_plan(
 
 
 def test_another_version_of_a_library_is_another_plan(
-    corpus: Path, tokenizer: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
+    records: Path, tokenizer: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"tokenizer": str(tokenizer), "backend": "tokenizers"}
-    first = run_build(corpus, **options)
-    assert run_build(corpus, **options).state == "found"
+    first = run_build(records, **options)
+    assert run_build(records, **options).state == "found"
     before = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{before(name)}.post1")
     assert first.plan.libraries["tokenizers"] == before("tokenizers")
     with pytest.raises(ConfigError, match=r"libraries: tokenizers was '.*', is '.*\.post1'"):
-        run_build(corpus, **options)
+        run_build(records, **options)
 
 
 class Edits(Silence):
@@ -219,12 +217,10 @@ def test_a_worker_whose_machine_has_other_files_builds_nothing(
     assert not list(tmp_path.glob("out.build/*/shard-*")), "no shard was begun"
 
 
-def test_a_shard_of_another_plan_is_built_again_even_where_it_lies_in_the_way(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_shard_of_another_plan_is_rebuilt(tmp_path: Path, records: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000, "keep_shards": True}
-    plain = run_build(corpus, **options)
-    other = run_build(corpus, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
+    plain = run_build(records, **options)
+    other = run_build(records, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
     shutil.copytree(
         tmp_path / "out.build" / plain.plan.digest,
         tmp_path / "other.build" / other.plan.digest,
@@ -232,22 +228,20 @@ def test_a_shard_of_another_plan_is_built_again_even_where_it_lies_in_the_way(
     )
     before = files_of(tmp_path / "other")
     (tmp_path / "other.manifest.json").unlink()
-    again = run_build(corpus, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
+    again = run_build(records, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
     assert again.num_shards_kept == 0
     assert files_of(tmp_path / "other") == before
 
 
-def test_the_manifest_is_the_plan_and_the_meta_file_names_it(
-    tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build
-) -> None:
-    result = run_build(corpus, tokenizer=str(tokenizer), append_eod=True, split="90,10")
+def test_manifest_is_plan(tmp_path: Path, records: Path, tokenizer: Path, run_build: Build) -> None:
+    result = run_build(records, tokenizer=str(tokenizer), append_eod=True, split="90,10")
     assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
     tree = json.loads(json.dumps(result.plan.tree()))
     assert {key: manifest[key] for key in tree} == tree
     assert manifest["digest"] == result.plan.digest
-    assert manifest["inputs"][0][:2] == [str(corpus), corpus.stat().st_size]
-    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    assert manifest["inputs"][0][:2] == [str(records), records.stat().st_size]
+    texts = [json.loads(line)["text"] for line in records.read_text().splitlines()]
     assert manifest["num_documents"] == len(texts) == 100
     assert manifest["num_text_bytes"] == sum(len(text.encode()) for text in texts)
     split = [IndexedDataset(tmp_path / f"out_{name}") for name in ("train", "valid")]
@@ -261,12 +255,10 @@ def test_the_manifest_is_the_plan_and_the_meta_file_names_it(
         assert "--append-eod" in dataset.meta["command"]
 
 
-def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_works(
-    tmp_path: Path, corpus: Path, tokenizer: Path, run_build: Build
-) -> None:
+def test_equal_digests(tmp_path: Path, records: Path, tokenizer: Path, run_build: Build) -> None:
     def plan(name: str, **options: Any) -> Plan:
         options.setdefault("tokenizer", str(tokenizer))
-        return run_build(corpus, output_prefix=str(tmp_path / name), **options).plan
+        return run_build(records, output_prefix=str(tmp_path / name), **options).plan
 
     first = plan("a", shard_bytes=5000)
     moved = tmp_path / "elsewhere"
@@ -280,26 +272,191 @@ def test_equal_plans_have_equal_digests_wherever_their_result_lies_and_whoever_w
         assert plan(name, shard_bytes=5000, **options).digest == first.digest, options
 
 
-def test_shards_are_not_removed_while_somebody_works_on_them(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"shard_bytes": 4000}
-    result = run_build(corpus, keep_shards=True, **options)
+    result = run_build(records, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
     with WriterLock(tmp_path / "out.build", what="a test", shared=True):
-        assert run_build(corpus, **options).state == "found"
+        assert run_build(records, **options).state == "found"
         assert directory.exists()
-    assert run_build(corpus, **options).state == "found"
+    assert run_build(records, **options).state == "found"
     assert not directory.exists()
 
 
-def test_shards_that_lack_documents_are_not_taken_for_whole_ones(
+def test_incomplete_shards_no_use(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 20
-    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
+    records = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
     parts: dict[str, Any] = {"shard_bytes": 2000, "on_error": "skip"}
-    run_build(corpus, part=(0, 1), **parts)
+    run_build(records, part=(0, 1), **parts)
     with pytest.raises(ConfigError, match=r"built with --on-error skip .*1 x missing key"):
-        run_build(corpus, finish=True, shard_bytes=2000)
+        run_build(records, finish=True, shard_bytes=2000)
     assert not IndexedDataset.exists(tmp_path / "out")
+
+
+# ---- One dataset from many machines: Slurm's array as plain processes, and a Ray cluster that
+# loses a node in the middle
+
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "launch" / "tokenize_slurm.sh"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, corpus: Path, run_build: Build) -> tuple[bytes, bytes]:
+    """What one machine makes of the corpus."""
+    run_build(corpus, append_eod=True, output_prefix=str(tmp_path / "alone"))
+    return files_of(tmp_path / "alone")
+
+
+def environment(**more: str) -> dict[str, str]:
+    build = f"{sys.executable} -m megapack.cli.main"
+    return {**os.environ, "PYTHONPATH": str(ROOT), "MEGAPACK_BUILD": build, **more}
+
+
+def arguments(corpus: Path, prefix: Path) -> list[str]:
+    common = ["--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
+    return [*common, "--output-prefix", str(prefix), "--shard-bytes", "30K"]
+
+
+@pytest.mark.multiprocess
+def test_array_makes_the_dataset(tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]) -> None:
+    prefix = tmp_path / "out"
+    tasks = [
+        subprocess.Popen(
+            [str(SCRIPT), *arguments(corpus, prefix)],
+            env=environment(
+                SLURM_ARRAY_TASK_ID=str(5 + i),
+                SLURM_ARRAY_TASK_MIN="5",
+                SLURM_ARRAY_TASK_COUNT="3",
+                SLURM_CPUS_PER_TASK="1",
+            ),
+            stdout=subprocess.DEVNULL,
+        )
+        for i in range(3)
+    ]
+    assert [task.wait(timeout=PATIENCE) for task in tasks] == [0, 0, 0]
+    assert not IndexedDataset.exists(prefix)
+    finish = [str(SCRIPT), "--finish", *arguments(corpus, prefix)]
+    subprocess.run(finish, check=True, env=environment(), stdout=subprocess.DEVNULL)
+    assert files_of(prefix) == alone
+
+
+SBATCH = """#!/bin/bash
+# Runs what it is given at once, as Slurm would on free machines; prints a job number.
+tasks=
+while [[ $1 == --* ]]; do
+    case $1 in --array=0-*) tasks=${1#--array=0-} ;; esac
+    echo "$1" >> "$SBATCH_LOG"
+    shift
+done
+if [[ -n $tasks ]]; then
+    for i in $(seq 0 "$tasks"); do
+        SLURM_ARRAY_TASK_ID=$i SLURM_ARRAY_TASK_MIN=0 SLURM_ARRAY_TASK_COUNT=$((tasks + 1)) \\
+            "$@" > /dev/null
+    done
+else
+    "$@" > /dev/null
+fi
+echo $RANDOM
+"""
+
+
+@pytest.mark.multiprocess
+def test_script_submits_an_array(tmp_path: Path, corpus: Path, alone: tuple[bytes, bytes]) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "sbatch").write_text(SBATCH)
+    (tools / "sbatch").chmod(0o755)
+    log = tmp_path / "sbatch.log"
+    done = subprocess.run(
+        [str(SCRIPT), "2", *arguments(corpus, tmp_path / "out")],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment(
+            PATH=f"{tools}:{os.environ['PATH']}", SBATCH_LOG=str(log), TASK_OPTIONS="--mem=1G"
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 tasks" in done.stdout
+    said = log.read_text().split()
+    assert {"--array=0-1", "--mem=1G"} <= set(said)
+    assert any(option.startswith("--dependency=afterok:") for option in said)
+    assert files_of(tmp_path / "out") == alone
+    usage = subprocess.run([str(SCRIPT)], check=False, capture_output=True, env=environment())
+    assert usage.returncode == 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one CPU each, beside a head that does no work."""
+    ray, cluster_utils = peer("ray"), peer("ray.cluster_utils")
+    # Workers must find megapack, and need no authentication between processes of one machine.
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_raylet_start_wait_time_s": "300",  # a busy machine takes longer than 60
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+class KillsANode(Silence):
+    """Takes a node away as soon as two shards are done."""
+
+    def __init__(self, cluster: Any, node: Any) -> None:
+        super().__init__()
+        self.cluster, self.node = cluster, node
+
+    def advance(self, more: Counted) -> None:
+        super().advance(more)
+        if len(self.counted) == 2:
+            self.cluster.remove_node(self.node, allow_graceful=False)
+
+
+@pytest.mark.multiprocess
+def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
+    tmp_path: Path,
+    cluster: Any,
+    corpus: Path,
+    alone: tuple[bytes, bytes],
+    run_build: Build,
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    progress = KillsANode(cluster, node)
+    result = run_build(
+        corpus, append_eod=True, executor="ray", shard_bytes=30_000, progress=progress
+    )
+    assert result.num_shards > 10
+    assert len(progress.counted) == result.num_shards
+    assert files_of(tmp_path / "out") == alone
+    nodes = peer("ray").nodes
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and sum(n["Alive"] for n in nodes()) > 2:
+        time.sleep(0.2)
+    assert sum(n["Alive"] for n in nodes()) == 2, "the node was really gone"
+
+
+@pytest.mark.multiprocess
+def test_an_error_in_a_ray_task_is_the_error_itself(
+    tmp_path: Path, cluster: Any, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "good"}] * 50 + [{"no": "text"}])
+    with pytest.raises(DataError, match=r"x\.jsonl:51: missing key") as caught:
+        run_build(corpus, executor="ray", shard_bytes=200)
+    assert "Traceback" not in str(caught.value)

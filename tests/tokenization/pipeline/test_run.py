@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import subprocess
 import sys
+import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
+from megapack.tokenization.pipeline.worker import ahead
 
 from ..helpers import Build, Silence, WriteJsonl, files_of
 
@@ -71,9 +76,7 @@ def test_documents_begin_and_end_as_asked(
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]] == documents
 
 
-def test_the_stored_dtype_follows_megatrons_rule_and_the_request(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_dtype_follows_megatrons_rule(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     assert run_build(corpus).plan.dtype == "uint16"
     result = run_build(corpus, dtype="int32", output_prefix=str(tmp_path / "wide"))
     assert result.plan.dtype == "int32"
@@ -82,9 +85,7 @@ def test_the_stored_dtype_follows_megatrons_rule_and_the_request(
     np.testing.assert_array_equal(wide.tokens, narrow.tokens)
 
 
-def test_word_limits_leave_out_and_count(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     texts = ["w " * n for n in (49, 50, 51, 100, 101)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     result = run_build(corpus, min_words=50, max_words=100)
@@ -93,7 +94,7 @@ def test_word_limits_leave_out_and_count(
     assert result.totals.skipped_at["too many words"] == [f"{corpus}:5"]
 
 
-def test_a_corpus_without_documents_is_an_error_that_leaves_no_dataset(
+def test_empty_corpus_is_an_error(
     tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": ""}] * 3)
@@ -105,9 +106,7 @@ def test_a_corpus_without_documents_is_an_error_that_leaves_no_dataset(
     assert not list(tmp_path.glob("o*.bin"))
 
 
-def test_a_build_that_is_finished_is_found_and_another_is_not_overwritten(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_finished_build_is_found(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     run_build(corpus)
     before = files_of(tmp_path / "out")
     again = run_build(corpus)
@@ -121,9 +120,7 @@ def test_a_build_that_is_finished_is_found_and_another_is_not_overwritten(
     assert files_of(tmp_path / "out") != before
 
 
-def test_a_foreign_dataset_under_the_outputs_name_is_not_overwritten(
-    tmp_path: Path, corpus: Path, run_build: Build
-) -> None:
+def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"out.{suffix}").write_bytes(b"somebody's")
     with pytest.raises(ConfigError, match=r"out\.bin is there already: .*--overwrite"):
@@ -132,9 +129,7 @@ def test_a_foreign_dataset_under_the_outputs_name_is_not_overwritten(
     assert len(IndexedDataset(tmp_path / "out"))
 
 
-def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_stopped_build_goes_on(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 100
     corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
     with pytest.raises(DataError, match="missing key"):
@@ -149,9 +144,7 @@ def test_a_build_stopped_by_a_bad_document_goes_on_when_told_to_skip_it(
 
 
 @pytest.mark.parametrize("damage", ["bin", "idx", "meta.json", "json", "gone", "longer"])
-def test_a_finished_shard_is_used_again_only_if_it_is_whole(
-    tmp_path: Path, corpus: Path, run_build: Build, damage: str
-) -> None:
+def test_whole_shards_are_kept(tmp_path: Path, corpus: Path, run_build: Build, damage: str) -> None:
     options: dict[str, Any] = {"shard_bytes": 100_000, "keep_shards": True}
     result = run_build(corpus, **options)
     whole = files_of(tmp_path / "out")
@@ -203,9 +196,7 @@ def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing
         assert files_of(prefix) == files_of(calm.prefixes[stream])
 
 
-def test_progress_counts_every_document_once(
-    corpus: Path, run_build: Build, source_texts: list[str]
-) -> None:
+def test_documents_are_counted(corpus: Path, run_build: Build, source_texts: list[str]) -> None:
     for workers in (1, 2):
         progress, prefix = Silence(), str(corpus.with_name(f"by-{workers}"))
         options: dict[str, Any] = {"shard_bytes": 1 << 17, "output_prefix": prefix}
@@ -256,9 +247,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text
 """
 
 
-def test_memory_does_not_follow_the_size_of_the_corpus(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     peaks = []
     for megabytes in (4, 40):
         text = "x = 1\n" * 5000  # 30 kB
@@ -271,3 +260,49 @@ def test_memory_does_not_follow_the_size_of_the_corpus(
         )
         peaks.append(int(done.stdout.split()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"
+
+
+# ---- A generator that runs ahead gives what it would give, and ends with its consumer
+
+
+def counting(closed: list[bool], fail_at: int = 1000) -> Generator[int, None, None]:
+    try:
+        for i in itertools.count():
+            if i == fail_at:
+                raise OSError("the disk")
+            yield i
+    finally:
+        closed.append(True)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("megapack-ahead")]
+
+
+def test_items_come_in_order_and_an_error_comes_behind_them() -> None:
+    closed: list[bool] = []
+    seen = []
+    with pytest.raises(OSError, match="the disk"):
+        for item in ahead(ahead(counting(closed, fail_at=50))):
+            seen.append(item)
+    assert seen == list(range(50)) and closed and not threads()
+
+
+def test_a_consumer_that_stops_ends_it() -> None:
+    closed: list[bool] = []
+    items = ahead(counting(closed))
+    assert next(items) == 0 and threads()
+    items.close()
+    assert closed and not threads()
+
+
+def test_garbage_in_a_cycle_ends_it() -> None:
+    """A failed build is one: its traceback holds the frames that hold the generator."""
+    closed: list[bool] = []
+    items = ahead(counting(closed))
+    next(items)
+    cycle: list[object] = [items]
+    cycle.append(cycle)
+    del items, cycle
+    gc.collect()
+    assert closed and not threads()

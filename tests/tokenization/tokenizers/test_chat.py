@@ -236,9 +236,7 @@ def test_a_template_with_marks_gives_what_transformers_gives(
     assert 0 < sum(masks) < len(masks)
 
 
-def test_a_token_that_the_template_writes_is_not_written_twice(
-    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
-) -> None:
+def test_no_token_comes_twice(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
     options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
     with pytest.raises(ConfigError, match="leave out --prepend-bos"):
         run_build(chats, prepend_bos=True, **options)
@@ -269,9 +267,7 @@ def test_a_template_can_teach_the_role_header_too(
     assert host.decode([label for label in labels if label != -100]) == "assistant\nb<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_a_way_out(
-    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
-) -> None:
+def test_rewriting_is_refused(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
     numbered = "{{ messages | length }} messages" + CHATML
     directory = tokenizer_with(numbered)
     with pytest.raises(DataError, match=r"chats\.jsonl:1: unusable chat .*headers"):
@@ -297,9 +293,7 @@ def test_a_template_may_refuse_a_conversation(
     assert result.totals.skipped == {"unusable chat": 1}
 
 
-def test_a_tokenizer_without_template_points_to_headers(
-    chats: Path, bpe_json: Path, sp_model: Path, run_build: Build
-) -> None:
+def test_no_template_at_all(chats: Path, bpe_json: Path, sp_model: Path, run_build: Build) -> None:
     options: dict[str, Any] = {"messages_key": "messages", "overwrite": True, "shard_bytes": 100}
     for tokenizer, message in ((bpe_json, "has no chat template"), (sp_model, "belong to")):
         for workers in (1, 2):
@@ -354,9 +348,7 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
         )
 
 
-def test_chats_of_parquet_with_splits_workers_and_neox_names(
-    tmp_path: Path, run_build: Build, byte_json: str
-) -> None:
+def test_chats_of_parquet_with_neox_names(tmp_path: Path, run_build: Build, byte_json: str) -> None:
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
              for i in range(60)]  # fmt: skip
     corpus = tmp_path / "x.parquet"
@@ -530,9 +522,7 @@ def test_a_template_may_work_as_much_as_its_conversation_is_long() -> None:
     assert len(grown.render(messages=messages).text) == 200_000
 
 
-def test_a_failing_template_stops_a_build_as_itself(
-    chats: Path, run_build: Build, tokenizer_with: TokenizerWith
-) -> None:
+def test_failure_stops_build(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
     directory = tokenizer_with("{{ messages | tojson(sorted=1) }}")
     with pytest.raises(
         DataError, match=r"chats.jsonl:1: chat template failed \(line 1 of .*sorted"

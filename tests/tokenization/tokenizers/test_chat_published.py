@@ -18,13 +18,9 @@ from peers import peer
 from tokenizers import Tokenizer, processors
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.tokenizers.chat_template import (
-    ChatTemplate,
-    TemplateChats,
-    clock,
-    normalized,
-)
+from megapack.tokenization.tokenizers.chat_template import ChatTemplate, clock, normalized
 from megapack.tokenization.tokenizers.coding import ASSISTANT, Chat, CodedChat
+from megapack.tokenization.tokenizers.template_chats import TemplateChats
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 Messages = list[dict[str, Any]]
@@ -238,9 +234,7 @@ def test_published_templates_give_the_tokens_and_masks_of_transformers(
     assert total["equal tokens and masks"] > 20 * marked > 0
 
 
-def test_answers_without_marks_are_the_assistants_text_and_the_end_of_its_turn(
-    tmp_path: Path, bpe_json: Path
-) -> None:
+def test_answers_without_marks_end_with_their_turn(tmp_path: Path, bpe_json: Path) -> None:
     """Where a publisher has no marks: what is learned is what the marked form of it says."""
     by_name = {path.stem: path.read_text(encoding="utf-8") for path in published()}
     if "qwen2_5" not in by_name:
@@ -276,9 +270,7 @@ def test_two_templates_are_chosen_as_transformers_chooses(tmp_path: Path, bpe_js
         assert ours.ids.tolist() == expected
 
 
-def test_variables_that_a_template_does_not_take_are_refused(
-    tmp_path: Path, bpe_json: Path
-) -> None:
+def test_variables_of_no_template_are_refused(tmp_path: Path, bpe_json: Path) -> None:
     template = "{{ x }}{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     files = tokenizer_with(tmp_path / "t", template, bpe_json)
     for word, reason in (

@@ -50,9 +50,7 @@ def test_sentencepiece_is_sentencepiece(sp_model: Path, source_texts: list[str])
     assert encoded(encoder, []) == []
 
 
-def test_tokenizers_is_tokenizers_without_its_truncation_and_padding(
-    tmp_path: Path, bpe_json: Path, source_texts: list[str]
-) -> None:
+def test_tokenizers_cuts_nothing(tmp_path: Path, bpe_json: Path, source_texts: list[str]) -> None:
     tokenizer = Tokenizer.from_file(str(bpe_json))
     expected = [e.ids for e in tokenizer.encode_batch(source_texts, add_special_tokens=False)]
     tokenizer.enable_truncation(10)
@@ -71,9 +69,7 @@ def test_threads_do_not_change_the_ids(bpe_json: Path, source_texts: list[str]) 
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe_json", "sp_model"])
-def test_the_guarded_pair_gives_the_references_ids_on_hard_texts(
-    tokenizer: str, request: pytest.FixtureRequest
-) -> None:
+def test_guarded_pair_equals_the_reference(tokenizer: str, request: pytest.FixtureRequest) -> None:
     files = TokenizerFiles.open(str(request.getfixturevalue(tokenizer)))
     reference = open_encoder(files, {"hf": "tokenizers"}.get(files.kind, "sentencepiece"))
     texts = hard_texts(files)
@@ -87,9 +83,7 @@ def pair(bpe_json: Path) -> tuple[Encoder, Encoder]:
 
 
 @given(texts=st.lists(st.text(max_size=60), max_size=5))
-def test_gigatoken_and_tokenizers_agree_on_any_text(
-    pair: tuple[Encoder, Encoder], texts: list[str]
-) -> None:
+def test_gigatoken_and_tokenizers_agree(pair: tuple[Encoder, Encoder], texts: list[str]) -> None:
     assert encoded(pair[0], texts) == encoded(pair[1], texts)
 
 
@@ -131,7 +125,7 @@ def shards_of(path: Path) -> tuple[list[Any], ReadOptions]:
     return plan_shards(find_inputs([str(path)]), shard_bytes=1000, json_key="text"), read
 
 
-def test_auto_takes_the_guarded_gigatoken(
+def test_auto_takes_gigatoken(
     bpe_json: Path, sp_model: Path, source_files: list[InputFile]
 ) -> None:
     shards = plan_shards(source_files, shard_bytes=1 << 18, json_key="text")
@@ -146,9 +140,7 @@ def test_auto_takes_the_guarded_gigatoken(
     assert notes == []
 
 
-def test_auto_says_what_differs_and_falls_back(
-    tmp_path: Path, bpe_json: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_falls_back(tmp_path: Path, bpe_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "x.txt"
     text.write_text("def function(argument):\n    return argument\n")
     original = gigatoken.Tokenizer.encode_batch
@@ -166,9 +158,7 @@ def test_auto_says_what_differs_and_falls_back(
     assert notes[0].startswith("gigatoken differs from tokenizers, which is used instead: ")
 
 
-def test_auto_falls_back_where_gigatoken_cannot_run_a_tokenizer(
-    tmp_path: Path, bpe_json: Path
-) -> None:
+def test_auto_falls_back_where_gigatoken_cannot_run(tmp_path: Path, bpe_json: Path) -> None:
     tokenizer = Tokenizer.from_file(str(bpe_json))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]
@@ -194,9 +184,7 @@ def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: Tokeniz
     assert first_difference(block, reference, reference) is None
 
 
-def test_a_backend_of_another_kind_or_a_missing_package_is_named(
-    sp_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_or_missing_backend_is_named(sp_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = TokenizerFiles.open(str(sp_model))
     with pytest.raises(ConfigError, match=r"'tokenizers' does not run .*choose from sentencepiece"):
         open_encoder(files, "tokenizers")
@@ -208,9 +196,7 @@ def test_a_backend_of_another_kind_or_a_missing_package_is_named(
     assert "many times faster" in notes[0]
 
 
-def test_a_tokenizers_memory_of_words_is_bounded(
-    bpe_json: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_words_is_bounded(bpe_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = np.random.default_rng(0).integers(97, 123, (600_000, 9), np.uint8)
     letters[:, 0] = ord(" ")
     parts = [chunk.tobytes().decode() for chunk in np.array_split(letters, 12)]
@@ -247,9 +233,7 @@ TEXT = "if x:\n    return 'caf\u00e9 \u4e2d\U0001f600'"
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe_json", "sp_model"])
-def test_every_backend_decodes_what_it_encodes_and_names_special_tokens(
-    tokenizer: str, request: pytest.FixtureRequest
-) -> None:
+def test_backends_decode_what_they_encode(tokenizer: str, request: pytest.FixtureRequest) -> None:
     source = tokenizer if tokenizer == "bytes" else str(request.getfixturevalue(tokenizer))
     files = TokenizerFiles.open(source)
     end = files.special_token("eod")
@@ -271,9 +255,7 @@ def test_an_id_that_a_tokenizer_does_not_have_is_named(sp_model: Path) -> None:
             encoder.decode([1, wrong, 5])
 
 
-def test_a_tokenizer_that_changed_since_it_was_opened_is_not_loaded(
-    tmp_path: Path, bpe_json: Path
-) -> None:
+def test_tokenizer_changed_since_opening_is_not_loaded(tmp_path: Path, bpe_json: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(bpe_json.read_bytes())
     files = TokenizerFiles.open(str(path))

@@ -9,21 +9,24 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import xxhash
+from peers import peer
 from tokenizers import Tokenizer, models
 
 from megapack import IndexedDataset
-from megapack.errors import ConfigError, FormatError
-from megapack.tokenization.corpus.documents import ReadOptions
-from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.errors import ConfigError, DataError, FormatError
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import plan_shards
-from megapack.tokenization.tokenizers.probe import sample_blocks
+from megapack.tokenization.tokenizers.encoders import BACKENDS, GuardedEncoder, open_encoder
+from megapack.tokenization.tokenizers.probe import hard_texts, sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
     TokenizerFiles,
     library_versions,
 )
+from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 
-from ..helpers import Build, Silence, WriteJsonl
+from ..helpers import Build, Silence, WriteJsonl, encoded
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -104,9 +107,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
             TokenizerFiles.open(str(tmp_path / name))
 
 
-def test_the_identity_changes_with_every_file_that_decides_an_id(
-    tmp_path: Path, bpe_json: Path, sp_model: Path
-) -> None:
+def test_identity_changes_with_every_file(tmp_path: Path, bpe_json: Path, sp_model: Path) -> None:
     """A build is told from another one by this value: files it forgets would mix their ids."""
     contents = {
         "tokenizer.json": bpe_json.read_text(encoding="utf-8"),
@@ -151,9 +152,7 @@ def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
 
 
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
-def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
-    tmp_path: Path, run_build: Build, model: str
-) -> None:
+def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, model: str) -> None:
     """BPE's dropout gave another corpus at every run."""
     letters = {"a": 0, "b": 1, "ab": 2, "abab": 3}
     kinds = {
@@ -182,12 +181,187 @@ def test_settings_that_cut_pad_or_sample_are_switched_off_and_said(
     assert setting not in plain["model"] and "truncation" not in plain
 
 
-def test_the_probe_takes_half_a_megabyte_however_long_a_document_is(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
+def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
     """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
     shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")
     [block] = [block for block in sample_blocks(shards, ReadOptions()) if len(block)]
     assert len(block.text) <= 1 << 19 and len(block) == 1
     assert block.strings()[0].startswith("x\u4e2d")
+
+
+# ---- GPT-2's vocab.json and merges.txt give the ids of the libraries that define them
+
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture
+def pair(tmp_path: Path, bpe_json: Path) -> Path:
+    """A directory as openai-community/gpt2 had it at first: a vocabulary, its merges, no more.
+
+    The merges were learned behind another split; GPT-2's own is what the files leave unsaid.
+    """
+    model = json.loads(bpe_json.read_bytes())["model"]
+    directory = tmp_path / "gpt2"
+    directory.mkdir()
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    lines = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"]), ""]
+    (directory / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    return directory
+
+
+def test_ids_are_those_of_transformers(pair: Path, bpe_json: Path, source_texts: list[str]) -> None:
+    host = peer("transformers").GPT2Tokenizer.from_pretrained(str(pair))
+    files = TokenizerFiles.open(str(pair))
+    texts = [*source_texts, *hard_texts(files), "a<|endoftext|>b <|endoftext|>", " lead", "trail "]
+    expected = [host.encode(text, add_special_tokens=False) for text in texts]
+    for backend in BACKENDS["hf"]:
+        if backend == "gigatoken":
+            assert encoded(GuardedEncoder(files), texts) == expected
+        else:
+            assert encoded(open_encoder(files, backend), texts) == expected
+    other = Tokenizer.from_file(str(bpe_json))
+    assert [other.encode(text).ids for text in texts] != expected, "the split makes a difference"
+    assert files.vocab_size == len(host) == 2000
+    assert files.special_token("eod").id == files.special_token("bos").id == host.eos_token_id
+
+
+def test_the_two_files_may_be_named_apart_as_megatron_names_them(
+    tmp_path: Path, pair: Path, run_build: Build, source_texts: list[str]
+) -> None:
+    vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
+    vocab.write_bytes((pair / "vocab.json").read_bytes())
+    merges.write_bytes((pair / "merges.txt").read_bytes())
+    apart = TokenizerFiles.open(f"{vocab},{merges}")
+    together = TokenizerFiles.open(str(pair))
+    assert apart.definition() == together.definition()
+    assert apart.digest == together.digest
+    assert list(apart.identity()["files"]) == ["gpt2-merges.txt", "gpt2-vocab.json"]
+    text = tmp_path / "x.txt"
+    text.write_text(source_texts[0], encoding="utf-8")
+    result = run_build(text, tokenizer=f"{vocab},{merges}", append_eod=True, workers=2)
+    assert result.totals.num_tokens == len(encoded(open_encoder(together, "tokenizers"),
+                                                  [source_texts[0]])[0]) + 1  # fmt: skip
+
+
+def test_files_of_another_tokenizer_are_refused(pair: Path) -> None:
+    """Qwen2, RoBERTa and CLIP have files of the same names, and split text otherwise."""
+    (pair / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    assert TokenizerFiles.open(str(pair)).vocab_size == 2000
+    (pair / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ConfigError, match=r"belong to Qwen2Tokenizer, .*give its tokenizer\.json"):
+        TokenizerFiles.open(str(pair))
+    (pair / "tokenizer_config.json").unlink()
+    vocab = json.loads((pair / "vocab.json").read_text())
+    vocab["<s>"] = vocab.pop(END)
+    (pair / "vocab.json").write_text(json.dumps(vocab))
+    with pytest.raises(ConfigError, match="belong to another tokenizer"):
+        TokenizerFiles.open(str(pair))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(pair: Path) -> None:
+    (pair / "added_tokens.json").write_text('{"<|im_end|>": 2000}')
+    with pytest.raises(ConfigError, match=r"add '<\|im_end\|>' to the vocabulary; .*save_pre"):
+        TokenizerFiles.open(str(pair))
+
+
+def test_damaged_files_are_named(pair: Path) -> None:
+    (pair / "merges.txt").write_text("#version: 0.2\none two three\n")
+    with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
+        TokenizerFiles.open(str(pair))
+    (pair / "vocab.json").write_text("[")
+    with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
+        TokenizerFiles.open(str(pair))
+
+
+# ---- Trained tokenizers: the same file from the same input, and no byte of text lost
+
+
+HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
+
+
+def train(
+    files: list[InputFile], output: Path, *, overwrite: bool = False, **options: object
+) -> TrainResult:
+    return train_tokenizer(
+        files,
+        str(output),
+        read=ReadOptions(),
+        faults=Faults("skip"),
+        overwrite=overwrite,
+        **{"vocab_size": 600, "sample_bytes": 1 << 18, **options},  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("type", ["sentencepiece", "bpe-json"])
+def test_equal_input_gives_one_file(
+    tmp_path: Path, source_files: list[InputFile], type: str
+) -> None:
+    first = train(source_files, tmp_path / "a", type=type)
+    second = train(source_files, tmp_path / "b", type=type)
+    assert first.path.read_bytes() == second.path.read_bytes()
+    assert first.vocab_size == second.vocab_size == 600
+
+
+def test_a_sentencepiece_model_gives_every_text_back(sp_model: Path) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
+    assert processor.decode(processor.encode(HARD)) == HARD
+    digits = [processor.id_to_piece(i) for i in processor.encode("31415")]
+    assert digits[-5:] == list("31415"), "digits are split"
+
+
+def test_a_bpe_json_gives_every_text_back_and_has_its_special_tokens(bpe_json: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    assert tokenizer.decode(tokenizer.encode(HARD).ids, skip_special_tokens=False) == HARD
+    assert tokenizer.encode("<|eot_id|>").ids == [tokenizer.token_to_id("<|eot_id|>")]
+
+
+def test_special_tokens_are_never_split(tmp_path: Path, source_files: list[InputFile]) -> None:
+    result = train(source_files, tmp_path / "m.model", special_tokens=("<|eot_id|>",))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(result.path))
+    assert processor.piece_to_id("<|eot_id|>") in processor.encode("a<|eot_id|>b")
+
+
+def test_sample_is_bounded_and_of_all_the_corpus(tmp_path: Path, source_texts: list[str]) -> None:
+    for i in range(8):
+        text = "".join(source_texts).replace("self", f"only{i}only")
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    files = find_inputs([str(tmp_path)])
+    result = train(files, tmp_path / "m.json", sample_bytes=3 << 20, type="bpe-json")
+    assert 3 << 20 <= result.num_text_bytes <= 5 << 20, "the sample, and no more than a slice"
+    vocabulary = Tokenizer.from_file(str(result.path)).get_vocab()
+    assert any("only" in piece for piece in vocabulary)
+
+
+def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[InputFile]) -> None:
+    with pytest.raises(ConfigError, match="299 is below 300"):
+        train(source_files, tmp_path / "x.model", vocab_size=299)
+    (tmp_path / "small.txt").write_text("tiny corpus")
+    with pytest.raises(ConfigError, match=r"sentencepiece cannot train.*--vocab-size"):
+        train(find_inputs([str(tmp_path / "small.txt")]), tmp_path / "x.model", vocab_size=5000)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="no documents to train"):
+        train(find_inputs([str(tmp_path / "empty.txt")]), tmp_path / "x.model")
+    assert not (tmp_path / "x.model").exists()
+
+
+def test_tokenizer_is_replaced_when_asked(tmp_path: Path, source_files: list[InputFile]) -> None:
+    path = tmp_path / "m.json"
+    small: dict[str, object] = {"type": "bpe-json", "sample_bytes": 1 << 16}
+    assert train(source_files, path, **small).written
+    before = path.read_bytes()
+    again = train(source_files, path, **small)
+    assert (again.written, again.vocab_size) == (False, 600)
+    with pytest.raises(ConfigError, match=r"m\.json is there already: .* --overwrite"):
+        train(source_files, path, vocab_size=500, **small)
+    assert path.read_bytes() == before
+    assert train(source_files, path, vocab_size=500, overwrite=True, **small).written
+    assert path.read_bytes() != before
+
+
+def test_a_name_that_is_no_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    nothing: list[InputFile] = []
+    for output, message in ((tmp_path, "is a directory"), (tmp_path / ("x" * 250), "250 bytes")):
+        with pytest.raises(ConfigError, match=message):
+            train(nothing, output, overwrite=True)

@@ -1,0 +1,296 @@
+"""megapack-build trace: its answers are what the steps of the run hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import printed
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peers import peer
+
+from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
+from megapack.cli.main import main
+from megapack.errors import ConfigError
+
+peer("torch")  # which megapack.data needs
+
+NAMES = ("web", "code")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sources of bytes with a stage; documents say who they are."""
+    folder = tmp_path_factory.mktemp("trace")
+    for name in NAMES:
+        with IndexedDatasetBuilder(folder / name, dtype="uint16", vocab_size=259) as builder:
+            for number in range(60):
+                text = f"{name} {number} " * (1 + number * 7 % 11)
+                builder.add_document([*text.encode(), 256])
+            builder.add_document([])
+        dataset = IndexedDataset(folder / name)
+        index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
+        index.save(folder / f"{name}.samples", source=dataset)
+    sources = [
+        {"name": name, "prefix": name, "index": f"{name}.samples", "weight": weight}
+        for name, weight in zip(NAMES, (1, 0), strict=True)
+    ]
+    stages = [{"from_step": 6, "weights": {"web": 1, "code": 2}}]
+    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": stages}))
+    data = {"blend": str(folder / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
+    model = {"preset": "llama_tiny"}
+    path = folder / "run.yaml"
+    path.write_text(
+        yaml.safe_dump({"run_dir": "run", "seed": 3, "num_steps": 40, "data": data, "model": model})
+    )
+    return path
+
+
+def schedule_of(config: Path) -> Any:
+    from megapack.data import Schedule, load_blend, open_blend  # noqa: PLC0415
+
+    packed = open_blend(load_blend(config.with_name("blend.yaml")))
+    return Schedule(packed, tokens_per_step=256, seed=3)
+
+
+def ask(config: Path, *words: str) -> Any:
+    return json.loads(printed("trace", config, *words, "--json"))
+
+
+def test_the_documents_of_a_step(config: Path) -> None:
+    schedule = schedule_of(config)
+    found = ask(config, "--step", "9")
+    bases = dict(zip(NAMES, schedule.samples.bases.tolist(), strict=False))
+    ids = [bases[s["source"]] + s["sample"] for s in found["samples"]]
+    assert ids == schedule.step(9).sample_ids.tolist()
+    assert (found["tokens_before"], found["stage_from_step"]) == (9 * 256, 6)
+    for shown in found["samples"]:
+        index = schedule.samples.indices[NAMES.index(shown["source"])]
+        assert [tuple(s) for s in shown["segments"]] == index.sample(shown["sample"])[1]
+    text = printed("trace", config, "--step", "9", "--tokenizer", "bytes", "--full")
+    for shown in found["samples"]:
+        document, begin, _ = shown["segments"][0]
+        if begin == 0:
+            assert f"{shown['source']} {document} " in text
+    assert "of the stage from step 6" in printed("trace", config, "--step", "9")
+
+
+def test_ranks_have_the_step_among_them(config: Path) -> None:
+    whole = ask(config, "--step", "7")["samples"]
+    dealt = ask(config, "--step", "7", "--ranks", "2")["samples"]
+    places = {(s["rank"], s["micro_step"]) for s in dealt}
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    one = ask(config, "--step", "7", "--ranks", "2", "--rank", "1")["samples"]
+    assert one == [s for s in dealt if s["rank"] == 1]
+    key = ("source", "sample")
+    assert sorted([s[k] for k in key] for s in dealt) == sorted([s[k] for k in key] for s in whole)
+
+
+def test_the_steps_of_a_document(config: Path) -> None:
+    schedule = schedule_of(config)
+    held: dict[tuple[int, int], set[int]] = {}
+    for step in range(40):
+        for sample in schedule.step(step).sample_ids.tolist():
+            source, segments = schedule.samples.segments(sample)
+            for document, _, _ in segments:
+                held.setdefault((source, document), set()).add(step)
+    for source, document in ((0, 0), (0, 59), (1, 8), (1, 31)):
+        found = ask(config, "--document", f"{NAMES[source]}:{document}")
+        assert {i for s in found["samples"] for i in s["steps"]} == held[source, document]
+        assert found["until"] == 40
+    few = ask(config, "--document", "code:8", "--until", "6")
+    assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
+    assert "no sample holds it" in printed("trace", config, "--document", "web:60")
+    assert "document 7000 of web: it has 61 documents" in printed(
+        "trace", config, "--document", "web:7000", status=2
+    )
+
+
+def test_tokens_of_every_source(config: Path) -> None:
+    before, after = (ask(config, "--until", n)["datasets"] for n in ("6", "40"))
+    assert [d["name"] for d in after] == list(NAMES)
+    assert before[1]["tokens"] == 0 and sum(d["tokens"] for d in after) == 40 * 256
+    other = ask(config, "--until", "6", "--set", "data.tokens_per_step=512")["datasets"]
+    assert other[0]["tokens"] == 2 * before[0]["tokens"]
+
+
+def test_excluded_documents_are_hidden(config: Path) -> None:
+    blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
+    blend["stages"].append({"from_step": 20, "exclude": {"web": "gone.txt"}})
+    config.with_name("masking.yaml").write_text(yaml.safe_dump(blend))
+    config.with_name("gone.txt").write_text("7\n30\n")
+    masking = ("--set", f"data.blend={config.with_name('masking.yaml')}")
+    [found] = ask(config, *masking, "--excluded")
+    plain = [ask(config, "--document", f"web:{d}")["samples"] for d in (7, 30)]
+    steps = [i for samples in plain for shown in samples for i in shown["steps"]]
+    assert max(steps) >= 20 > found["last_seen"] == max(i for i in steps if i < 20)
+    assert found["draws_since"] == sum(i >= 20 for i in steps) and found["shown_since"] == 0
+    late = next(i for i in steps if i >= 20)
+    words = ("--step", str(late), "--tokenizer", "bytes", "--full")
+    assert "web 7 web 7" in (text := printed("trace", config, *words)) or "web 30 web 30" in text
+    assert (
+        "web 7 web 7" not in (text := printed("trace", config, *masking, *words))
+        and "web 30 web 30" not in text
+    )
+    shown = ask(config, *masking, "--document", "web:7")
+    assert shown["masked_from"] == 20
+    assert all(i < 20 for sample in shown["samples"] for i in sample["steps"])
+    for question in (("--document", "web:7"), ("--excluded",)):
+        assert "20" in printed("trace", config, *masking, *question)
+    assert "no stage excludes any" in printed("trace", config, "--excluded")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--document", "web"], "'web' is not SOURCE:D with a number D and one of the sources web"),
+        (["--document", "wep:3"], "one of the sources web, code"),
+        (["--step", "-1"], "steps are counted from 0"),
+        (["--step", "1", "--rank", "0"], "--rank 0 of how many? Give --ranks, too"),
+        (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
+        (["--set", "data.blend=null"], "data: give prefix and index"),
+    ],
+)
+def test_what_cannot_be_answered_is_the_command_lines_fault(
+    config: Path, words: list[str], message: str
+) -> None:
+    assert message in printed("trace", config, *words, status=2)
+
+
+# ---- megapack-build trace says of every rank what the sampler and the loader of the run deal to
+# it
+
+
+peer("torch")  # which megapack.data needs
+
+BUCKETS = [32, 64, 128]
+NUM_STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sources, and a blend of them with loss weights and stages."""
+    folder = tmp_path_factory.mktemp("runs")
+    for place, name in enumerate(NAMES):
+        with IndexedDatasetBuilder(folder / name, dtype="uint16", vocab_size=64) as builder:
+            for number in range(150):
+                builder.add_document([(number + i) % 64 for i in range(3 + number * 29 % 121)])
+        dataset = IndexedDataset(folder / name)
+        index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, seed=place)
+        index.save(folder / f"{name}.samples", source=dataset)
+    sources = [
+        {"name": name, "prefix": name, "index": f"{name}.samples", "weight": weight}
+        for name, weight in zip(NAMES, (2, 1), strict=True)
+    ]
+    sources[1]["loss_weight"] = 3.0
+    stages = [
+        {"from_step": 5, "weights": {"code": 1}, "order": "shrink-p2", "attention_window": 24},
+        {"from_step": 11, "weights": {"web": 1, "code": 1}, "tokens_per_step": 1024},
+        {"from_step": 14, "skip_steps": 2},
+    ]
+    (folder / "plain.yaml").write_text(yaml.safe_dump({"sources": sources}))
+    (folder / "staged.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": stages}))
+    return folder
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    """A configuration of megapack-pretrain without paths, and how many ranks it has."""
+    mixed, size = draw(st.booleans()), draw(st.sampled_from([1, 2, 4]))
+    data = {
+        "attention": draw(st.sampled_from(["document", "sample"])),
+        "label_boundary": draw(st.sampled_from(["document", "sample"])),
+        "positions": draw(st.sampled_from(["segment", "document", "sample"])),
+        "order": draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"])),
+        "uneven": draw(st.sampled_from(["error", "pad"])),
+        "tokens_per_step": 512,
+        "micro_batch_tokens": draw(st.sampled_from([128, 128 // size])),
+        **({"mix": "micro_step", "micro_step_tokens": 256} if mixed else {}),
+    }
+    return {
+        "source": draw(st.sampled_from(["one", "plain.yaml", "staged.yaml"])),
+        "ranks": size * draw(st.sampled_from([1, 1, 2, 3])),
+        "step": draw(st.integers(0, NUM_STEPS - 1)),
+        "tree": {
+            "run_dir": "run",
+            "seed": draw(st.integers(0, 3)),
+            "num_steps": NUM_STEPS,
+            "model": {"preset": "llama_tiny"},
+            "data": data,
+            "engine": {"sequence_parallel_size": size},
+        },
+    }
+
+
+def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """(rank, micro step, sample id) of a step, as ``build_loader`` has them, told every option."""
+    from megapack.data import (  # noqa: PLC0415
+        PackedDataset,
+        Schedule,
+        build_loader,
+        load_blend,
+        open_blend,
+    )
+
+    tree, data = run["tree"], dict(run["tree"]["data"])
+    options = {name: data.pop(name) for name in ("attention", "label_boundary", "positions")}
+    dealing = {name: data.pop(name) for name in ("uneven", "micro_batch_tokens")}
+    if run["source"] == "one":
+        packed = PackedDataset(str(folder / "web"), str(folder / "web.samples"), **options)
+    else:
+        packed = open_blend(load_blend(folder / run["source"]), **options)
+    schedule = Schedule(packed, seed=tree["seed"], **data)
+    found = []
+    for rank in range(run["ranks"]):
+        loader = build_loader(
+            packed,
+            schedule,
+            data_parallel_rank=rank,
+            data_parallel_size=run["ranks"],
+            start_step=run["step"],
+            num_steps=1,
+            sequence_parallel_size=tree["engine"]["sequence_parallel_size"],
+            weighted_loss=True,
+            prefetch=0,
+            **dealing,
+        )
+        for batch in loader:
+            run["labels"] = batch["num_step_label_tokens"]
+            found += [(rank, batch["micro_step"], i) for i in batch["sample_ids"].tolist()]
+    return found
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(run=runs())
+def test_trace_of_a_rank_is_what_the_run_deals_to_it(folder: Path, run: dict[str, Any]) -> None:
+    paths = {"prefix": str(folder / "web"), "index": str(folder / "web.samples")}
+    if run["source"] != "one":
+        paths = {"blend": str(folder / run["source"])}
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump({**run["tree"], "data": {**run["tree"]["data"], **paths}}))
+    words = ["trace", str(config), "--step", str(run["step"]), "--ranks", str(run["ranks"])]
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        status = main([*words, "--json"])
+    try:
+        expected = trained_on(folder, run)
+    except ConfigError:
+        assert status == 2, "the run refuses what trace answers"
+        return
+    assert status == 0, errors.getvalue()
+    answer = json.loads(said.getvalue())
+    web = SampleIndex.load(folder / "web.samples").num_samples
+    found = [
+        (s["rank"], s["micro_step"], s["sample"] + (web if s["source"] == "code" else 0))
+        for s in answer["samples"]
+    ]
+    assert found == expected
+    assert answer["num_label_tokens"] == run["labels"]
