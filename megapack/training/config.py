@@ -2,8 +2,9 @@
 
 ``PretrainConfig`` is the whole, and each of its sections a class of its own: ``ModelConfig``,
 ``DataConfig`` (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``,
-``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``EngineConfig``. Every field has one
-meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
+``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``,
+``MixingConfig``, ``EngineConfig``. Every field has one meaning, written under it.
+``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
 overrides; ``--dry-run --show-config`` prints the result. Whatever a configuration says by itself is
 checked here, without torch: the names, the range of every number, what excludes what.
 
@@ -207,6 +208,51 @@ class LoggingConfig:
         check_positive("logging", every=self.every)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AutopilotConfig:
+    """What a run does by itself when its loss or its gradients leave their path: it goes back to
+    the last good checkpoint of before and passes over the steps that did it
+    (``megapack.training.autopilot``)."""
+
+    spikes: bool = False
+    """Watch for spikes; false: a loss that is not a number ends the run, and nothing else does."""
+    window: int = 128
+    """Values of a bucket, or of a source, that a new one is compared with."""
+    deviations: float = 8.0
+    """A value is out of its band when it is so many deviations (of the median absolute kind) above
+    the median."""
+    confirm: int = 3
+    """Steps, of twice as many, that must be out before anything is done."""
+    margin_steps: int = 1
+    """Steps that are skipped beside those, before them and behind them."""
+    max_rollbacks: int = 10
+    """Times that a run may go back in all, before it ends instead."""
+
+    def __post_init__(self) -> None:
+        check_positive("autopilot", deviations=self.deviations, confirm=self.confirm)
+        check_range("autopilot", at_least=16, window=self.window)
+        check_range("autopilot", at_least=0, margin_steps=self.margin_steps)
+        check_range("autopilot", at_least=0, max_rollbacks=self.max_rollbacks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingConfig:
+    """Weights of the blend's sources that a rule gives anew every so many steps."""
+
+    rule: str | None = None
+    """``odm`` (online data mixing), or a Python function, as in ``package.module:function``: it is
+    given a ``SourceReport`` and returns weights by name and what it wants to keep (JSON)."""
+    every: int = 500
+    """Steps between two decisions."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the rule, as in ``smoothing: 0.9`` of odm."""
+
+    def __post_init__(self) -> None:
+        check_positive("mixing", every=self.every)
+        if self.options and self.rule is None:
+            raise ConfigError("mixing: options are of a rule, and there is none; name it")
+
+
 # Key of DeepSpeed's configuration -> what decides it here.
 DECIDED = {
     "train_batch_size": "data.tokens_per_step",
@@ -338,6 +384,8 @@ class PretrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
+    mixing: MixingConfig = field(default_factory=MixingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -345,3 +393,11 @@ class PretrainConfig:
         check_positive(
             "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
         )
+        if self.mixing.rule is not None and self.data.blend is None:
+            raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
+        every = self.checkpoint.every
+        if self.autopilot.spikes and every is None:
+            raise ConfigError(
+                "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
+                "back to; set checkpoint.every"
+            )

@@ -7,6 +7,7 @@ before processes meet.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,9 +16,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.config import from_dict
+from megapack.data.run import Decisions, read_decisions
+from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
+from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore, Resume, tags_in
+from megapack.training.engine.checkpoint import (
+    CheckpointManifest,
+    CheckpointStore,
+    Resume,
+    tags_in,
+)
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.engine import start_engine
@@ -86,12 +95,35 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             f"{run.checkpoints} has checkpoints and checkpoint.resume is never; choose another "
             "run_dir, or remove them"
         )
-    inputs = open_inputs(config)
+    inputs = open_inputs(config, read_decisions(run.path) or saved_decisions(run))
+    check_mixing(config, inputs)
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
     return inputs
+
+
+def saved_decisions(run: RunDirectory) -> Decisions | None:
+    """Those in the newest checkpoint, where a directory has a checkpoint and lost the file."""
+    for tag in reversed(tags_in(run.checkpoints)):
+        with contextlib.suppress(ResumeError):  # a damaged one is judged when it is loaded
+            tree = CheckpointManifest.read(run.checkpoints / tag).state.get("decisions")
+            return None if tree is None else from_dict(Decisions, tree, where=f"{tag}: decisions")
+    return None
+
+
+def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
+    """Refuse a rule that cannot be found, or that has nothing to weigh. Raises ConfigError."""
+    rule, names = config.mixing.rule, inputs.schedule.samples.names
+    if rule is None:
+        return
+    find_rule(rule)
+    if len(set(names)) < max(2, len(names)):
+        raise ConfigError(
+            f"mixing.rule is {rule!r} and the blend has sources {', '.join(names)}: it needs at "
+            "least two, each with a name of its own"
+        )
 
 
 def prepare(
@@ -128,8 +160,10 @@ def prepare(
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here, universal=found is not None and found.universal)
+    state: dict[str, Any] = {}
     if found is not None:
         store.load(engine, found)
+        state = found.manifest.state
     if here.is_first:
         facts = {
             "step": start_step,
@@ -141,8 +175,10 @@ def prepare(
             "data_order_changes": changes,
         }
         run.begin(config, facts)
+        if inputs.decisions is not None:  # of a checkpoint, if the file was lost
+            inputs.decisions.write(run.path)
         run.forget_after(inputs.schedule.tokens_before(start_step))
-    return Trainer(
+    trainer = Trainer(
         config,
         here,
         inputs,
@@ -153,6 +189,8 @@ def prepare(
         start=start_step,
         profile=profile,
     )
+    trainer.begin_again(state, start_step)
+    return trainer
 
 
 def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:

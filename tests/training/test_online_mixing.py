@@ -2,67 +2,66 @@
 
 from __future__ import annotations
 
-import runpy
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
+from examples.online_mixing import ado, fit, new_weights
+from megapack.data.run import read_decisions
+from megapack.training.autopilot import report_of
 from megapack.training.engine.directory import read_jsonl
 
 from .conftest import Corpus
-from .processes import PRETRAIN, ROOT, Zygote
+from .processes import Zygote, read_log, start_run
 from .test_sources import blend_config, write_blend
 
-EXAMPLE = runpy.run_path(str(ROOT / "examples" / "online_mixing.py"))
 
-
-def test_the_law_of_a_loss_is_found() -> None:
+def test_law_of_a_loss_is_found() -> None:
     tokens = np.arange(1, 200) * 1000.0
-    e, b, a = EXAMPLE["fit"](tokens, 1.5 + 40 * tokens**-0.4)
+    e, b, a = fit(tokens, 1.5 + 40 * tokens**-0.4)
     assert (e, b, a) == pytest.approx((1.5, 40, 0.4), rel=0.05)
-    assert EXAMPLE["fit"](tokens, np.linspace(2, 3, 199))[2] == 0, "a loss that rises has no speed"
+    assert fit(tokens, np.linspace(2, 3, 199))[2] == 0, "a loss that rises has no speed"
 
 
-def test_a_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
-    def line(step: int) -> dict[str, dict[str, float]]:
-        n = 100 * (step + 1)
-        losses = {"learned": 2 + 9 / n, "falling": 1 + 20 * n**-0.3}
-        return {"source_loss": losses, "source_label_tokens": dict.fromkeys(losses, 100)}
-
-    prior = {"learned": 1.0, "falling": 1.0, "unseen": 1.0}
-    weights = EXAMPLE["new_weights"]([line(step) for step in range(300)], prior)
+def test_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
+    tokens = [100 * (step + 1) for step in range(300)]
+    curves = {
+        "learned": [(n, 2 + 9 / n) for n in tokens],
+        "falling": [(n, 1 + 20 * n**-0.3) for n in tokens],
+        "unseen": [],
+    }
+    weights = new_weights(curves, dict.fromkeys(curves, 1.0))
     assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
     assert weights["unseen"] == pytest.approx(1 / 3, abs=0.01)
     assert weights["falling"] > 0.6 and 0.009 < weights["learned"] < 0.05
 
 
-def test_a_run_is_edited_by_its_own_losses_and_remembers_every_mix(
+@pytest.mark.multiprocess
+def test_run_is_edited_by_its_own_losses_and_remembers_every_mixture(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Two edits, three starts of the real trainer; nothing but the manifest is changed."""
-
-    def run(command: list[str]) -> int:
-        argv = [str(PRETRAIN), *command[command.index("--config") :]]
-        return max(zygote.start(argv, 1, tmp_path / "log").wait())
-
     blend = write_blend(tmp_path / "blend.yaml", corpus)
     run_dir = tmp_path / "run"
-    path = blend_config(
-        blend, corpus, run_dir, num_steps=11, logging={"every": 1}, evaluation={"every": None}
-    )
-    assert EXAMPLE["main"]([str(path), "--every", "4"], run=run) == 0
-    stages = yaml.safe_load(blend.read_text())["stages"]
-    assert [stage["from_step"] for stage in stages] == [4, 8]
-    assert all(set(stage["weights"]) == {"web", "math"} for stage in stages)
-    log = list(read_jsonl(run_dir / "log.jsonl"))
+    config = blend_config(
+        blend, corpus, run_dir, num_steps=11, logging={"every": 3}, evaluation={"every": None},
+        mixing={"rule": "examples.online_mixing:ado", "every": 2},
+    )  # fmt: skip
+    start_run(zygote, config, "one", "stop_at=7", ranks=1).succeed()
+    start_run(zygote, config, "two", ranks=1).succeed()
+    decided = read_decisions(run_dir)
+    assert decided is not None and [d.begin for d in decided.decisions] == [2, 4, 6, 8, 10]
+    assert all(set(d.stage.weights or ()) == {"web", "math"} for d in decided.decisions)
+    log = read_log(run_dir)
     assert [line["step"] for line in log] == list(range(11))
-    again = EXAMPLE["new_weights"](log[:8], {"web": 1.0, "math": 1.0})
-    assert stages[1]["weights"] == pytest.approx(again), "a function of the log"
+    before = dataclasses.replace(decided, decisions=decided.decisions[:4])
+    report = report_of(log, before, decided.decisions[3].stage.weights or {}, 11, step=10)
+    weights, state = ado(report)
+    assert weights == decided.decisions[4].stage.weights, "a function of the log"
+    assert {name: len(curve) for name, curve in state["curves"].items()} == {"web": 5, "math": 5}
     starts = list(read_jsonl(run_dir / "starts.jsonl"))
-    assert [start["step"] for start in starts] == [0, 4, 8]
-    assert [len(start["data_order"].get("stages", ())) for start in starts] == [0, 1, 2]
-    assert starts[2]["data_order_changes"][0].startswith("from step 8 on weights was")
+    stages = [len(start["data_order"].get("stages", ())) for start in starts]
+    assert stages == [0, 2], "of three decisions the first, with too few points, changed nothing"
     # The learning rate is that of the whole run, not of its parts.
     assert log[3]["lr"] > log[7]["lr"] > log[10]["lr"] > 0

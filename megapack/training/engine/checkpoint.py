@@ -345,7 +345,12 @@ class CheckpointStore:
             shutil.rmtree(gone)
 
     def find(
-        self, *, verify: Verify, fallback: bool = False, step: int | None = None
+        self,
+        *,
+        verify: Verify,
+        fallback: bool = False,
+        step: int | None = None,
+        at_most: int | None = None,
     ) -> Resume | None:
         """The newest good checkpoint; None when the run has none.
 
@@ -353,6 +358,7 @@ class CheckpointStore:
             verify: compare sizes, or read every file and compare checksums.
             fallback: skip damaged checkpoints instead of refusing to start.
             step: only those after so many steps.
+            at_most: only those after so many steps or fewer.
 
         Raises:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
@@ -361,6 +367,8 @@ class CheckpointStore:
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
             if step is not None and step_of(tag) != step:
+                continue
+            if at_most is not None and step_of(tag) > at_most:
                 continue
             problems = self._problems(tag, verify)
             if not problems:
@@ -379,10 +387,26 @@ class CheckpointStore:
             raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected.values())}")
         return None
 
-    def _set_aside(self, tags: list[str]) -> None:
-        """Damaged checkpoints keep their files under a name that nobody loads or prunes."""
+    def abandon_after(self, step: int) -> None:
+        """Checkpoints of more steps are of a path that the run left: aside, and only the newest of
+        them is kept; collective."""
+        self.world.on_first(lambda: self._abandon_after(step))
+
+    def _abandon_after(self, step: int) -> None:
+        newer = [tag for tag in self.tags() if step_of(tag) > step]
+        if newer:
+            for old in self.directory.glob("step_*.abandoned"):
+                shutil.rmtree(old)
+            self._set_aside(newer[-1:], "abandoned")
+            for tag in newer[:-1]:
+                self._remove(tag)
+            with atomic_write(self.directory / "latest", "w") as file:
+                file.write(self.tags()[-1])
+
+    def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
+        """Checkpoints keep their files under a name that nobody loads or prunes."""
         for tag in tags:
-            target = self.directory / f"{tag}.damaged"
+            target = self.directory / f"{tag}.{kind}"
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / tag).rename(target)
 
