@@ -22,6 +22,7 @@ from megapack.config import check_known, check_positive, check_range
 from megapack.data.resume import check_allowed
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
+from megapack.storage.remote import is_remote
 from megapack.training.model.presets import PRESETS
 
 
@@ -155,6 +156,17 @@ class CheckpointConfig:
     """Steps between checkpoints; null writes one at the end (and on a signal) only."""
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    keep_every: int | None = None
+    """Those of every so many steps stay beside the newest: milestones, to branch from."""
+    keep_steps: tuple[int, ...] = ()
+    """Those of these steps stay, too; a checkpoint is written there in any case."""
+    branch_from: str | None = None
+    """Where another run's checkpoint lies, from which a ``run_dir`` without checkpoints of its own
+    begins (``--branch-from``): with its weights, its optimizer, and its data order continued. What
+    is to be different from there on (a decay, a mixture) is said here; the trunk stays as it is."""
+    mirror: str | None = None
+    """An address (s3://bucket/folder, ...) to which every checkpoint is copied while training goes
+    on, and from which a ``run_dir`` without checkpoints is restored."""
     asynchronous: bool = True
     """Training waits for a copy in host memory only, and goes on while that is written; false
     takes no such memory, and waits."""
@@ -169,8 +181,24 @@ class CheckpointConfig:
     export: bool = True
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after so many steps."""
+        return step in self.keep_steps or (self.every is not None and step % self.every == 0)
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether the checkpoint after so many steps stays."""
+        return step in self.keep_steps or (
+            self.keep_every is not None and step % self.keep_every == 0
+        )
+
     def __post_init__(self) -> None:
-        check_positive("checkpoint", keep=self.keep, every=self.every)
+        check_positive("checkpoint", keep=self.keep, every=self.every, keep_every=self.keep_every)
+        for step in self.keep_steps:
+            check_positive("checkpoint", keep_steps=step)
+        if self.mirror is not None and not is_remote(self.mirror):
+            raise ConfigError(
+                f"checkpoint: mirror is {self.mirror!r}; it is an address, as in s3://bucket/run"
+            )
         check_allowed(self.allow_change)
 
 

@@ -170,6 +170,7 @@ class Trainer:
                     self.go_back(found.spike)
             self.profiler.close()
             self.monitor.close()
+            self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks alike, and what was begun before is good
             self.finish_save()
             raise
@@ -196,7 +197,7 @@ class Trainer:
                 last = self.done == self.inputs.num_steps
                 if _due(self.config.evaluation.every, self.done) or last:
                     self.validate()
-                if _due(self.config.checkpoint.every, self.done):
+                if self.config.checkpoint.is_due(self.done):
                     self.save()
                 if self.to_mix:
                     break
