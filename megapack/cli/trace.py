@@ -7,6 +7,8 @@ holds is a function of it and of the .samples files, so any step is as near as t
 --document SOURCE:D shows in which steps document D of a source was or will be drawn.
 --excluded shows what each list of excluded documents masks: how often its documents were seen
 before, how often their samples are drawn since, and how often one of them is still shown (never).
+--skipped shows what the run decided itself (autopilot, mixing) and the documents that it skipped;
+with --tokenizer their text.
 --unseen SOURCE writes the documents of a source that are not seen yet in the present pass over it,
 as .npy, for `megapack-build pack --documents`: so a source goes on in another packing.
 None of them: what the run takes of every source until a step, in tokens and epochs.
@@ -16,6 +18,7 @@ examples:
   megapack-build trace run/config.yaml --step 1200 --ranks 64 --rank 3
   megapack-build trace run/config.yaml --document code:81723 --until 20000
   megapack-build trace run/config.yaml --excluded --until 20000
+  megapack-build trace run/config.yaml --skipped --tokenizer tokenizer.json
   megapack-build trace run/config.yaml --unseen web --until 12000 --output rest.npy
   megapack-build trace run/config.yaml --until 20000
 """
@@ -40,6 +43,7 @@ from megapack.storage.files import atomic_write, check_target
 if TYPE_CHECKING:
     from megapack.data import PackedDataset, Schedule
     from megapack.data.run import OpenRun
+    from megapack.training.config import PretrainConfig
 
 
 # ---- Which documents did a step see? One answer of ``megapack-build trace`` ---------------------
@@ -47,14 +51,21 @@ if TYPE_CHECKING:
 
 def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
     """Print what step ``args.step`` holds; with ``args.ranks``, who has it."""
-    data, schedule = run.data, run.schedule
     if args.step < 0:
         raise ConfigError(f"--step {args.step}: steps are counted from 0")
-    content = schedule.step(args.step)
-    facts: dict[str, Any] = {
-        "step": args.step,
-        "tokens_before": schedule.tokens_before(args.step),
-        "stage_from_step": schedule.stage_at(args.step).begin,
+    facts = step_facts(args, run, args.step)
+    if not printed_as_json(args, facts):
+        _print_step(args, run, facts)
+
+
+def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, Any]:
+    """A step and its samples, as JSON."""
+    data, schedule = run.data, run.schedule
+    content = schedule.step(step)
+    return {
+        "step": step,
+        "tokens_before": schedule.tokens_before(step),
+        "stage_from_step": schedule.stage_at(step).begin,
         "num_label_tokens": content.num_label_tokens,
         "samples": [
             {
@@ -64,16 +75,18 @@ def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
                 "capacity": data.samples.capacity_of(sample),
                 "segments": segments,
             }
-            for place, sample in _dealt(args, run)
+            for place, sample in _dealt(args, run, step)
             for source, segments in [data.samples.segments(sample, content.num_lists)]
         ],
     }
-    if printed_as_json(args, facts):
-        return
+
+
+def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -> None:
+    schedule, content = run.schedule, run.schedule.step(facts["step"])
     console = Screen()
     stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
     console.write_line(
-        f"step {args.step:,}: {len(content.sample_ids):,} samples of "
+        f"step {content.index:,}: {len(content.sample_ids):,} samples of "
         f"{' and '.join(f'{draw.capacity:,}' for draw in content.draws)} tokens, "
         f"{content.num_label_tokens:,} labels; {facts['tokens_before']:,} tokens before it{stage}",
         style="bold",
@@ -81,7 +94,7 @@ def answer_step(args: argparse.Namespace, run: OpenRun) -> None:
     if args.tokenizer is None:
         _print_segments(facts["samples"])
     else:
-        _print_text(console, args, data, facts["samples"])
+        _print_text(console, args, run.data, facts["samples"])
 
 
 def _print_text(
@@ -110,15 +123,15 @@ def _print_text(
         print_sample(console, shards.index(shard), sample, views, decoders[source], full=args.full)
 
 
-def _dealt(args: argparse.Namespace, run: OpenRun) -> list[tuple[dict[str, int], int]]:
+def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[tuple[dict[str, int], int]]:
     """(where, global sample id) of a step; ``where`` is empty when no ranks are asked for."""
     if args.ranks is None:
         if args.rank is not None:
             raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
-        return [({}, sample) for sample in run.schedule.step(args.step).sample_ids.tolist()]
+        return [({}, sample) for sample in run.schedule.step(step).sample_ids.tolist()]
     found = []
     for rank in range(args.ranks) if args.rank is None else (args.rank,):
-        for batch in run.sampler(rank, args.ranks).micro_batches(args.step):
+        for batch in run.sampler(rank, args.ranks).micro_batches(step):
             where = {"rank": rank, "micro_step": batch.micro_step}
             found += [(where, sample) for sample in batch]
     return found
@@ -153,6 +166,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_argument(
         "--unseen", metavar="SOURCE", help="write which documents of a source are not seen yet"
     )
+    question.add_argument(
+        "--skipped", action="store_true", help="show what the run decided itself, and skipped"
+    )
     parser.add_argument(
         "--until",
         type=positive,
@@ -169,10 +185,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.data.run import DECISIONS, open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
-    opened = open_run(load_config(PretrainConfig, args.config, args.set))
+    config = load_config(PretrainConfig, args.config, args.set)
+    if (Path(args.config).parent / DECISIONS).exists():  # of a run directory, wherever it is now
+        config = dataclasses.replace(config, run_dir=str(Path(args.config).parent))
+    opened = open_run(config)
     schedule = opened.schedule
     until = args.until or opened.num_steps
     if args.step is not None:
@@ -183,9 +202,44 @@ def run(args: argparse.Namespace) -> int:
         _answer_unseen(args, schedule, until)
     elif args.excluded:
         _answer_excluded(args, schedule, until)
+    elif args.skipped:
+        _answer_skipped(args, config, opened)
     else:
         _answer_until(args, schedule, until)
     return 0
+
+
+# --- what did the run decide, and what did it pass over? ------------------------------------------
+
+
+def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: OpenRun) -> None:
+    from megapack.data.run import open_run  # noqa: PLC0415
+
+    decisions = opened.decisions
+    made = decisions.decisions if decisions is not None else ()
+    facts, before = [], []
+    for number, decision in enumerate(made):
+        assert decisions is not None
+        then = open_run(config, dataclasses.replace(decisions, decisions=made[:number]))
+        end = decision.begin + decision.stage.skip_steps
+        steps = [step_facts(args, then, step) for step in range(decision.begin, end)]
+        facts.append({**decision.tree, "skipped": steps})
+        before.append(then)
+    if printed_as_json(args, {"decisions": facts}):
+        return
+    console = Screen()
+    if not facts:
+        console.write_line("the run has decided nothing itself")
+    for fact, then in zip(facts, before, strict=True):
+        taken_back = " (taken back by a later one)" if fact["void"] else ""
+        console.write_line(
+            f"{fact['by']}, after {fact['step']:,} steps{taken_back}: {fact['reason']}",
+            style="bold",
+        )
+        said = (f"{name} {value}" for name, value in fact["stage"].items())
+        console.write_line(f"the stage: {', '.join(said)}")
+        for step in fact["skipped"]:
+            _print_step(args, then, step)
 
 
 # --- in which steps does a document appear? ------------------------------------------------------

@@ -22,7 +22,7 @@ not name is not drawn from then on. Every bucket of every source keeps one curso
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
@@ -196,6 +196,9 @@ class Mixture:
     """For stages and reports; None: the files."""
     stages: Sequence[Stage] = ()
     """Changes at later steps."""
+    decided: Sequence[Stage] = ()
+    """Stages that the run appended by its own rules (``megapack.data.run.Decision``), by rising
+    from_step; each changes weights, skips steps, or both."""
     scores: Sequence[Scores | None] | None = None
     """Order by score, one per source; None, also in the list: shuffled."""
     max_epochs: float | None = None
@@ -384,11 +387,10 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
     factors = _loss_weights({}, mixture.loss_weights, names, "the run")
     program: Program = (StageSettings(0, 0, config, weights, loss_weights=factors, window=window),)
     ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
-    for stage in mixture.stages:
+    written, decided = deque(mixture.stages), deque(mixture.decided)
+    while written or decided:
+        stage, begin = _next_stage(program, written, decided)
         last = program[-1]
-        begin = stage.from_step
-        if begin is None:
-            begin = _step_of_tokens(program, int(stage.from_tokens or 0))
         if begin <= (last.begin if len(program) > 1 else 0):
             raise ConfigError(
                 f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
@@ -429,6 +431,31 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
                 "stage, or leave it out"
             )
     return program
+
+
+def _next_stage(
+    program: Program, written: deque[Stage], decided: deque[Stage]
+) -> tuple[Stage, int]:
+    """The stage that begins first, taken from its list, and its first step.
+
+    Where one of each begins, they are one stage: decided weights go before written ones.
+    """
+    begin = decided[0].from_step if decided else None
+    if written:
+        own = written[0].from_step
+        if own is None:
+            own = _step_of_tokens(program, int(written[0].from_tokens or 0))
+        if begin is None or own < begin:
+            return written.popleft(), own
+        if own == begin:
+            stage, added = written.popleft(), decided.popleft()
+            skipped = stage.skip_steps + added.skip_steps
+            if added.weights is None:
+                return replace(stage, skip_steps=skipped), own
+            return replace(stage, skip_steps=skipped, weights=added.weights, ramp=None), own
+    stage = decided.popleft()
+    assert stage.from_step is not None, "a run decides by step"
+    return stage, stage.from_step
 
 
 def _step_of_tokens(program: Program, tokens: int) -> int:

@@ -4,24 +4,34 @@
 
 are the micro batches that rank 3 of 64 trains on in step 1,200. Training, its dry run, its exports
 and ``megapack-build trace`` open a run by this function, so that none of them can say something
-else than another: everything that decides what a rank sees is taken from the configuration here.
+else than another: everything that decides what a rank sees is taken from the configuration here,
+and from what the run itself decided while it went on (``Decision``): those are stages like others,
+and ``decisions.json`` in the run's directory is where they stand:
+
+    {"num_epochs": 1, "num_steps": 2000, "decisions": [
+      {"by": "autopilot", "step": 412, "reason": "loss 7.9 at step 409, ...",
+       "stage": {"from_step": 407, "skip_steps": 8}, "state": {}, "void": false}]}
+
 Nothing in this file needs torch before data are opened.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megapack.config import check_positive, check_range
-from megapack.data.blend import BlendConfig, load_blend
+from megapack.config import check_positive, check_range, from_dict, to_dict
+from megapack.data.blend import BlendConfig, Stage, load_blend
 from megapack.data.program import ScheduleConfig, StepConfig, check_group
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
+from megapack.storage.files import atomic_write
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
@@ -93,6 +103,112 @@ class DataConfig(StepConfig):
         return ScheduleConfig(seed=seed, **{name: getattr(self, name) for name in names})
 
 
+# ---- What a run decided itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A stage that a run appended by a rule that was written down before."""
+
+    by: str
+    """The rule: ``autopilot`` or ``mixing``."""
+    step: int
+    """Steps that were done when it was made."""
+    reason: str
+    """A sentence, with the figures that led to it."""
+    stage: Stage
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the rule keeps for its next decision; JSON."""
+    void: bool = False
+    """It was made from steps that a later decision took back, and counts no more."""
+
+    @property
+    def begin(self) -> int:
+        """The first step that it changes."""
+        assert self.stage.from_step is not None, "a run decides by step"
+        return self.stage.from_step
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As JSON; of the stage what it says."""
+        said = {name: value for name, value in to_dict(self.stage).items() if value}
+        return {**to_dict(self), "stage": said}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """All decisions of a run in the order in which they were made, and the length of the run.
+
+    The length is that of the run without them, so that skipped steps change no learning rate.
+    """
+
+    num_epochs: int
+    num_steps: int
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Those in force, one per step, by rising step; of several that begin at one step the last
+        weights hold, and skipped steps add up."""
+        found: dict[int, Stage] = {}
+        for decision in self.decisions:
+            if not decision.void:
+                begin, stage = decision.begin, decision.stage
+                before = found.get(begin, Stage(from_step=begin))
+                found[begin] = dataclasses.replace(
+                    before,
+                    weights=before.weights if stage.weights is None else stage.weights,
+                    skip_steps=before.skip_steps + stage.skip_steps,
+                )
+        return [found[begin] for begin in sorted(found)]
+
+    def with_new(self, decision: Decision) -> Decisions:
+        """One more; weights that were learned from steps that it takes back are void then."""
+
+        def kept(old: Decision) -> Decision:
+            learned_later = old.by == "mixing" and old.step > decision.begin
+            return dataclasses.replace(old, void=old.void or learned_later)
+
+        return dataclasses.replace(self, decisions=(*map(kept, self.decisions), decision))
+
+    def number(self, by: str) -> int:
+        """How many of a rule are in force."""
+        return sum(decision.by == by and not decision.void for decision in self.decisions)
+
+    def write(self, run_dir: str | Path) -> None:
+        """Replace ``decisions.json``; on the disk when this returns."""
+        with atomic_write(Path(run_dir) / DECISIONS, "w") as file:
+            json.dump(self.tree, file, indent=1)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**to_dict(self), "decisions": [decision.tree for decision in self.decisions]}
+
+
+DECISIONS = "decisions.json"
+
+
+def read_decisions(run_dir: str | Path) -> Decisions | None:
+    """Of a run's directory; None: it has made none.
+
+    Raises:
+        ConfigError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    path = Path(run_dir) / DECISIONS
+    if not path.exists():
+        return None
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return from_dict(Decisions, tree, where=str(path))
+
+
+# ---- A run, planned and opened
+
+
 class HasSequenceParallelSize(Protocol):
     """The part of an engine's configuration that decides who gets which samples."""
 
@@ -103,6 +219,8 @@ class HasSequenceParallelSize(Protocol):
 class RunConfig(Protocol):
     """The part of a configuration (``megapack.training.config``) that decides what ranks see."""
 
+    @property
+    def run_dir(self) -> str: ...
     @property
     def seed(self) -> int: ...
     @property
@@ -154,10 +272,16 @@ class OpenRun(PlannedRun):
     data: PackedDataset
     blend: BlendConfig | None
     """The manifest of ``data.blend``."""
+    decisions: Decisions | None
+    """Of the run itself, so far."""
 
 
-def open_run(config: RunConfig) -> OpenRun:
+def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
     """Open the training data of a run and plan its steps.
+
+    Args:
+        config: of the run.
+        decided: what it decided; None: as its directory says.
 
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
@@ -167,7 +291,9 @@ def open_run(config: RunConfig) -> OpenRun:
     from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
 
     section = config.data
+    decided = decided or read_decisions(config.run_dir)
     options: dict[str, Any] = {
+        "decided": () if decided is None else decided.stages,
         "positions": section.positions,
         "attention": section.attention,
         "label_boundary": section.label_boundary,
@@ -178,21 +304,29 @@ def open_run(config: RunConfig) -> OpenRun:
     else:
         assert section.index is not None  # DataConfig checked it
         blend, data = None, PackedDataset(section.prefix, section.index, **options)
-    return OpenRun(**plan_steps(config, data).__dict__, data=data, blend=blend)
+    planned = plan_steps(config, data, decided)
+    return OpenRun(**planned.__dict__, data=data, blend=blend, decisions=decided)
 
 
-def plan_steps(config: RunConfig, samples: PackedDataset | Sequence[SourceIndex]) -> PlannedRun:
+def plan_steps(
+    config: RunConfig,
+    samples: PackedDataset | Sequence[SourceIndex],
+    decided: Decisions | None = None,
+) -> PlannedRun:
     """The steps of a run over some samples.
 
     Args:
         config: the run; its data are not opened.
         samples: what it draws from.
+        decided: what the run decided, which the samples' mixture has.
 
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
     """
     schedule = Schedule(samples, config.data.schedule(config.seed))
     num_steps = config.num_steps or schedule.num_steps(config.num_epochs)
+    if config.num_steps is None and decided and decided.num_epochs == config.num_epochs:
+        num_steps = decided.num_steps
     check_epochs(schedule, num_steps)
     return PlannedRun(
         schedule=schedule,

@@ -2,8 +2,9 @@
 
 ``PretrainConfig`` is the whole, and each of its sections a class of its own: ``ModelConfig``,
 ``DataConfig`` (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``,
-``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``EngineConfig``. Every field has one
-meaning, written under it. ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
+``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``,
+``MixingConfig``, ``EngineConfig``. Every field has one meaning, written under it.
+``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
 overrides; ``--dry-run --show-config`` prints the result. Whatever a configuration says by itself is
 checked here, without torch: the names, the range of every number, what excludes what.
 
@@ -21,6 +22,7 @@ from megapack.config import check_known, check_positive, check_range
 from megapack.data.resume import check_allowed
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
+from megapack.storage.remote import is_remote
 from megapack.training.model.presets import PRESETS
 
 
@@ -158,6 +160,17 @@ class CheckpointConfig:
     """Steps between checkpoints; null writes one at the end (and on a signal) only."""
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    keep_every: int | None = None
+    """Those of every so many steps stay beside the newest: milestones, to branch from."""
+    keep_steps: tuple[int, ...] = ()
+    """Those of these steps stay, too; a checkpoint is written there in any case."""
+    branch_from: str | None = None
+    """Where another run's checkpoint lies, from which a ``run_dir`` without checkpoints of its own
+    begins (``--branch-from``): with its weights, its optimizer, and its data order continued. What
+    is to be different from there on (a decay, a mixture) is said here; the trunk stays as it is."""
+    mirror: str | None = None
+    """An address (s3://bucket/folder, ...) to which every checkpoint is copied while training goes
+    on, and from which a ``run_dir`` without checkpoints is restored."""
     asynchronous: bool = True
     """Training waits for a copy in host memory only, and goes on while that is written; false
     takes no such memory, and waits."""
@@ -172,8 +185,24 @@ class CheckpointConfig:
     export: bool = True
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is written after so many steps."""
+        return step in self.keep_steps or (self.every is not None and step % self.every == 0)
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether the checkpoint after so many steps stays."""
+        return step in self.keep_steps or (
+            self.keep_every is not None and step % self.keep_every == 0
+        )
+
     def __post_init__(self) -> None:
-        check_positive("checkpoint", keep=self.keep, every=self.every)
+        check_positive("checkpoint", keep=self.keep, every=self.every, keep_every=self.keep_every)
+        for step in self.keep_steps:
+            check_positive("checkpoint", keep_steps=step)
+        if self.mirror is not None and not is_remote(self.mirror):
+            raise ConfigError(
+                f"checkpoint: mirror is {self.mirror!r}; it is an address, as in s3://bucket/run"
+            )
         check_allowed(self.allow_change)
 
 
@@ -210,6 +239,51 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_positive("logging", every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopilotConfig:
+    """What a run does by itself when its loss or its gradients leave their path: it goes back to
+    the last good checkpoint of before and passes over the steps that did it
+    (``megapack.training.autopilot``)."""
+
+    spikes: bool = False
+    """Watch for spikes; false: a loss that is not a number ends the run, and nothing else does."""
+    window: int = 128
+    """Values of a bucket, or of a source, that a new one is compared with."""
+    deviations: float = 8.0
+    """A value is out of its band when it is so many deviations (of the median absolute kind) above
+    the median."""
+    confirm: int = 3
+    """Steps, of twice as many, that must be out before anything is done."""
+    margin_steps: int = 1
+    """Steps that are skipped beside those, before them and behind them."""
+    max_rollbacks: int = 10
+    """Times that a run may go back in all, before it ends instead."""
+
+    def __post_init__(self) -> None:
+        check_positive("autopilot", deviations=self.deviations, confirm=self.confirm)
+        check_range("autopilot", at_least=16, window=self.window)
+        check_range("autopilot", at_least=0, margin_steps=self.margin_steps)
+        check_range("autopilot", at_least=0, max_rollbacks=self.max_rollbacks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingConfig:
+    """Weights of the blend's sources that a rule gives anew every so many steps."""
+
+    rule: str | None = None
+    """``odm`` (online data mixing), or a Python function, as in ``package.module:function``: it is
+    given a ``SourceReport`` and returns weights by name and what it wants to keep (JSON)."""
+    every: int = 500
+    """Steps between two decisions."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the rule, as in ``smoothing: 0.9`` of odm."""
+
+    def __post_init__(self) -> None:
+        check_positive("mixing", every=self.every)
+        if self.options and self.rule is None:
+            raise ConfigError("mixing: options are of a rule, and there is none; name it")
 
 
 # Key of DeepSpeed's configuration -> what decides it here.
@@ -345,6 +419,8 @@ class PretrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
+    mixing: MixingConfig = field(default_factory=MixingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -352,3 +428,11 @@ class PretrainConfig:
         check_positive(
             "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
         )
+        if self.mixing.rule is not None and self.data.blend is None:
+            raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
+        every = self.checkpoint.every
+        if self.autopilot.spikes and every is None:
+            raise ConfigError(
+                "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
+                "back to; set checkpoint.every"
+            )

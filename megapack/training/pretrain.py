@@ -37,7 +37,8 @@ def main() -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Check what can be checked without torch, then start the run, or plan it."""
     check_options(args)
-    config = read_config(args.config, args.set)
+    branch = [f"checkpoint.branch_from={args.branch_from}"] if args.branch_from else []
+    config = read_config(args.config, [*args.set, *branch])
     profile = None if args.profile is None else profiled_steps(args.profile)
     num_ranks = args.world_size or join(args.local_rank)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
@@ -97,6 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--profile",
         metavar="BEGIN:END",
         help="trace these steps, as in 100:105 (SIGUSR2 to a rank: its next five)",
+    )
+    parser.add_argument(
+        "--branch-from",
+        metavar="CHECKPOINT",
+        help="begin at a checkpoint of another run (RUN_DIR/checkpoints/step_...), its data order "
+        "continued; once run_dir has checkpoints of its own, it goes on from those",
     )
     plan = parser.add_argument_group("of a dry run").add_argument
     plan("--world-size", type=int, metavar="RANKS", help="this launcher's, or 1")

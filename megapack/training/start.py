@@ -11,13 +11,24 @@ import logging
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.config import from_dict
+from megapack.data.run import Decisions
+from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
+from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore, Resume, tags_in
+from megapack.training.engine.checkpoint import (
+    CheckpointManifest,
+    CheckpointStore,
+    Mirror,
+    Resume,
+    step_of,
+    tags_in,
+)
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.engine import start_engine
@@ -86,12 +97,28 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             f"{run.checkpoints} has checkpoints and checkpoint.resume is never; choose another "
             "run_dir, or remove them"
         )
+    if config.checkpoint.branch_from is not None and not tags_in(run.checkpoints):
+        CheckpointManifest.read(Path(config.checkpoint.branch_from))
     inputs = open_inputs(config)
+    check_mixing(config, inputs)
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
     return inputs
+
+
+def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
+    """Refuse a rule that cannot be found, or that has nothing to weigh. Raises ConfigError."""
+    rule, names = config.mixing.rule, inputs.schedule.samples.names
+    if rule is None:
+        return
+    find_rule(rule)
+    if len(set(names)) < max(2, len(names)):
+        raise ConfigError(
+            f"mixing.rule is {rule!r} and the blend has sources {', '.join(names)}: it needs at "
+            "least two, each with a name of its own"
+        )
 
 
 def prepare(
@@ -113,8 +140,12 @@ def prepare(
         keep=config.checkpoint.keep,
         zero_stage=config.engine.stage,
         asynchronous=config.checkpoint.asynchronous,
+        is_milestone=config.checkpoint.is_milestone,
+        mirror=None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror),
     )
-    found, start_step, changes = find_start(config, here, inputs, store)
+    found, home = find_checkpoint(config, here, run, store)
+    inputs = with_decisions(config, inputs, found)
+    start_step, changes = find_start(config, here, inputs, found)
     model, attention = open_model(
         config.model,
         config.engine,
@@ -128,8 +159,10 @@ def prepare(
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here, universal=found is not None and found.universal)
+    state: dict[str, Any] = {}
     if found is not None:
-        store.load(engine, found)
+        home.load(engine, found)
+        state = found.manifest.state
     if here.is_first:
         facts = {
             "step": start_step,
@@ -141,8 +174,10 @@ def prepare(
             "data_order_changes": changes,
         }
         run.begin(config, facts)
+        if inputs.decisions is not None:  # of a checkpoint, if the file was lost
+            inputs.decisions.write(run.path)
         run.forget_after(inputs.schedule.tokens_before(start_step))
-    return Trainer(
+    trainer = Trainer(
         config,
         here,
         inputs,
@@ -153,6 +188,8 @@ def prepare(
         start=start_step,
         profile=profile,
     )
+    trainer.begin_again(state, start_step)
+    return trainer
 
 
 def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
@@ -168,20 +205,52 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     return PREEMPTED if reason == "signal" else 0
 
 
+def find_checkpoint(
+    config: PretrainConfig, here: World, run: RunDirectory, store: CheckpointStore
+) -> tuple[Resume | None, CheckpointStore]:
+    """The newest good checkpoint of the run, of its mirror or of its trunk, and where it lies."""
+    section = config.checkpoint
+    if section.resume == "never":
+        return None, store
+    found = store.find(verify=section.verify, fallback=section.fallback)
+    if found is None and (mirror := store.mirror) is not None:
+        tag = here.on_first(lambda: mirror.restore(run.checkpoints))
+        if tag is not None:
+            logger.info("restored %s from %s", tag, mirror.address)
+            found = store.find(verify=section.verify)
+    if found is not None or section.branch_from is None:
+        return found, store
+    origin = Path(section.branch_from)
+    trunk = CheckpointStore(
+        origin.parent, here, keep=1, zero_stage=config.engine.stage, scratch=run.checkpoints
+    )
+    found = trunk.find(verify=section.verify, step=step_of(origin.name))
+    if found is None:
+        raise ResumeError(f"checkpoint.branch_from: there is no checkpoint {origin}")
+    here.on_first(lambda: run.take_logs(origin.parents[1]))
+    return found, trunk
+
+
+def with_decisions(config: PretrainConfig, inputs: Inputs, found: Resume | None) -> Inputs:
+    """The inputs with what the checkpoint's run decided, where this directory knows nothing of it:
+    it is a branch, or its disk was lost."""
+    tree = None if found is None else found.manifest.state.get("decisions")
+    if tree is None or inputs.decisions is not None:
+        return inputs
+    return open_inputs(config, from_dict(Decisions, tree, where="decisions of the checkpoint"))
+
+
 def find_start(
-    config: PretrainConfig, here: World, inputs: Inputs, store: CheckpointStore
-) -> tuple[Resume | None, int, list[str]]:
-    """The newest good checkpoint, the first step to take after it (0 without one), and what is
-    drawn otherwise than that checkpoint's run would have.
+    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+) -> tuple[int, list[str]]:
+    """The first step to take (0 without a checkpoint), and what is drawn otherwise from there on
+    than the checkpoint's run would have.
 
     Raises:
         ResumeError: the run would not see what the checkpoint's run would have seen.
     """
-    if config.checkpoint.resume == "never":
-        return None, 0, []
-    found = store.find(verify=config.checkpoint.verify, fallback=config.checkpoint.fallback)
     if found is None:
-        return None, 0, []
+        return 0, []
     saved = found.manifest.state["data"]
     allowed = config.checkpoint.allow_change
     changes = inputs.schedule.check_state(saved, allowed)
@@ -195,7 +264,7 @@ def find_start(
         "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
         *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),
     )
-    return found, step, changes
+    return step, changes
 
 
 def leave(here: World, run: RunDirectory, message: str, code: int) -> NoReturn:

@@ -2,6 +2,11 @@
 
 ``Trainer`` is the loop; ``TimedBatches`` hands it the micro batches of a step and says how long
 they were waited for; ``BatchTrace`` writes down what every rank was fed.
+
+Where the configuration has rules (``megapack.training.autopilot``) the loop obeys them: after a
+spike it loads the last checkpoint of before and goes on from there, past what did it; and between
+two steps the sources may be given other weights. Both append a stage to the run's program and open
+its data anew, in the same processes.
 """
 
 from __future__ import annotations
@@ -10,19 +15,22 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from megapack.attention.probe import probe
-from megapack.data import Batch, PackedLoader, Schedule
+from megapack.data import Batch, Schedule
 from megapack.data.bucket_order import fold_key
+from megapack.data.run import Decision, Decisions
+from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.checkpoint import CheckpointStore, step_of
+from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.engine.engine import train_step
-from megapack.training.engine.inputs import Inputs
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World
 from megapack.training.evaluation.validation import evaluate_sources
 from megapack.training.model.flops import ModelFlops
@@ -36,8 +44,9 @@ logger = logging.getLogger("megapack")
 class TimedBatches:
     """Batches of a loader, step by step, and how long the trainer waited for them."""
 
-    def __init__(self, loader: PackedLoader) -> None:
+    def __init__(self, loader: Iterable[Batch]) -> None:
         self._loader = loader
+        self._coming: Iterator[Batch] = iter(())
         self._waited = 0.0
         self.imbalance = 1.0
         """Attention work of the busiest rank over the mean, in the present step."""
@@ -52,8 +61,13 @@ class TimedBatches:
             rest = itertools.islice(batches, first["num_micro_steps"] - 1)
             yield int(first["step"]), itertools.chain([first], rest)
 
+    def close(self) -> None:
+        """End what prepares batches; they are not asked for any more."""
+        if isinstance(self._coming, Generator):
+            self._coming.close()
+
     def _batches(self) -> Iterator[Batch]:
-        batches = iter(self._loader)
+        batches = self._coming = iter(self._loader)
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)
@@ -104,13 +118,12 @@ class Trainer:
         start: int,
         profile: range | None = None,
     ) -> None:
-        self.config, self.here, self.inputs, self.engine = config, here, inputs, engine
+        self.config, self.here, self.engine = config, here, engine
         self.run_dir, self.store, self.flops = run, store, flops
-        self.saved = self.begun = start  # steps in a checkpoint; in one on its way to the disk
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
-        self.note(start)
-        self.batches = TimedBatches(inputs.loader(config, here, start, max(0, self.end - start)))
+        self.decisions = inputs.decisions
+        self.watch = SpikeWatch(config.autopilot) if config.autopilot.spikes else None
         self.monitor = Monitor(
             run,
             config.logging,
@@ -119,10 +132,24 @@ class Trainer:
             num_steps=inputs.num_steps,
             start=start,
             max_skipped=config.optimizer.max_skipped,
+            judge=None if self.watch is None else self.judge,
         )
         self.profiler = StepProfiler(run.profile, here, profile)
-        self.trace = BatchTrace(run, here, inputs.schedule) if config.logging.batches else None
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
+        self.agreement = Agreement(here.group)
+        self.saved = self.begun = start  # steps in a checkpoint; in one on its way to the disk
+        self.batches = TimedBatches(())
+        self.go_on(inputs, start)
+
+    def go_on(self, inputs: Inputs, start: int) -> None:
+        """From a step on, with a program that may be another one from there on."""
+        self.batches.close()
+        self.inputs = inputs
+        left = max(0, self.end - start)
+        self.batches = TimedBatches(inputs.loader(self.config, self.here, start, left))
+        traced = self.config.logging.batches
+        self.trace = BatchTrace(self.run_dir, self.here, inputs.schedule) if traced else None
+        self.note(start)
 
     def note(self, done: int) -> None:
         """So many optimizer steps are done."""
@@ -133,10 +160,17 @@ class Trainer:
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
         """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
         try:
-            stopped = self.take_steps(signals)
+            stopped = None
+            while stopped is None:
+                try:
+                    stopped = self.take_steps(signals)
+                    self.save()
+                except SpikeFound as found:  # on all ranks alike
+                    stopped = None
+                    self.go_back(found.spike)
             self.profiler.close()
-            self.save()
             self.monitor.close()
+            self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks alike, and what was begun before is good
             self.finish_save()
             raise
@@ -147,24 +181,28 @@ class Trainer:
 
     def take_steps(self, signals: StopSignals) -> bool:
         """All that are left; whether a signal ended them."""
-        agreement = Agreement(self.here.group)
-        for step, micro_batches in self.batches.steps():
-            self.profiler.begin(step)
-            self.take(step, micro_batches)
-            self.profiler.end(step)
-            said = agreement.any(signals.received is not None, not self.store.is_written)
-            stop, still_writing = said or (False, True)
-            if stop:
-                logger.warning("a signal came; saving after step %d", step)
-                return True
-            if not still_writing:
-                self.finish_save()
-            last = self.done == self.inputs.num_steps
-            if _due(self.config.evaluation.every, self.done) or last:
-                self.validate()
-            if _due(self.config.checkpoint.every, self.done):
-                self.save()
-        return False
+        while True:
+            self.mix()
+            for step, micro_batches in self.batches.steps():
+                self.profiler.begin(step)
+                self.take(step, micro_batches)
+                self.profiler.end(step)
+                said = self.agreement.any(signals.received is not None, not self.store.is_written)
+                stop, still_writing = said or (False, True)
+                if stop:
+                    logger.warning("a signal came; saving after step %d", step)
+                    return True
+                if not still_writing:
+                    self.finish_save()
+                last = self.done == self.inputs.num_steps
+                if _due(self.config.evaluation.every, self.done) or last:
+                    self.validate()
+                if self.config.checkpoint.is_due(self.done):
+                    self.save()
+                if self.to_mix:
+                    break
+            else:
+                return False
 
     def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
         """One optimizer step."""
@@ -217,6 +255,105 @@ class Trainer:
         self.monitor.skip_time()
         return itertools.chain([batch], coming)
 
+    # ---- What the run decides itself (``megapack.training.autopilot``)
+
+    def judge(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Look at lines of the log, on the first rank. Raises SpikeFound on all ranks."""
+        assert self.watch is not None
+        watch, settings_at = self.watch, self.inputs.schedule.settings_at
+
+        def look() -> Spike | None:
+            spikes = (
+                watch.look(line, repr(settings_at(line["step"])._replace(begin=0, skip_steps=0)))
+                for line in lines
+            )
+            return next(filter(None, spikes), None)
+
+        spike = self.here.on_first(look)
+        if spike is not None:
+            raise SpikeFound(spike)
+
+    def decide(self, decision: Decision) -> Inputs:
+        """Append a decision to the program; what the run reads from now on. Collective."""
+        decided = self.decisions or Decisions(
+            num_epochs=self.config.num_epochs, num_steps=self.inputs.num_steps
+        )
+        self.decisions = decided = decided.with_new(decision)
+        self.here.on_first(lambda: decided.write(self.run_dir.path))
+        return open_inputs(self.config, decided)
+
+    def go_back(self, spike: Spike) -> None:
+        """To the last good checkpoint of before a spike, and on from there without its steps."""
+        self.finish_save()
+        decided = self.decisions or Decisions(num_epochs=1, num_steps=1)
+        decision = skip(spike, self.config.autopilot, decided, self.done)
+        found = self.store.find(
+            verify=self.config.checkpoint.verify, fallback=True, at_most=decision.begin
+        )
+        if found is None:
+            raise FloatingPointError(
+                f"{spike.reason}; no checkpoint of step {decision.begin} or before is left to go "
+                "back to: lower checkpoint.every, or raise checkpoint.keep"
+            )
+        inputs = self.decide(decision)
+        self.store.abandon_after(step_of(found.tag))
+        self.store.load(self.engine, found)
+        state = found.manifest.state
+        start = inputs.schedule.resume_step(state["data"], self.config.checkpoint.allow_change)
+        logger.warning(
+            "autopilot: %s; back to step %d, %d steps are skipped from step %d on "
+            "(megapack-build trace %s --skipped)",
+            *(spike.reason, start, decision.stage.skip_steps, decision.begin),
+            self.run_dir.path / "config.yaml",
+        )
+        self.begin_again(state, start)
+        self.here.on_first(lambda: self.run_dir.forget_after(inputs.schedule.tokens_before(start)))
+        self.saved = self.begun = start
+        self.go_on(inputs, start)
+
+    def begin_again(self, state: Mapping[str, Any], start: int) -> None:
+        """Bring what looks at steps to where a checkpoint was taken."""
+        self.monitor.begin(start)
+        if self.watch is not None:
+            self.watch.restore(state.get("watch", {}))
+
+    @property
+    def to_mix(self) -> bool:
+        """Whether the rule for mixtures is to be asked before the next step."""
+        if self.config.mixing.rule is None or not 0 < self.done < self.end:
+            return False
+        made = self.decisions.decisions if self.decisions else ()
+        asked = any(d.by == "mixing" and not d.void and d.begin == self.done for d in made)
+        return self.done % self.config.mixing.every == 0 and not asked
+
+    def mix(self) -> None:
+        """Ask the rule for mixtures, if it is time; on the first rank, for all."""
+        if not self.to_mix:
+            return
+        self.monitor.flush()
+        schedule, samples = self.inputs.schedule, self.inputs.schedule.samples
+        held = schedule.settings_at(self.done).weights
+        sizes = samples.tokens_per_epoch.tolist()
+        given = [n if weight is None else weight for weight, n in zip(held, sizes, strict=True)]
+        report = partial(
+            report_of,
+            decisions=self.decisions,
+            weights=dict(zip(samples.names, given, strict=True)),
+            num_steps=self.inputs.num_steps,
+            step=self.done,
+        )
+        decision = self.here.on_first(
+            lambda: next_mixture(self.config.mixing, report(read_jsonl(self.run_dir.log)))
+        )
+        weights = decision.stage.weights or {}
+        logger.info(
+            "mixing after step %d: %s (losses: %s)",
+            *(self.done - 1, ", ".join(f"{n} {w:.4g}" for n, w in weights.items())),
+            decision.reason,
+        )
+        self.go_on(self.decide(decision), self.done)
+        self.monitor.skip_time()
+
     def validate(self) -> None:
         """Perplexity of the held-out documents, and of those of every source."""
         if not self.inputs.held_out:
@@ -245,7 +382,11 @@ class Trainer:
             return
         self.finish_save()
         self.monitor.flush()
-        state = {"data": self.inputs.schedule.state_dict(self.done)}
+        state: dict[str, Any] = {"data": self.inputs.schedule.state_dict(self.done)}
+        if self.decisions is not None:
+            state["decisions"] = self.decisions.tree
+        if self.watch is not None:
+            state["watch"] = self.here.on_first(self.watch.state)
         self.save_began = time.perf_counter()
         self.store.begin(self.engine, self.done, self.tokens_seen, state)
         self.save_waited = time.perf_counter() - self.save_began

@@ -72,23 +72,29 @@ class Zygote:
         log: Path,
         of_rank: dict[int, dict[str, Any]] | None = None,
         port: int | None = None,
+        env: dict[str, str] | None = None,
     ) -> Ranks:
         """All ranks of a run; their output goes to ``log.<rank>``.
 
         ``of_rank`` changes the request of single ranks (``argv``, ``faults`` of sabotage.py);
-        ``port`` is where they meet, a free one unless given.
+        ``port`` is where they meet, a free one unless given; ``env`` stands beside what a launcher
+        sets.
         """
         port = port or free_port()
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
         for rank in range(world_size):
-            env = {
+            of_launcher = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            request = {"argv": argv, "env": env, "log": str(ranks.logs[rank])}
+            request = {
+                "argv": argv,
+                "env": {**of_launcher, **(env or {})},
+                "log": str(ranks.logs[rank]),
+            }
             ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
         return ranks
 

@@ -7,20 +7,24 @@ the newest. With another number of ranks or another ZeRO stage the checkpoint is
 a DeepSpeed universal checkpoint.
 
 ``CheckpointStore`` saves, finds and loads; ``CheckpointManifest`` is what stands in a checkpoint;
-``WrittenFiles`` writes its files. DeepSpeed writes with ``torch.save(path)``, whose C++ writer
-reports a full disk as "unexpected pos", and without fsync; and a rank that raised there would leave
-the others in a barrier. Its own asynchronous engines give neither checksums nor fsync, and its
-writer process ends in silence; torch's (DCP) writes files that DeepSpeed cannot convert for other
-ranks. So the copy to the host is torch's, the files stay DeepSpeed's, and a thread writes them.
+``Mirror`` keeps copies in an object store; ``WrittenFiles`` writes the files. DeepSpeed writes with
+``torch.save(path)``, whose C++ writer reports a full disk as "unexpected pos", and without fsync;
+and a rank that raised there would leave the others in a barrier. Its own asynchronous engines give
+neither checksums nor fsync, and its writer process ends in silence; torch's (DCP) writes files that
+DeepSpeed cannot convert for other ranks. So the copy to the host is torch's, the files stay
+DeepSpeed's, and a thread writes them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +34,21 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from megapack.errors import ResumeError
+from megapack.errors import FormatError, MegapackError, ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
 from megapack.storage.metadata import checksum
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.client import (
+    RemoteObject,
+    find_object,
+    names_in,
+    put_object,
+    remove_object,
+)
 from megapack.training.engine.engine import not_finite
 from megapack.training.engine.world import RankProgress, World
+
+logger = logging.getLogger("megapack")
 
 _MANIFEST = "manifest.json"
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
@@ -200,6 +214,111 @@ class _SummedFile:
         """Nothing is held back."""
 
 
+class Mirror:
+    """Checkpoints in an object store, for a node whose disk is lost.
+
+    Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
+    checkpoint is complete there or absent. They are copied in a thread while training goes on, one
+    checkpoint at a time; where one is not done when the next is there, that one is left out. What
+    the directory no longer has is removed. A failure is said and does not stop the run.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self._copying: Future[None] | None = None
+
+    def copy(self, directory: Path, tags: list[str], tag: str) -> None:
+        """Begin to copy a checkpoint of the directory, which holds these."""
+        if self._copying is not None and not self._copying.done():
+            logger.warning(
+                "%s: still busy with a checkpoint before, %s left out", self.address, tag
+            )
+            return
+        self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
+
+    def wait(self) -> None:
+        """Until what was begun is there."""
+        if self._copying is not None:
+            self._copying.result()
+
+    def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
+        try:
+            manifest = CheckpointManifest.read(directory / tag)
+            for name in manifest.files:
+                put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
+            put_object(f"{self.address}/{tag}{_MIRRORED}", directory / tag / _MANIFEST)
+            for old in set(self.tags()) - set(tags):
+                self._remove(old)
+        except (OSError, MegapackError) as error:
+            logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
+
+    def _remove(self, tag: str) -> None:
+        url = f"{self.address}/{tag}{_MIRRORED}"
+        with tempfile.TemporaryDirectory() as folder:
+            found = find_object(url)
+            names = [] if found is None else list(_fetched(found, Path(folder) / "m").files)
+        remove_object(url)  # first, so that what is left is not taken for a checkpoint
+        for name in names:
+            remove_object(f"{self.address}/{tag}/{name}")
+
+    def tags(self) -> list[str]:
+        """The checkpoints that are complete there, by tokens seen."""
+        try:
+            names = [name.rpartition("/")[2] for name in names_in(self.address)]
+        except FileNotFoundError:  # a folder of a file system, before the first checkpoint
+            names = []
+        tags = (name.removesuffix(_MIRRORED) for name in names if name.endswith(_MIRRORED))
+        return sorted(tags, key=_tokens)
+
+    def restore(self, directory: Path) -> str | None:
+        """Bring the newest checkpoint into a directory that has none; its name.
+
+        Raises:
+            ResumeError: a file is missing.
+            FormatError: one is not what its manifest says, again and again.
+            ConfigError, OSError: the store cannot be read.
+        """
+        for tag in self.tags()[-1:]:
+            found = find_object(f"{self.address}/{tag}{_MIRRORED}")
+            assert found is not None, "listed just now"
+            partial = directory / f"{tag}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            manifest = _fetched(found, partial / _MANIFEST)
+            for name, expected in manifest.files.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                file = find_object(f"{self.address}/{tag}/{name}")
+                if file is None:
+                    raise ResumeError(f"{self.address}/{tag}/{name} is missing")
+                open_cache().fetch(file, partial / name, _as_in_manifest(expected))
+            partial.rename(directory / tag)
+            with atomic_write(directory / "latest", "w") as latest:
+                latest.write(tag)
+            return tag
+        return None
+
+
+_MIRRORED = ".manifest.json"
+_MIRROR = ThreadPoolExecutor(1, "mirror")
+
+
+def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:
+    """A check of a file that came: it raises FormatError where it is not as in its manifest."""
+
+    def check(path: Path) -> None:
+        problem = compare_file(path, expected, "checksum")
+        if problem is not None:
+            raise FormatError(f"{path} {problem}")
+
+    return check
+
+
+def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:
+    """A manifest in the store, as a file that stays."""
+    open_cache().fetch(manifest, path)
+    return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resume:
     """A checkpoint that was found good, and how it must be loaded."""
@@ -221,6 +340,8 @@ class CheckpointStore:
         keep, asynchronous: of ``CheckpointConfig``.
         zero_stage: of the engine that saves and loads.
         scratch: where a checkpoint is rewritten for other ranks; None: beside it.
+        is_milestone: of a number of steps, whether its checkpoint stays.
+        mirror: where every checkpoint is copied to; None: nowhere.
     """
 
     def __init__(
@@ -232,8 +353,11 @@ class CheckpointStore:
         zero_stage: int,
         asynchronous: bool = False,
         scratch: Path | None = None,
+        is_milestone: Callable[[int], bool] = lambda _: False,
+        mirror: Mirror | None = None,
     ) -> None:
         self.directory, self.world, self.keep = directory, world, keep
+        self.is_milestone, self.mirror = is_milestone, mirror
         self.zero_stage, self.scratch = zero_stage, scratch or directory
         cuda = torch.cuda.is_available()
         copies = StagingOptions(  # to the host, where their memory is kept and used again
@@ -321,6 +445,11 @@ class CheckpointStore:
         self.world.on_first(lambda: self._publish(tag, manifest))
         return tag
 
+    def wait_for_mirror(self) -> None:
+        """Until copies that were begun are done; collective."""
+        if self.mirror is not None:
+            self.world.on_first(self.mirror.wait)
+
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for kind in ("partial", "universal"):
@@ -336,7 +465,10 @@ class CheckpointStore:
             file.write(tag)
         newest = self.tags()
         for old in newest[: max(0, newest.index(tag) + 1 - self.keep)]:
-            self._remove(old)
+            if not self.is_milestone(step_of(old)):
+                self._remove(old)
+        if self.mirror is not None:
+            self.mirror.copy(self.directory, self.tags(), tag)
 
     def _remove(self, tag: str) -> None:
         """A checkpoint half removed must not look like one."""
@@ -345,7 +477,12 @@ class CheckpointStore:
             shutil.rmtree(gone)
 
     def find(
-        self, *, verify: Verify, fallback: bool = False, step: int | None = None
+        self,
+        *,
+        verify: Verify,
+        fallback: bool = False,
+        step: int | None = None,
+        at_most: int | None = None,
     ) -> Resume | None:
         """The newest good checkpoint; None when the run has none.
 
@@ -353,6 +490,7 @@ class CheckpointStore:
             verify: compare sizes, or read every file and compare checksums.
             fallback: skip damaged checkpoints instead of refusing to start.
             step: only those after so many steps.
+            at_most: only those after so many steps or fewer.
 
         Raises:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
@@ -361,6 +499,8 @@ class CheckpointStore:
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
             if step is not None and step_of(tag) != step:
+                continue
+            if at_most is not None and step_of(tag) > at_most:
                 continue
             problems = self._problems(tag, verify)
             if not problems:
@@ -379,10 +519,26 @@ class CheckpointStore:
             raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected.values())}")
         return None
 
-    def _set_aside(self, tags: list[str]) -> None:
-        """Damaged checkpoints keep their files under a name that nobody loads or prunes."""
+    def abandon_after(self, step: int) -> None:
+        """Checkpoints of more steps are of a path that the run left: aside, and only the newest of
+        them is kept; collective."""
+        self.world.on_first(lambda: self._abandon_after(step))
+
+    def _abandon_after(self, step: int) -> None:
+        newer = [tag for tag in self.tags() if step_of(tag) > step]
+        if newer:
+            for old in self.directory.glob("step_*.abandoned"):
+                shutil.rmtree(old)
+            self._set_aside(newer[-1:], "abandoned")
+            for tag in newer[:-1]:
+                self._remove(tag)
+            with atomic_write(self.directory / "latest", "w") as file:
+                file.write(self.tags()[-1])
+
+    def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
+        """Checkpoints keep their files under a name that nobody loads or prunes."""
         for tag in tags:
-            target = self.directory / f"{tag}.damaged"
+            target = self.directory / f"{tag}.{kind}"
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / tag).rename(target)
 

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -117,6 +118,12 @@ class RunDirectory:
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         with atomic_write(self._end, "w") as file:
             json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
+
+    def take_logs(self, trunk: Path) -> None:
+        """The lines that another run wrote, where this one branches from it and has none."""
+        for path in (self.log, self.evaluation):
+            if (trunk / path.name).exists() and not path.exists():
+                shutil.copyfile(trunk / path.name, path)
 
     def forget_after(self, tokens: int) -> None:
         """Drop what a run that continues after these tokens writes again."""

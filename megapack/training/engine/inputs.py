@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
 from megapack.data.blend import BlendConfig
-from megapack.data.run import OpenRun, PlannedRun, open_run, plan_steps
+from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex, longest_reach, longest_segment
@@ -76,8 +76,12 @@ class Inputs(OpenRun):
         }
 
 
-def open_inputs(config: PretrainConfig) -> Inputs:
+def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inputs:
     """Open training and validation data and compute the length of the run.
+
+    Args:
+        config: of the run.
+        decided: what it decided; None: as its directory says.
 
     Raises:
         ConfigError: sizes that do not fit, an unknown vocabulary, or a file that does not exist.
@@ -85,7 +89,7 @@ def open_inputs(config: PretrainConfig) -> Inputs:
         FormatError, OSError: a file is damaged or cannot be read.
     """
     try:
-        run = open_run(config)
+        run = open_run(config, decided)
         how: dict[str, Any] = {
             "buckets": config.evaluation.buckets or run.schedule.capacities,
             "positions": _valid_positions(config.data.positions),

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median_low
@@ -223,6 +223,8 @@ class Monitor:
         num_steps: of the whole run, for the time that is left.
         start: the first step, after which older curves are cut.
         max_skipped: updates in a row that may be skipped; all ranks skip together.
+        judge: looks at lines before a loss that is not a number ends the run, on all ranks, and may
+            raise.
     """
 
     def __init__(
@@ -235,20 +237,28 @@ class Monitor:
         num_steps: int,
         start: int = 0,
         max_skipped: int = 0,
+        judge: Callable[[Sequence[dict[str, Any]]], None] | None = None,
     ) -> None:
         self.directory, self.config, self.world = directory, config, world
-        self.num_steps, self.start, self.max_skipped = num_steps, start, max_skipped
-        self._skipped_in_a_row = self._skipped = 0
+        self.num_steps, self.max_skipped, self.judge = num_steps, max_skipped, judge
         self._sources = SourceLosses(samples, world) if len(samples.indices) > 1 else None
         self._peak, self._limits = peak_of(world.device), Slowdowns()
+        self._writers: list[Any] = []
+        if world.is_first and config.wandb_project is not None:
+            self._writers.append(_WeightsAndBiases(config.wandb_project, directory))
+        if world.is_first and config.tensorboard:
+            self._writers.append(_TensorBoard(directory))
+        self.begin(start)
+
+    def begin(self, start: int) -> None:
+        """Write lines from this step on; what was recorded and not written is dropped."""
+        self.start = start
+        self._skipped_in_a_row = self._skipped = 0
         self._lines: list[dict[str, Any]] = []
         self._results: list[StepResult] = []
         self._since = time.perf_counter()
-        self._writers: list[Any] = []
-        if world.is_first and config.tensorboard:
-            self._writers.append(_TensorBoard(directory, start))
-        if world.is_first and config.wandb_project is not None:
-            self._writers.append(_WeightsAndBiases(config.wandb_project, directory))
+        for writer in self._writers:
+            writer.begin(start)
 
     def skip_time(self) -> None:
         """Do not count the time since the last step (an evaluation, a checkpoint) as training."""
@@ -346,6 +356,8 @@ class Monitor:
             logger.info(self._sentence(lines))
             if counted:
                 self._limits.look([lines[i] for i in counted])
+        if self.judge is not None:
+            self.judge(lines)
         for line in lines:
             if line["loss"] is None:
                 raise FloatingPointError(
@@ -448,10 +460,15 @@ def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
 
 
 class _TensorBoard:
-    def __init__(self, directory: RunDirectory, start: int) -> None:
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = str(directory.tensorboard)
+        self._writer: Any = None
+
+    def begin(self, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-        self._writer: Any = SummaryWriter(str(directory.tensorboard), purge_step=start)
+        self.close()
+        self._writer = SummaryWriter(self._directory, purge_step=start)
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
         for name, value in scalars.items():
@@ -459,7 +476,8 @@ class _TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _WeightsAndBiases:
@@ -475,6 +493,9 @@ class _WeightsAndBiases:
         )
         # An axis of our own: its steps may go back, to those done again after a rollback.
         self._run.define_metric("*", step_metric="step")
+
+    def begin(self, start: int) -> None:
+        """Nothing is taken back there."""
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
         self._run.log({**scalars, "step": step})

@@ -1,0 +1,345 @@
+"""Rules by which a run edits itself: spikes are found and skipped, mixtures follow losses, and what
+was decided once is decided for ever, whoever resumes the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapack.cli.main import main as build
+from megapack.data.blend import Stage
+from megapack.data.program import Mixture, ScheduleConfig, resolve
+from megapack.data.run import Decision, Decisions, read_decisions
+from megapack.errors import ConfigError
+from megapack.packing import pack
+from megapack.storage import IndexedDatasetBuilder
+from megapack.training.autopilot import (
+    SourceReport,
+    SpikeWatch,
+    next_mixture,
+    odm,
+    report_of,
+    skip,
+)
+from megapack.training.config import AutopilotConfig, MixingConfig
+from megapack.training.monitoring.heartbeat import LOST_CONTACT
+
+from .conftest import VOCAB, Corpus
+from .processes import Zygote, read_log, start_run
+from .test_sources import blend_config, write_blend
+
+CONFIG = AutopilotConfig(spikes=True, window=32)
+
+
+def line(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "capacity": 64, "grad_norm": 0.4, **more}
+
+
+def levels(seed: int, num_steps: int) -> list[dict[str, Any]]:
+    """A run that learns: losses fall, by bucket from another height, and gradients have a tail."""
+    random = np.random.default_rng(seed)
+    buckets = random.choice([32, 64, 128], num_steps)
+    fall = 1.05 + 3 * np.exp(-np.arange(num_steps) / 40) + 0.4 * (buckets == 32)
+    losses = fall * random.lognormal(0, 0.03, num_steps)
+    norms = random.lognormal(-1, 0.3, num_steps)
+    rows = zip(losses.tolist(), norms.tolist(), buckets.tolist(), strict=True)
+    return [line(i, x, grad_norm=g, capacity=b) for i, (x, g, b) in enumerate(rows)]
+
+
+# ---- Spikes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_spikes_are_not_seen_where_there_are_none(seed: int) -> None:
+    watch = SpikeWatch(CONFIG)
+    assert not any(watch.look(item, "") for item in levels(seed, 600))
+
+
+def test_spike_is_found_though_every_other_step_is_of_a_bucket_without_one() -> None:
+    watch = SpikeWatch(CONFIG)
+    found = []
+    for item in levels(0, 400):
+        if item["step"] >= 300 and item["capacity"] == 64:
+            item["loss"] *= 3
+        found += [spike] if (spike := watch.look(item, "")) else []
+    first = next(i["step"] for i in levels(0, 400)[300:] if i["capacity"] == 64)
+    assert found[0].first == first and found[0].last < first + 2 * CONFIG.confirm
+    assert f"is usual (out of its band since step {first})" in found[0].reason
+
+
+def test_spike_of_one_source_or_of_gradients_alone_is_found() -> None:
+    for name, value in (("source_loss", {"web": 1.0, "code": 4.0}), ("grad_norm", 40.0)):
+        watch = SpikeWatch(CONFIG)
+        for step in range(60):
+            usual = {"source_loss": {"web": 1.0, "code": 0.7 + step % 7 / 100}}
+            assert watch.look(line(step, 1.0, **usual), "") is None
+        found = [watch.look(line(s, 1.0, **{**usual, name: value}), "") for s in (60, 61, 62)]
+        assert found[:2] == [None, None] and found[2] is not None
+        assert (found[2].first, found[2].last) == (60, 62)
+
+
+def test_spike_needs_no_second_step_where_a_loss_is_not_a_number() -> None:
+    watch = SpikeWatch(CONFIG)
+    spike = watch.look(line(7, None), "")
+    assert spike is not None and (spike.first, spike.last) == (7, 7)
+
+
+def test_spike_is_no_other_mixture() -> None:
+    """Where what is drawn changes, levels begin anew; those of sources stay."""
+    watch = SpikeWatch(CONFIG)
+    for step in range(80):
+        loss = 1.0 if step < 40 else 3.0
+        assert watch.look(line(step, loss), "a" if step < 40 else "b") is None
+
+
+@given(seed=st.integers(0, 99), cut=st.integers(0, 399), noise=st.integers(100, 390))
+@settings(max_examples=20, deadline=None)
+def test_watch_goes_on_from_its_state_as_if_nothing_had_happened(
+    seed: int, cut: int, noise: int
+) -> None:
+    lines = levels(seed, 400)
+    for item in lines[noise : noise + 6]:
+        item["loss"] *= 4
+    whole, resumed = SpikeWatch(CONFIG), SpikeWatch(CONFIG)
+    expected = [whole.look(item, "") for item in lines]
+    found = [resumed.look(item, "") for item in lines[:cut]]
+    other = SpikeWatch(CONFIG)
+    other.restore(json.loads(json.dumps(resumed.state())))
+    assert found + [other.look(item, "") for item in lines[cut:]] == expected
+
+
+def _decided(*decisions: Decision) -> Decisions:
+    return Decisions(num_epochs=1, num_steps=100, decisions=decisions)
+
+
+def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> None:
+    from megapack.training.autopilot import Spike  # noqa: PLC0415
+
+    decided = _decided()
+    sizes = []
+    for first in (40, 41, 40, 90):
+        decided = decided.with_new(skip(Spike(first, first + 2, "loss"), CONFIG, decided, 50))
+        sizes.append(decided.decisions[-1].stage.skip_steps)
+    assert sizes == [5, 10, 20, 5]
+    assert [s.from_step for s in decided.stages] == [39, 40, 89]
+    few = AutopilotConfig(spikes=True, max_rollbacks=4)
+    with pytest.raises(FloatingPointError, match=r"went back 4 times \(autopilot.max_rollbacks\)"):
+        skip(Spike(95, 97, "loss"), few, decided, 99)
+
+
+# ---- Decisions and the program
+
+
+@given(
+    written=st.lists(st.integers(1, 60), unique=True, max_size=3).map(sorted),
+    made=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 5), st.sampled_from([None, 1.0, 3.0])),
+        min_size=1,
+        max_size=4,
+    ),
+)
+@settings(max_examples=100, deadline=None)
+def test_decisions_are_what_the_same_stages_written_by_hand_are(
+    written: list[int], made: list[tuple[int, int, float | None]]
+) -> None:
+    decided = _decided()
+    for begin, skipped, share in made:
+        weights = None if share is None else {"web": share, "math": 1.0}
+        stage = Stage(from_step=begin, skip_steps=skipped, weights=weights)
+        decided = decided.with_new(Decision(by="autopilot", step=61, reason="", stage=stage))
+    stages = [Stage(from_step=begin, weights={"web": begin, "math": 2.0}) for begin in written]
+    by_hand: dict[int, dict[str, Any]] = {s.from_step or 0: dict(weights=s.weights) for s in stages}
+    for begin, skipped, share in made:
+        entry = by_hand.setdefault(begin, {})
+        entry["skip_steps"] = entry.get("skip_steps", 0) + skipped
+        if share is not None:
+            entry["weights"] = {"web": share, "math": 1.0}
+    config = ScheduleConfig(tokens_per_step=64)
+    mixture = Mixture(weights=[1, 1], stages=stages, decided=decided.stages)
+    expected = [Stage(from_step=begin, **by_hand[begin]) for begin in sorted(by_hand)]
+    names = ["web", "math"]
+    assert resolve(config, mixture.of(names)) == resolve(
+        config, Mixture(weights=[1, 1], stages=expected).of(names)
+    )
+
+
+def test_decisions_are_read_as_they_were_written(tmp_path: Path) -> None:
+    stage = Stage(from_step=4, weights={"web": 0.1 + 0.2})
+    learned = Decision(by="mixing", step=4, reason="web 1.0", stage=stage, state={"time": 1})
+    back = Decision(by="autopilot", step=9, reason="", stage=Stage(from_step=3, skip_steps=5))
+    decided = _decided(learned).with_new(back)
+    decided.write(tmp_path)
+    assert read_decisions(tmp_path) == decided
+    assert [d.void for d in decided.decisions] == [True, False], "learned from what is taken back"
+    assert decided.stages == [back.stage] and read_decisions(tmp_path / "none") is None
+    (tmp_path / "decisions.json").write_text('{"num_epochs": 1}')
+    with pytest.raises(ConfigError, match="num_steps"):
+        read_decisions(tmp_path)
+
+
+# ---- Mixtures
+
+
+def test_odm_is_the_formula_of_its_paper() -> None:
+    """arXiv 2312.02406, algorithm 1, three decisions of two sources."""
+    losses = [{"a": 3.0, "b": 2.0}, {"a": 2.5}, {"a": 2.0, "b": 1.9}]
+    weights, state, rewards = {"a": 0.5, "b": 0.5}, {}, {"a": 0.0, "b": 0.0}
+    for t, seen in enumerate(losses, start=1):
+        report = SourceReport(
+            step=t, num_steps=9, losses=seen, label_tokens={}, weights=weights, state=state
+        )
+        for name, loss in seen.items():
+            rewards[name] = 0.9 * rewards[name] + 0.1 * loss / weights[name]
+        now, before = (min(0.5, math.sqrt(math.log(2) / (2 * max(1, u)))) for u in (t, t - 1))
+        powers = {name: math.exp(before * reward) for name, reward in rewards.items()}
+        expected = {n: (1 - 2 * now) * p / sum(powers.values()) + now for n, p in powers.items()}
+        weights, state = odm(report)
+        assert weights == pytest.approx(expected)
+        assert state["rewards"] == pytest.approx(rewards)
+        assert sum(weights.values()) == pytest.approx(1) and min(weights.values()) >= now - 1e-12
+
+
+def test_report_has_the_means_since_the_last_decision() -> None:
+    def of(step: int, loss: float, labels: int) -> dict[str, Any]:
+        return {
+            "step": step, "source_loss": {"web": loss}, "source_label_tokens": {"web": labels}
+        }  # fmt: skip
+
+    lines = [of(0, 9.0, 1), of(1, 2.0, 10), of(2, 4.0, 30), of(3, 1.0, 5)]
+    stage = Stage(from_step=1, weights={"web": 1})
+    made = _decided(Decision(by="mixing", step=1, reason="", stage=stage, state={"time": 4}))
+    report = report_of(lines, made, {"web": 3.0, "code": 1.0}, 9, step=3)
+    assert report.losses == {"web": 3.5} and report.label_tokens == {"web": 40}
+    assert report.weights == {"web": 0.75, "code": 0.25} and report.state == {"time": 4}
+
+
+REPORT = SourceReport(
+    step=5, num_steps=9, losses={"a": 1.0}, label_tokens={"a": 3}, weights={"a": 0.5, "b": 0.5}
+)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"c": 1}, "gives a weight to 'c', which is no source"),
+        ({"a": -1}, "gives 'a' the weight -1.0; it must be 0 or more"),
+        ({"a": math.nan}, "the weight nan"),
+        ({"a": 0}, "gives no source a weight"),
+        (3, "failed at step 5: AttributeError"),
+    ],
+)
+def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) -> None:
+    config = MixingConfig(rule="tests.training.mixing_rules:answers", options={"weights": weights})
+    with pytest.raises(ConfigError, match=message):
+        next_mixture(config, REPORT)
+
+
+# ---- Real runs
+
+ROW, PER_STEP, BEGIN, NOISE = 64, 8, 40, 10  # steps
+
+
+def noisy(folder: Path) -> Path:
+    """A blend of one source by score: walks, then a stretch of noise, then walks again."""
+    random = np.random.default_rng(3)
+    steps = 90
+    with IndexedDatasetBuilder(folder / "web", np.uint16, vocab_size=VOCAB) as builder:
+        for i in range(steps * PER_STEP):
+            if BEGIN <= i // PER_STEP < BEGIN + NOISE:
+                tokens = random.integers(0, VOCAB, ROW)
+            else:
+                walk = random.choice([0, 1, 2], ROW, p=[0.1, 0.8, 0.1]).cumsum()
+                tokens = (random.integers(VOCAB) + walk) % VOCAB
+            builder.add_document(tokens.astype(np.uint16))
+    pack([ROW] * (steps * PER_STEP), buckets=[ROW]).save(folder / "web.samples")
+    np.save(folder / "scores.npy", np.arange(steps * PER_STEP, dtype=np.float64))
+    source = {"prefix": "web", "index": "web.samples", "scores": "scores.npy", "name": "web"}
+    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": [source]}))
+    return folder / "blend.yaml"
+
+
+def autopilot_config(folder: Path, blend: Path, run_dir: Path, **sections: Any) -> Path:
+    return Corpus(folder).config(
+        run_dir,
+        num_steps=64,
+        data={
+            "blend": str(blend), "prefix": None, "index": None, "valid_prefix": None,
+            "tokens_per_step": PER_STEP * ROW, "micro_batch_tokens": 2 * ROW,
+        },
+        optimizer={"lr": 0.02, "clip": 1.0},
+        learning_rate={"kind": "constant", "warmup_steps": 4},
+        checkpoint={"every": 5, "keep": 4, "export": False, "asynchronous": False},
+        logging={"every": 2, "tensorboard": False, "batches": True},
+        autopilot={"spikes": True, "window": 16, "deviations": 6.0},
+        **sections,
+    )  # fmt: skip
+
+
+@pytest.mark.multiprocess
+def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
+    zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blend = noisy(tmp_path)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    output = start_run(zygote, autopilot_config(tmp_path, blend, whole), "whole").succeed()
+    assert "steps are skipped from step" in output
+    log = read_log(whole)
+    assert [item["step"] for item in log] == list(range(64))
+    high = [item["step"] for item in log[36:] if item["loss"] > 1.5]
+    assert len(high) < CONFIG.confirm, "of ten steps of noise hardly one was trained on"
+    decided = read_decisions(whole)
+    assert decided is not None and 1 <= len(decided.decisions) <= 4
+    skipped = range(BEGIN - 2 * PER_STEP, BEGIN + 60)
+    assert all(d.by == "autopilot" and d.begin in skipped for d in decided.decisions)
+
+    config = autopilot_config(tmp_path, blend, killed, engine={"silence_seconds": 30})
+    fault = {0: {"faults": {"kill_before_step": [decided.decisions[0].begin + 4]}}}
+    codes = start_run(zygote, config, "killed", of_rank=fault).wait()
+    assert codes[0] == -signal.SIGKILL and codes[1] == LOST_CONTACT
+    start_run(zygote, config, "resumed", ranks=1).succeed()
+    assert read_decisions(killed) is not None
+    ours, theirs = read_decisions(killed), decided
+    assert [d.stage for d in ours.decisions] == [d.stage for d in theirs.decisions]
+    after = read_log(killed)
+    assert [i["samples"] for i in after] == [i["samples"] for i in log]
+    assert [i["loss"] for i in after] == pytest.approx([i["loss"] for i in log], rel=2e-3)
+
+    assert build(["trace", str(whole / "config.yaml"), "--skipped", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["decisions"]
+    shown = [s for fact in facts for step in fact["skipped"] for s in step["samples"]]
+    noise = range(BEGIN * PER_STEP, (BEGIN + NOISE) * PER_STEP)
+    assert set(noise) <= {sample["segments"][0][0] for sample in shown}, "one command shows it all"
+
+
+@pytest.mark.multiprocess
+def test_mixing_that_was_decided_is_replayed_at_every_resume(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    sections: dict[str, Any] = {
+        "num_steps": 16,
+        "mixing": {"rule": "tests.training.mixing_rules:doubles", "every": 4},
+        "checkpoint": {"every": 3, "asynchronous": False, "export": False},
+        "evaluation": {"every": None},
+    }
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    start_run(zygote, blend_config(blend, corpus, whole, **sections), "whole").succeed()
+    config = blend_config(blend, corpus, moved, **sections)
+    for stop, ranks in ((5, 1), (8, 4), (13, 2), (16, 1)):
+        start_run(zygote, config, f"to{stop}", f"stop_at={stop}", ranks=ranks).succeed()
+    ours, theirs = read_decisions(moved), read_decisions(whole)
+    assert ours is not None and theirs is not None
+    assert [d.begin for d in ours.decisions] == [4, 8, 12]
+    for mine, other in zip(ours.decisions, theirs.decisions, strict=True):
+        assert mine.stage == other.stage and mine.step == other.step
+    samples = [[item["samples"] for item in read_log(run)] for run in (moved, whole)]
+    assert samples[0] == samples[1]

@@ -1,0 +1,139 @@
+"""Checkpoints as a team needs them: milestones that stay, branches from them, a mirror far away."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.config import load_config
+from megapack.errors import ConfigError
+from megapack.storage.metadata import checksum
+from megapack.training.config import CheckpointConfig, PretrainConfig
+
+from .conftest import Corpus
+from .processes import Zygote, read_log, start_run
+
+pytestmark = pytest.mark.multiprocess
+STEPS = 12
+
+
+def _sections(**checkpoint: Any) -> dict[str, Any]:
+    return {
+        "num_steps": STEPS,
+        "evaluation": {"every": None},
+        "checkpoint": {"every": 2, "keep": 1, "export": False, "asynchronous": False, **checkpoint},
+    }
+
+
+def _tags(run_dir: Path) -> list[int]:
+    return sorted(int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*"))
+
+
+def _sums(run_dir: Path) -> dict[str, str]:
+    return {str(p): checksum(p) for p in sorted(run_dir.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trunk(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trunk") / "run"
+    sections = _sections(keep_every=4, keep_steps=[5])
+    start_run(zygote, corpus.config(run_dir, **sections), "trunk").succeed()
+    return run_dir
+
+
+def test_milestones_stay_beside_the_newest(trunk: Path) -> None:
+    assert _tags(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
+    assert (trunk / "checkpoints" / "latest").read_text().startswith("step_00000012_")
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_branch_continues_the_data_order_and_leaves_its_trunk_alone(
+    zygote: Zygote, corpus: Corpus, trunk: Path, tmp_path: Path, ranks: int
+) -> None:
+    before = _sums(trunk)
+    (milestone,) = (trunk / "checkpoints").glob("step_00000005_*")
+    decay = {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 2}
+    config = corpus.config(tmp_path / "run", learning_rate=decay, **_sections())
+    tree = load_config(PretrainConfig, config, [f"checkpoint.branch_from={milestone}"])
+    assert tree.checkpoint.branch_from == str(milestone)
+    branch = f"checkpoint.branch_from={milestone}"
+    output = start_run(zygote, config, "branch", branch, "stop_at=9", ranks=ranks).succeed()
+    assert f"continuing at step 5 from {milestone.name}" in output
+    again = start_run(zygote, config, "more", branch, ranks=ranks).succeed()
+    assert "continuing at step 9" in again, "its own checkpoints go before the trunk's"
+    ours, theirs = read_log(tmp_path / "run"), read_log(trunk)
+    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+    assert [line["loss"] for line in ours[:5]] == [line["loss"] for line in theirs[:5]]
+    assert ours[5]["loss"] == pytest.approx(theirs[5]["loss"], rel=1e-3)
+    assert ours[-1]["lr"] != theirs[-1]["lr"], "the branch has a learning rate of its own"
+    assert _sums(trunk) == before
+
+
+def test_branch_from_nothing_is_refused_before_ranks_meet(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = corpus.config(
+        tmp_path / "run", **_sections(branch_from=str(tmp_path / "step_00000003_x"))
+    )
+    ranks = start_run(zygote, config, "none", ranks=1)
+    assert ranks.wait() == [1] and "manifest.json cannot be read" in ranks.output()
+
+
+def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    store, run_dir = tmp_path / "store", tmp_path / "run"
+    store.mkdir()
+    mirror = f"file://{store}/run"
+    env = {"MEGAPACK_CACHE": str(tmp_path / "cache")}
+    config = corpus.config(run_dir, **_sections(mirror=mirror, keep=2))
+    start_run(zygote, config, "first", "stop_at=7", env=env).succeed()
+    kept = sorted(p.name for p in store.glob("run/*.manifest.json"))
+    assert [int(name.split("_")[1]) for name in kept] == _tags(run_dir) == [6, 7]
+    shutil.rmtree(run_dir)
+    output = start_run(zygote, config, "restored", env=env).succeed()
+    assert "restored step_00000007" in output and "continuing at step 7" in output
+    whole = tmp_path / "whole"
+    start_run(zygote, corpus.config(whole, **_sections()), "whole").succeed()
+    ours, theirs = read_log(run_dir), read_log(whole)[7:]
+    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    # What was damaged far away is refused, whatever its name says.
+    shutil.rmtree(run_dir)
+    newest = sorted(store.glob("run/step_*/*.pt"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    ranks = start_run(zygote, config, "damaged", env=env)
+    assert ranks.wait() == [1, 1] and "another checksum than when it was written" in ranks.output()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mirror": "/local"}, r"mirror is '/local'; it is an address"),
+        ({"keep_every": 0}, "keep_every is 0"),
+        ({"keep_steps": (0,)}, "keep_steps is 0"),
+    ],
+)
+def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CheckpointConfig(**keys)
+
+
+def test_manifest_of_the_mirror_is_the_last_of_its_objects(tmp_path: Path) -> None:
+    """So a checkpoint is complete there or absent."""
+    from megapack.training.engine.checkpoint import CheckpointManifest, Mirror  # noqa: PLC0415
+
+    directory, store = tmp_path / "checkpoints", tmp_path / "store"
+    (directory / "step_00000002_tokens_9").mkdir(parents=True)
+    store.mkdir()
+    manifest = CheckpointManifest(
+        step=2, world_size=1, zero_stage=1, state={}, files={"gone.pt": {"bytes": 1, "xxh3": "0"}}
+    )
+    manifest.write(directory / "step_00000002_tokens_9")
+    mirror = Mirror(f"file://{store}/run")
+    mirror.copy(directory, ["step_00000002_tokens_9"], "step_00000002_tokens_9")
+    mirror.wait()
+    assert json.dumps(mirror.tags()) == "[]", "a file of it could not be read"
