@@ -436,7 +436,7 @@ class Schedule:
         mixture = self.samples.mixture
         if finite:
             _check_tokens_once(self.samples.indices)
-            mixture = replace(mixture, weights=None, stages=())
+            mixture = replace(mixture, weights=None, stages=(), decided=())
         self.finite = finite
         self.program = resolve(self.config, mixture)
         self.stages = open_stages(self.program, self.samples, finite=finite)
