@@ -140,6 +140,16 @@ def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: in
         assert "cu_seqlens_padded" not in batch
 
 
+def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
+    """Kernels are told where aligned segments may end, not where their tokens do."""
+    dataset = write_documents(tmp_path / "docs", [[1, 2, 3, 4, 5]])
+    packed = PackedDataset(dataset, index_of({8: [[(0, 0, 5)]]}, [5]), alignment=8)
+    layout = BatchLayout(micro_batch_tokens=8)
+    batch = packed.micro_batch(np.array([0]), layout=layout, capacity=8)
+    assert batch["cu_seqlens"].tolist() == [0, 5]
+    assert batch["max_seqlen"] == 8
+
+
 @given(case=corpora())
 def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str, Any]) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
