@@ -316,7 +316,8 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
         with worker.engine.eval_mode():
             worker.engine.infer_batch(data, loss_function=loss_function)
         # verl divides by the number of label tokens, which changes with the tokens.
-        return torch.cat(found) * tensors["loss_mask"].values().sum()
+        num_labels: Tensor = tensors["loss_mask"].values().sum()
+        return torch.cat(found) * num_labels
 
     return probe(
         forward,

@@ -55,6 +55,9 @@ def use_cpu() -> None:
     }
     names |= {"device_name": "cpu", "vendor_name": "cpu", "device_module": Device("device")}
     platform.set_platform(type("CPU", (platform.PlatformBase,), names)())
+    # verl names a backend for the CPU and one for its device; torch wants each device once.
+    stock = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *_, **options: stock("gloo")
 
 
 def put_in(fault: str) -> None:

@@ -2,9 +2,9 @@
 
 MEGAPACK_VERL names folders, as PATH does: verl 0.9.1 or a checkout, and what it imports (pip
 install --no-deps --target FOLDER verl tensordict codetiming hydra-core omegaconf pyvers cachetools
-peft and antlr4-python3-runtime of omegaconf; for its SFT trainer, tests/hosts/test_verl_sft.py, also
-the transformers that it wants, with its tokenizers, huggingface_hub, httpx, httpcore and datasets, a
-trl with AutoModelForCausalLMWithValueHead, orjson, fastapi and starlette).
+peft and antlr4-python3-runtime of omegaconf). Its SFT trainer (tests/hosts/test_verl_sft.py) wants
+more: a transformers that it knows with its tokenizers, huggingface_hub, httpx, httpcore and
+datasets, a trl with AutoModelForCausalLMWithValueHead, orjson, fastapi and starlette.
 """
 
 from __future__ import annotations
