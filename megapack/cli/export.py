@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     index = SampleIndex.load(args.samples)
     dataset = IndexedDataset(prefix_of_samples(args.samples, index))
     index.check_source(dataset)
-    rows = Rows(dataset, index, pad=token_id(args.eod_token, args.tokenizer))
+    rows = PackedRows(dataset, index, pad=token_id(args.eod_token, args.tokenizer))
     with (
         Work(f"exporting {count(index.num_samples)} samples") as work,
         atomic_write(output) as file,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """A row of Bridge's packed parquet."""
 
     input_ids: NDArray[np.int32]
@@ -85,7 +85,7 @@ class Row(NamedTuple):
     seq_start_id: NDArray[np.int32]
 
 
-class Rows:
+class PackedRows:
     """The samples of an index as rows, by rising capacity, each of one bucket.
 
     Args:
@@ -107,7 +107,7 @@ class Rows:
                 "padded with the end token: give --eod-token"
             )
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[PackedRow]:
         bounds = self.index.bucket_sample_offsets.tolist()
         for begin, end, capacity in zip(
             bounds, bounds[1:], self.index.bucket_capacity, strict=False
@@ -122,7 +122,7 @@ class Rows:
                 if row:
                     tokens, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
                     starts = np.cumsum([0, *(len(part) for part, _ in row[:-1])])
-                    yield Row(tokens, masks, starts.astype(np.int32))
+                    yield PackedRow(tokens, masks, starts.astype(np.int32))
 
     def sequence(
         self, document: int, begin: int, length: int
@@ -152,7 +152,7 @@ class Rows:
         return tokens, mask
 
 
-def _write(file: Any, rows: Rows, work: Work) -> dict[str, Any]:
+def _write(file: Any, rows: PackedRows, work: Work) -> dict[str, Any]:
     """Write the rows; what Bridge wants to know of them, and how many there are."""
     arrow = require("pyarrow", "writing parquet")
     parquet = require("pyarrow.parquet", "writing parquet")
