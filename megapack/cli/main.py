@@ -38,6 +38,7 @@ COMMANDS = {
     "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
     "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),
     "upload": ("megapack.cli.upload", "datasets and their .samples -> an object store"),
+    "export": ("megapack.cli.export", "samples -> files of another trainer"),
     "import": ("megapack.cli.import_", "index other people's token files"),
 }
 

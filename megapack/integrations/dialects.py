@@ -19,7 +19,7 @@ known) and a whole one:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -58,7 +58,6 @@ class Dialect:
         longest: keys of the longest segment, an int or int32 (rows,), as the batch has it.
         lengths: key of document lengths, int32 (rows, most), the rest 0; and of their maxima, a
             list of one int per row.
-        nested: tokens, positions and mask are nested tensors of a document each.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Dialect:
     ends_dtype: torch.dtype = torch.int32
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
-    nested: bool = False
 
     @property
     def of_text(self) -> bool:
@@ -144,7 +142,6 @@ VERL_SFT = Dialect(
     mask_of_target=True,
     positions="position_ids",
     restart=True,
-    nested=True,
 )
 DIALECTS = {
     "transformers": TRANSFORMERS,
@@ -267,11 +264,6 @@ def _tell_ends(batch: Mapping[str, Any], dialect: Dialect, told: dict[str, Any])
         key, longest = dialect.lengths
         told[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
         told[longest] = [int(values.max()) for values in lengths]
-    if dialect.nested:
-        ends = pad(segments.lengths.cumsum(0), (1, 0))
-        for name in (dialect.tokens, dialect.positions, dialect.mask):
-            if name is not None:
-                told[name] = torch.nested.nested_tensor_from_jagged(told[name].flatten(), ends)
 
 
 # ---- What a host makes of it
@@ -295,9 +287,7 @@ def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
         told: of ``emit``, or what a host's loader made of it, on the CPU.
         dialect: the host's.
     """
-    flat: Callable[[Any], Tensor] = _values if dialect.nested else _identity
-    text = flat(told[dialect.tokens])
-    text = text if text.dim() == 2 else text[None]
+    text = told[dialect.tokens]
     tokens = text[:, :-1] if dialect.one_more else text
     if dialect.labels is not None:
         targets = told[dialect.labels]
@@ -307,27 +297,14 @@ def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
     if dialect.mask is None:
         weights = (targets != dialect.ignored).float()
     else:
-        weights = flat(told[dialect.mask]).float().view(tokens.shape)
+        weights = told[dialect.mask].float()
         weights = weights.roll(-1, dims=1) if dialect.mask_of_target else weights
     terms = LossTerms(targets.reshape(-1), weights.reshape(-1))
     return Told(tokens.reshape(-1), _segments(told, dialect, tokens.shape), terms)
 
 
-def _identity(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _values(nested: Any) -> Tensor:
-    values: Tensor = nested.values()
-    return values
-
-
 def _segments(told: dict[str, Any], dialect: Dialect, shape: torch.Size) -> list[tuple[int, int]]:
     rows, row = shape
-    if dialect.nested:
-        ends = told[dialect.tokens].offsets().tolist()
-        return [(a, b - a) for a, b in pairwise(ends)]
     if dialect.lengths is not None:
         listed = [[n for n in line if n] for line in told[dialect.lengths[0]].tolist()]
     elif dialect.restart:

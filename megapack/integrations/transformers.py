@@ -15,6 +15,7 @@ A micro batch is one row of segments with the names that transformers' attention
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,7 @@ from megapack.data import (
 )
 from megapack.data.loader import fetching_ahead
 from megapack.errors import ConfigError, MegapackWarning
-from megapack.integrations.dialects import TRANSFORMERS, emit
+from megapack.integrations.dialects import IGNORED, TRANSFORMERS, emit
 
 logger = logging.getLogger("megapack")
 
@@ -293,8 +294,9 @@ class PackedTrainerMixin:
     ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
 
     Attributes:
-        probe: whether the model is tried on the first micro batch before it trains on it
-            (``megapack.integrations.probe``): four forwards, and the log says their seconds.
+        probe: whether the model is tried on the first micro batch before it trains on it: four
+            forwards (``megapack.integrations.probe``), and one of its loss, which must take the
+            labels of the batch; the log says the seconds of the four.
     """
 
     probe: bool = True
@@ -351,9 +353,55 @@ class PackedTrainerMixin:
         model.eval()
         try:
             seconds = probe(forward, batch, host=type(self.model).__name__)
+            self._check_loss(model, batch)
         finally:
             model.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
+
+    def _check_loss(self, model: Any, batch: Batch) -> None:
+        """Whether the loss of a micro batch is that of its labels.
+
+        The gradient of a loss by the logits of a token is below 0 at the label that it took, and 0
+        where it took none. A loss that makes no logits (fused with the head) is not seen.
+        """
+        found: list[torch.Tensor] = []
+
+        def keep(head: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
+            del head, given
+            found.append(logits.detach().requires_grad_())
+            return found[-1]
+
+        inputs = {
+            name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
+            for name, value in model_inputs(batch).items()
+        }
+        told = copy.deepcopy(getattr(self, "_metrics", None))  # what TRL counts for its log
+        head = self.model.get_output_embeddings()
+        hook = None if head is None else head.register_forward_hook(keep)
+        try:
+            loss = super().compute_loss(model, inputs)  # type: ignore[misc]
+        finally:
+            if hook is not None:
+                hook.remove()
+        if told is not None:
+            self._metrics = told
+        if len(found) != 1 or not loss.requires_grad or found[0].dim() != 3:
+            logger.info("the loss makes no logits of every token: its labels were not tried")
+            return
+        labels = batch["labels"].flatten()
+        scaled = loss * (labels >= 0).sum().to(loss.device)  # or half precision loses it
+        (gradient,) = torch.autograd.grad(scaled, found)
+        lowest, taken = gradient.flatten(0, 1).min(dim=-1)
+        taken = torch.where(lowest < 0, taken, IGNORED).cpu()
+        wrong = (taken != labels).nonzero()[:, 0]
+        if len(wrong):
+            i = int(wrong[0])
+            raise ConfigError(
+                f"the loss of {type(self.model).__name__} has label {int(taken[i])} for token {i}, "
+                f"and the batch has {int(labels[i])} ({IGNORED}: none), one of {len(wrong)} of "
+                f"{len(labels)}: is the mask, or are the labels, shifted once too often? Look at "
+                "compute_loss, compute_loss_func and the model's loss_function"
+            )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Every sample of ``MicroBatches`` once, or what Trainer makes of any other dataset."""

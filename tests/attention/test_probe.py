@@ -137,3 +137,26 @@ def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
     fixed = logits_of()(make_batch()).detach()
     with pytest.raises(ConfigError, match="do not depend on the batch"):
         probe(lambda _: fixed, make_batch())
+
+
+def told_by_text(batch: dict[str, Any]) -> Tensor:
+    """Labels that a host which takes them from the tokens can be told: those that stand next."""
+    return (batch["loss_mask"] != 0) & (batch["labels"] == batch["tokens"].roll(-1).view(2, 12))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_host_that_takes_labels_from_the_text_is_probed_by_those_it_is_told(joined: bool) -> None:
+    model = logits_of((lambda ends: torch.cat([ends[:2], ends[3:]])) if joined else lambda e: e)
+    batch = make_batch()
+
+    def forward(asked: dict[str, Any]) -> Tensor:
+        following = asked["tokens"].flatten().roll(-1)
+        losses = nn.functional.cross_entropy(model(asked), following, reduction="none")
+        return losses * told_by_text(asked).flatten()
+
+    options: dict[str, Any] = {"outputs": "losses", "counted": told_by_text}
+    if not joined:
+        assert probe(forward, batch, **options) >= 0
+        return
+    with pytest.raises(ConfigError, match="another document"):
+        probe(forward, batch, **options)

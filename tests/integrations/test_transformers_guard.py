@@ -107,6 +107,37 @@ def test_boundaries_that_are_lost_on_the_way_to_the_model_are_found(
     assert trainer.train().global_step == 1
 
 
+@pytest.mark.parametrize("path", ["the batch", "the loss", "the model"])
+def test_labels_that_are_shifted_once_too_often_are_found(
+    path: str, batches: MicroBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = packed_trainer(batches, tmp_path)
+    if path == "the batch":
+        stock = adapter.model_inputs
+
+        def shifted(batch: Any) -> dict[str, Any]:
+            inputs = stock(batch)
+            return {**inputs, "shift_labels": inputs["shift_labels"].roll(-1, dims=1)}
+
+        monkeypatch.setattr(adapter, "model_inputs", shifted)
+    elif path == "the loss":
+
+        def next_but_one(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            del num_items_in_batch
+            return torch.nn.functional.cross_entropy(outputs.logits[0, :-2], labels[0, 2:])
+
+        trainer.compute_loss_func = next_but_one
+    else:
+        loss_function = trainer.model.loss_function
+
+        def without_shift_labels(*args: Any, shift_labels: Any = None, **options: Any) -> Any:
+            return loss_function(*args, shift_labels=shift_labels.roll(1, dims=1), **options)
+
+        trainer.model.loss_function = without_shift_labels
+    with pytest.raises(ConfigError, match=r"the loss of LlamaForCausalLM has label .* shifted"):
+        trainer.train()
+
+
 def test_a_probed_model_trains_as_one_that_was_not(
     batches: MicroBatches, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,8 +1,10 @@
 """verl's batch balancing by plan_step: laws without verl, steps with verl as it is published.
 
-MEGAPACK_VERL names a folder in which verl 0.9.1 and what it imports are installed (pip install
---no-deps --target FOLDER verl tensordict codetiming hydra-core omegaconf pyvers cachetools peft
-and antlr4-python3-runtime of omegaconf), or a checkout with those installed.
+MEGAPACK_VERL names folders, as PATH does: verl 0.9.1 or a checkout, and what it imports (pip
+install --no-deps --target FOLDER verl tensordict codetiming hydra-core omegaconf pyvers cachetools
+peft and antlr4-python3-runtime of omegaconf). Its SFT trainer (tests/hosts/test_verl_sft.py) wants
+more: a transformers that it knows with its tokenizers, huggingface_hub, httpx, httpcore and
+datasets, a trl with AutoModelForCausalLMWithValueHead, orjson, fastapi and starlette.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def test_partitions_that_cannot_be_are_refused() -> None:
 
 
 def _import_verl() -> Any:
-    sys.path.append(str(VERL))
+    sys.path.extend(str(VERL).split(os.pathsep))
     import verl.utils.seqlen_balancing as home  # noqa: PLC0415
 
     return home

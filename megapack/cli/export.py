@@ -1,0 +1,187 @@
+"""Write packed samples for a trainer that reads files of its own and no index.
+
+--format bridge: the packed parquet of Megatron-Bridge (packed_train_data_path), with the labels of
+PREFIX.labels where they stand. A row is samples of one bucket, as many as the largest bucket holds;
+a segment is a sequence of it, which Bridge cuts into inputs and labels:
+
+  document       5 6 7 8 | 9        a segment of 4 tokens and, as it goes on, the one behind it
+  input_ids      5 6 7 8   9        inputs 5 6 7 8, labels 6 7 8 9
+  loss_mask      0 1 1 0   0        of the token that predicts; the last one is never read
+  seq_start_id   0                  of every sequence its first token
+
+Beside it NAME.metadata.json is written (packed_metadata_path). Samples that were packed with
+--alignment have their sequences padded to it (pad_seq_to_mult) with --eod-token.
+
+examples:
+  megapack-build export chats.samples --format bridge --output train.idx.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack.cli.arguments import add_shared, token_id
+from megapack.cli.datasets import local_file
+from megapack.cli.report import Work, printed_as_json
+from megapack.errors import ConfigError, require
+from megapack.packing import SampleIndex
+from megapack.packing.verify import prefix_of_samples
+from megapack.storage import IndexedDataset
+from megapack.storage.dataset import open_labels
+from megapack.storage.files import atomic_write, check_target
+from megapack.units import count
+
+SUFFIXES = (".parquet", ".pq")  # by which Bridge knows them
+ROWS_PER_GROUP = 500  # Bridge reads a row group for a row; as it writes them itself
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("samples", metavar="SAMPLES", help="a .samples file of `pack`")
+    parser.add_argument("--format", choices=("bridge",), required=True, help="of what is written")
+    add_shared(parser, "--output", required=True, help="ends in .parquet or .pq")
+    add_shared(parser, "--eod-token", help="pads aligned samples; a name needs --tokenizer")
+    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
+    add_shared(parser, "--overwrite", "--json")
+
+
+def run(args: argparse.Namespace) -> int:
+    output = local_file(args.output, "--output")
+    if output.suffix not in SUFFIXES:
+        raise ConfigError(f"--output is {output}; Bridge reads {' and '.join(SUFFIXES)}")
+    metadata = output.with_name(output.name.partition(".")[0] + ".metadata.json")
+    for path in (output, metadata):
+        check_target(path, overwrite=args.overwrite, difference="it may hold something else")
+    index = SampleIndex.load(args.samples)
+    dataset = IndexedDataset(prefix_of_samples(args.samples, index))
+    index.check_source(dataset)
+    rows = PackedRows(dataset, index, pad=token_id(args.eod_token, args.tokenizer))
+    with (
+        Work(f"exporting {count(index.num_samples)} samples") as work,
+        atomic_write(output) as file,
+    ):
+        facts = _write(file, rows, work)
+    with atomic_write(metadata, "w") as file:
+        json.dump([facts], file)
+    facts |= {"output": str(output), "metadata": str(metadata), "pad_seq_to_mult": index.alignment}
+    if not printed_as_json(args, facts):
+        counts = (f"{count(facts[f'num_{n}'])} {n}" for n in ("rows", "sequences", "labels"))
+        print(f"{output}: {', '.join(counts)}")
+        print(f"packed_sequence_size={facts['pack_size']} pad_seq_to_mult={index.alignment}")
+    return 0
+
+
+class PackedRow(NamedTuple):
+    """A row of Bridge's packed parquet."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.int8]
+    seq_start_id: NDArray[np.int32]
+
+
+class PackedRows:
+    """The samples of an index as rows, by rising capacity, each of one bucket.
+
+    Args:
+        dataset, index: the documents and their samples.
+        pad: id that fills aligned sequences.
+
+    Raises:
+        ConfigError: the samples are aligned, and there is no `pad`.
+        IndexMismatchError: labels of other documents.
+    """
+
+    def __init__(self, dataset: IndexedDataset, index: SampleIndex, pad: int | None) -> None:
+        self.dataset, self.index, self.pad = dataset, index, pad
+        self.labels = open_labels(dataset)
+        self.largest = int(index.bucket_capacity[-1])
+        if index.alignment > 1 and pad is None:
+            raise ConfigError(
+                f"{index.path} is aligned to {index.alignment} tokens, and Bridge's sequences are "
+                "padded with the end token: give --eod-token"
+            )
+
+    def __iter__(self) -> Iterator[PackedRow]:
+        bounds = self.index.bucket_sample_offsets.tolist()
+        for begin, end, capacity in zip(
+            bounds, bounds[1:], self.index.bucket_capacity, strict=False
+        ):
+            samples_per_row = self.largest // int(capacity)
+            for first in range(begin, end, samples_per_row):
+                samples = range(first, min(end, first + samples_per_row))
+                segments = [segment for i in samples for segment in self.index.sample(i)[1]]
+                sequences = [self.sequence(*segment) for segment in segments]
+                # Alone at the end of a document a token predicts nothing.
+                row = [(tokens, mask) for tokens, mask in sequences if len(tokens) > 1]
+                if row:
+                    tokens, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
+                    starts = np.cumsum([0, *(len(part) for part, _ in row[:-1])])
+                    yield PackedRow(tokens, masks, starts.astype(np.int32))
+
+    def sequence(
+        self, document: int, begin: int, length: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
+        """Tokens of a segment with the one behind it, if there is one, and their loss mask.
+
+        Raises:
+            ConfigError: a label is another token than the next one.
+        """
+        first = int(self.dataset.document_offsets[document])
+        end = min(begin + length + 1, int(self.dataset.document_lengths[document]))
+        tokens = self.dataset.tokens[first + begin : first + end].astype(np.int32)
+        labels = (self.labels or self.dataset).tokens[first + begin : first + end]
+        mask = np.zeros(len(tokens), np.int8)
+        mask[:-1] = labels[1:] >= 0
+        other = mask[:-1].astype(bool) & (labels[1:] != tokens[1:])
+        if other.any():
+            raise ConfigError(
+                f"document {document} has label {labels[1:][other][0]} for token "
+                f"{tokens[1:][other][0]}, and Bridge takes labels from tokens: train with another "
+                "host, or write labels that are the token or -100"
+            )
+        room = -(len(tokens) - 1) % self.index.alignment
+        if room:
+            tokens = np.append(tokens, np.full(room, self.pad, np.int32))
+            mask = np.append(mask, np.zeros(room, np.int8))
+        return tokens, mask
+
+
+def _write(file: Any, rows: PackedRows, work: Work) -> dict[str, Any]:
+    """Write the rows; what Bridge wants to know of them, and how many there are."""
+    arrow = require("pyarrow", "writing parquet")
+    parquet = require("pyarrow.parquet", "writing parquet")
+    types = {"input_ids": arrow.int32(), "loss_mask": arrow.int8(), "seq_start_id": arrow.int32()}
+    schema = arrow.schema({name: arrow.list_(of) for name, of in types.items()})
+    longest, sizes, sequences, labels = 0, [], [], 0
+    remaining = iter(rows)
+    with parquet.ParquetWriter(file, schema) as writer:
+        while group := list(islice(remaining, ROWS_PER_GROUP)):
+            columns = zip(zip(*group, strict=True), types.values(), strict=True)
+            arrays = [arrow.array(list(values), type=arrow.list_(of)) for values, of in columns]
+            writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+            for row in group:
+                inputs = np.diff(row.seq_start_id, append=len(row.input_ids)) - 1
+                longest = max(longest, int(inputs.max()))
+                sizes.append(int(inputs.sum()))
+                sequences.append(len(inputs))
+                labels += int(row.loss_mask.sum())
+            work(len(sizes), rows.index.num_samples)
+    if not sizes:
+        raise ConfigError(f"{rows.index.path} has no sequence of two tokens: nothing to export")
+    return {
+        "dataset_max_seqlen": longest,
+        "max_samples_per_bin": max(sequences),
+        "packing_factor": round(sum(sequences) / len(sizes), 2),
+        "packing_efficiency": round(100 * sum(sizes) / len(sizes) / rows.largest, 2),
+        "pack_size": rows.largest,
+        "min_packed_seqlen": min(sizes),
+        "num_rows": len(sizes),
+        "num_sequences": sum(sequences),
+        "num_labels": labels,
+    }

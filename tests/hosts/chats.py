@@ -1,0 +1,127 @@
+"""Conversations for fine-tuning hosts, through the commands of the guide: a chat template, labels
+beside the tokens, samples that are indices. And a tiny Llama on disk, so that no hub is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megapack.cli.main import main as megapack_build
+from megapack.data import PackedDataset
+
+BUCKETS = (64, 128, 256)
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<eos>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<eos>' }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """``chats`` with its labels, ``chats.samples``, the manifest ``chats.json`` and ``model``."""
+
+    folder: Path
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def dataset(self) -> PackedDataset:
+        return PackedDataset(self.path("chats"), self.path("chats.samples"))
+
+
+def write_chats(folder: Path) -> Chats:
+    """150 conversations of some 30 to 500 tokens, a letter each: some are cut into samples."""
+    write_model(folder / "model")
+    rng = np.random.default_rng(3)
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(150):
+            turns = [
+                {"role": role, "content": "".join(rng.choice(list("abcdefgh "), length))}
+                for length in np.clip(rng.lognormal(2.2, 0.9, rng.integers(1, 4)), 2, 120).astype(
+                    int
+                )
+                for role in ("user", "assistant")
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    chats = Chats(folder)
+    tokenize = ["tokenize", "--input", chats.path("chats.jsonl"), "--messages-key", "messages"]
+    tokenize += ["--chat-format", "template", "--tokenizer", chats.path("model")]
+    assert (
+        megapack_build([*tokenize, "--workers", "1", "--output-prefix", chats.path("chats")]) == 0
+    )
+    pack = ["pack", chats.path("chats"), "--buckets", ",".join(map(str, BUCKETS))]
+    assert megapack_build([*pack, "--output", chats.path("chats.samples")]) == 0
+    sources = [{"prefix": "chats", "index": "chats.samples"}]
+    (folder / "chats.json").write_text(json.dumps({"sources": sources}))
+    return chats
+
+
+def write_model(folder: Path) -> None:
+    """A Llama of two layers and a tokenizer of bytes, as transformers keeps them."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import (  # noqa: PLC0415
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(letters),
+                num_attention_heads=4,
+                initializer_range=0.2,
+                pad_token_id=0,
+                bos_token_id=None,
+                eos_token_id=1,
+                **sizes,
+            )
+        )
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def losses_one_by_one(folder: Path, tokens: Any, begins: Any, counts: Any) -> torch.Tensor:
+    """Of every label of a stream of documents its loss, each document forwarded by itself.
+
+    Args:
+        folder: of the model.
+        tokens: ids, one document behind the other, int64 (tokens,).
+        begins: first tokens of documents, rising, the first one 0.
+        counts: which tokens are targets, bool (tokens,); never the first of a document.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    losses = []
+    for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
+        document = tokens[begin:end]
+        wanted = counts[begin:end]
+        assert not wanted[0]
+        logits = model(document[None]).logits[0].log_softmax(-1)
+        of_token = -logits[:-1].gather(1, document[1:, None])[:, 0]
+        losses.append(of_token[wanted[1:]])
+    return torch.cat(losses)

@@ -1,0 +1,108 @@
+"""verl's SFT trainer on the CPU: ``torchrun launch_verl.py FAULT key=value ...``.
+
+verl is told its device by a platform, which others than its own may be; the rest is its main().
+What every forward was handed and what came out of it goes to HOST_RECORDS, a file per rank.
+FAULT is put in on purpose: ``shifted`` has the loss mask name predictors, ``joined`` has positions
+go on over documents; ``none``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Device(types.ModuleType):
+    """torch.cpu where it has what verl asks of a device, else nothing happens."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in ("get_rng_state", "set_rng_state", "manual_seed"):
+            return getattr(torch, name)
+        given = {"current_device": "cpu", "get_device_name": "CPU", "mem_get_info": (1, 1)}
+        if name in given or not hasattr(torch.cpu, name):
+            return lambda *_, **__: given.get(name, 0)
+        return getattr(torch.cpu, name)
+
+
+def use_cpu() -> None:
+    platform: Any = importlib.import_module("verl.plugin.platform")
+    answers = {
+        "is_available": True,
+        "is_platform_available": True,
+        "current_device": "cpu",
+        "device_count": 1,
+        "get_device_capability": (None, None),
+        "communication_backend_name": "gloo",
+        "visible_devices_envvar": "NO_DEVICES",
+        "nvtx_range": contextlib.nullcontext(),
+        "ray_resource_name": "CPU",
+        "ray_noset_envvars": [],
+        "is_ipc_supported": False,
+    }
+    names: dict[str, Any] = {
+        name: lambda *_, _name=name, **__: answers.get(_name)
+        for name in platform.PlatformBase.__abstractmethods__ | answers.keys()
+    }
+    names |= {"device_name": "cpu", "vendor_name": "cpu", "device_module": Device("device")}
+    platform.set_platform(type("CPU", (platform.PlatformBase,), names)())
+    # verl names a backend for the CPU and one for its device; torch wants each device once.
+    stock = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda *_, **options: stock("gloo")
+
+
+def put_in(fault: str) -> None:
+    ours: Any = importlib.import_module("megapack.integrations.verl")
+    if fault == "shifted":
+        ours.VERL_SFT = replace(ours.VERL_SFT, mask_of_target=False)
+    if fault == "joined":
+        emit = ours.emit
+
+        def joined(batch: Any, dialect: Any) -> Any:
+            told = emit(batch, dialect)
+            going_on = torch.arange(told["input_ids"].shape[1])
+            return told | {"position_ids": going_on.expand_as(told["input_ids"])}
+
+        ours.emit = joined
+
+
+def note_forwards() -> list[dict[str, Any]]:
+    """Have the engine note training forwards: the rows, and the loss by which they count."""
+    noted: list[dict[str, Any]] = []
+    engine: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    stock = engine.FSDPEngineWithLMHead.forward_step
+
+    def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        made = stock(self, micro_batch, loss_function, forward_only)
+        if not forward_only:
+            names = ("input_ids", "position_ids", "loss_mask")
+            rows = {name: torch.stack(micro_batch[name].unbind()) for name in names}
+            noted.append(rows | {"loss": float(made[1]["loss"])})
+        return made
+
+    engine.FSDPEngineWithLMHead.forward_step = forward_step
+    return noted
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    fault = sys.argv.pop(1)
+    use_cpu()
+    put_in(fault)
+    trainer: Any = importlib.import_module("verl.trainer.sft_trainer")
+    noted = note_forwards()
+    trainer.main()
+    torch.save(noted, Path(os.environ["HOST_RECORDS"]) / f"rank{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()

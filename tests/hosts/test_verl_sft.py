@@ -1,0 +1,138 @@
+"""verl's SFT trainer, its engine and its loss on the CPU: every forward, on one rank and on two.
+
+``MEGAPACK_VERL=/path/to/checkout:/packages`` (tests/integrations/test_verl.py), with the
+transformers that this verl wants among the packages. Losses are compared with those of the
+conversations one by one, by transformers' own ``eager`` attention.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
+from tests.hosts.chats import Chats, losses_one_by_one, write_chats
+from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+
+FOLDERS = trees_of("MEGAPACK_VERL")
+ROWS_PER_STEP, ROW, STEPS = 8, 256, 3
+TOLERANCE = 2e-5  # of losses of 5 or 6, float32 under another attention and other shapes
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not FOLDERS, reason="MEGAPACK_VERL names no folder with verl"),
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    return write_chats(tmp_path_factory.mktemp("chats"))
+
+
+def settings(chats: Chats) -> dict[str, Any]:
+    """Those of the guide, and what a CPU and a tiny model want."""
+    return {
+        "data.train_files": chats.path("chats.json"),
+        "data.custom_cls.path": "pkg://megapack.integrations.verl",
+        "data.custom_cls.name": "SFTRows",
+        "data.max_length": ROW,
+        "data.train_batch_size": ROWS_PER_STEP,
+        "data.train_max_samples": STEPS * ROWS_PER_STEP + 3,
+        "data.max_token_len_per_gpu": 2 * ROW,
+        "data.num_workers": 1,
+        "trainer.total_epochs": 1,
+        "model.path": chats.path("model"),
+        "+model.override_config.attn_implementation": "sdpa",
+        "model.enable_gradient_checkpointing": False,
+        "engine.strategy": "fsdp2",
+        "engine.dtype": "float32",
+        "+engine.mixed_precision.param_dtype": "fp32",
+        "engine.use_torch_compile": False,
+        "optim.lr": 0,
+        "trainer.device": "cpu",
+        "trainer.logger": "[console]",
+        "trainer.resume_mode": "disable",
+        "checkpoint.save_contents": "[]",
+        "hydra.run.dir": "hydra",
+    }
+
+
+def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
+    folder.mkdir()
+    options = settings(chats) | {key.replace("__", "."): value for key, value in changed.items()}
+    environment = environment_of(FOLDERS[0], "hosts") | {
+        "PYTHONPATH": os.pathsep.join(map(str, [*FOLDERS, ROOT])),
+        "VERL_ENGINE_DEVICE": "cuda",  # which engine; the platform says where it runs
+        "HOST_RECORDS": str(folder),
+        "HYDRA_FULL_ERROR": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(LAUNCHERS / "launch_verl.py"), fault]
+    command += [f"{key}={value}" for key, value in options.items()]
+    return finish(command, folder, environment, "verl's SFT trainer")
+
+
+@pytest.fixture(scope="module")
+def rows(chats: Chats) -> RowDataset:
+    options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=0)
+    manifest = Manifest.read(chats.path("chats.json"))
+    return open_rows(manifest, open_sources(manifest), options, num_rows=STEPS * ROWS_PER_STEP)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
+    ranks: int, chats: Chats, rows: RowDataset, tmp_path: Path
+) -> None:
+    log = train(tmp_path / "run", chats, ranks)
+    assert log.count("documents of a row are kept apart: probed in") == ranks
+    told = [float(loss) for loss in re.findall(r"train/loss:([0-9.]+)", log)]
+    assert len(told) == STEPS
+    noted = [torch.load(tmp_path / "run" / f"rank{rank}.pt") for rank in range(ranks)]
+    per_rank = len(noted[0]) // STEPS
+    assert per_rank >= ROWS_PER_STEP // ranks // 2
+    buckets = set()
+    for step in range(STEPS):
+        calls = [call for of in noted for call in of[step * per_rank : (step + 1) * per_rank]]
+        found = {
+            name: torch.cat([call[name] for call in calls]) for name in calls[0] if name != "loss"
+        }
+        numbers = range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP)
+        expected = rows.micro_batch(numbers)["tokens"]
+        assert sorted(found["input_ids"].tolist()) == sorted(expected.tolist())
+        buckets.add(rows.bucket_of(numbers[0]))
+        flat = {name: value.flatten() for name, value in found.items()}
+        begins = (flat["position_ids"] == 0).nonzero()[:, 0].tolist()
+        assert len(begins) > ROWS_PER_STEP
+        counts = flat["loss_mask"] > 0
+        losses = losses_one_by_one(Path(chats.path("model")), flat["input_ids"], begins, counts)
+        assert len(losses) == int(counts.sum()) > 100
+        assert abs(float(losses.mean()) - told[step]) < TOLERANCE
+        assert abs(sum(call["loss"] for call in calls) / ranks - told[step]) < TOLERANCE
+    assert len(buckets) > 1, "or nothing was to be kept in its step"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"fault": "shifted"}, "are the labels, shifted once too often"),
+        ({"fault": "joined"}, "see another document"),
+        ({"trainer__total_epochs": 2}, "take trainer.total_epochs=1"),
+        ({"data__pad_mode": "right"}, "data.pad_mode is 'right', which pads rows again"),
+        ({"data__val_files": "${data.train_files}"}, "are both"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_verl_stops_where_rows_would_be_trained_wrongly(
+    changed: dict[str, Any], message: str, chats: Chats, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        train(tmp_path / "run", chats, **changed)
