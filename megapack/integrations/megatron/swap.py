@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import HOST, version
+from megapack.integrations.megatron.probe import probing
 from megapack.integrations.rebinding import Rebinding
 
 __all__ = ["install", "needs_own_get_batch", "uninstall"]
@@ -42,13 +43,16 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
     return release < (0, 18)
 
 
-def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
+def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     """Rebind Megatron's dataset names to megapack's. Calling it again changes nothing.
 
     Args:
         own_get_batch: replace the script's ``get_batch`` by ours: ``auto`` does so where
             ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
             boundaries; ``no`` leaves the script as it is, whatever it does with them.
+        probe: whether the model is tried on its first micro batch before it trains on it
+            (``megapack.integrations.megatron.probe``): four forwards, and the log says their
+            seconds.
 
     Raises:
         ConfigError: own_get_batch is none of the three, or not for this release; or this release
@@ -78,11 +82,16 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
             )
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     _rebinding.replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
+    training = _import_if_present(TRAINING)
+    if probe and training is not None:
+        loop = training.training
+        get_schedule = probing(loop.get_forward_backward_func)
+        _rebinding.replace(loop, "get_forward_backward_func", get_schedule)
     if own_get_batch == "no":
         return
     if not broken:
         _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
-    elif (training := _import_if_present(TRAINING)) is not None:
+    elif training is not None:
         _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
 
 
