@@ -124,6 +124,11 @@ def prepare(arguments: list[str]) -> None:
     importlib.import_module("megatron.training.initialize")._warmup_jit_function = _nothing
     norm = importlib.import_module("megatron.core.transformer.torch_norm")
     take_sequence_parallel(norm.WrappedTorchNorm)
+    with contextlib.suppress(ModuleNotFoundError):  # main asks for them; without TE they are mocks
+        linear = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(vars(linear).get(name, int), type):
+                setattr(linear, name, type(name, (), {}))
     # The local attention of a layer takes no boundaries; ours does, but not over several ranks.
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     local = importlib.import_module("megatron.core.transformer.dot_product_attention")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import MEGATRON, emit
+from megapack.integrations.dialects import MEGATRON, MEGATRON_BRIDGE, Dialect, emit
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import (
     HOST,
@@ -71,6 +71,9 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             paths, or options that exclude each other.
     """
 
+    dialect: ClassVar[Dialect] = MEGATRON
+    """How batches tell boundaries (``install()`` knows)."""
+
     def __init__(
         self,
         dataset: PackedSources,
@@ -87,6 +90,8 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         self.rows: RowDataset | None = None
         if num_samples != 0:
             sizes = batch_sizes(evaluation=index_split is not Split.train)
+            if self.dialect is MEGATRON_BRIDGE:
+                _check_bridge(sizes)
             self.rows = open_rows(
                 dataset.manifest,
                 dataset.datasets,
@@ -134,7 +139,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """The same rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
-        return emit(self.rows.micro_batch(numbers), MEGATRON)
+        return emit(self.rows.micro_batch(numbers), self.dialect)
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``."""
@@ -216,6 +221,14 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
     return "padded"
 
 
+def _check_bridge(sizes: BatchSizes | None) -> None:
+    if sizes is not None and sizes.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge takes the boundaries "
+            "of one row per micro batch: set it to 1, and seq_length to the tokens you want"
+        )
+
+
 def _refuse_outer_blend(config: Any, index_split: Split) -> None:
     """A BlendedDataset on top would interleave rows of different buckets."""
     blend = config.blend
@@ -256,6 +269,14 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
     ) -> None:
         if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
             _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
+            if cls.dialect is MEGATRON_BRIDGE:
+                loader = getattr(config, "dataloader_type", None) or "single"
+                if loader != "single":
+                    raise ConfigError(
+                        f"dataset.dataloader_type is {loader}; rows are ordered already: 'single'"
+                    )
+                # Else its stages between the first and the last read no boundaries.
+                config.enable_in_batch_packing = True
             config = fold_blends(config)
         super().__init__(cls, sizes, is_built_on_rank, config, *more, **newer)
 

@@ -16,12 +16,13 @@ from typing import Any, Literal
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
+from megapack.integrations.dialects import MEGATRON_BRIDGE
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import HOST, version
 from megapack.integrations.megatron.probe import probing
 from megapack.integrations.rebinding import Rebinding
 
-__all__ = ["install", "needs_own_get_batch", "uninstall"]
+__all__ = ["install", "install_bridge", "needs_own_get_batch", "uninstall"]
 
 OwnGetBatch = Literal["auto", "yes", "no"]
 
@@ -93,6 +94,33 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
         _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
     elif training is not None:
         _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
+
+
+def install_bridge(*, probe: bool = True) -> None:
+    """The same for Megatron-Bridge's recipes: before ``pretrain(config, forward_step)``.
+
+    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows, told in
+    Bridge's own names (cu_seqlens_q, max_seqlen_q) on every pipeline stage.
+
+    Args:
+        probe: as of ``install``.
+
+    Raises:
+        ConfigError: Megatron-Bridge is not installed.
+    """
+    data = _import_if_present("megatron.bridge.data.utils")  # with its subclasses of the dataset
+    if data is None:
+        raise ConfigError("there is no megatron.bridge: install Megatron-Bridge, or call install()")
+    if _rebinding:
+        return
+    install(own_get_batch="no", probe=False)
+    _rebinding.replace(data, "GPTDataset", PackedGPTDataset)
+    _rebinding.replace(data, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
+    _rebinding.replace(PackedGPTDataset, "dialect", MEGATRON_BRIDGE)
+    if probe:
+        loop = importlib.import_module("megatron.bridge.training.train")
+        get_schedule = probing(loop.get_forward_backward_func)
+        _rebinding.replace(loop, "get_forward_backward_func", get_schedule)
 
 
 def uninstall() -> None:
