@@ -1,7 +1,8 @@
 """A real Megatron-Bridge checkout: what its configuration and data path make of our rows.
 
 ``MEGATRON_BRIDGE=/path MEGATRON_LM=/path/to/main make test-hosts``; beside Megatron-LM's packages
-it imports hydra-core, omegaconf and megatron-energon (PYTHONPATH).
+it imports hydra-core, omegaconf and megatron-energon
+(on PYTHONPATH, with ``pytest -p no:hydra_pytest``).
 """
 
 from __future__ import annotations
