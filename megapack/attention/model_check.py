@@ -31,7 +31,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.transformers_interface import varlen_arguments
+from megapack.attention.transformers_interface import (
+    tell_recurrent_layers,
+    varlen_arguments,
+)
 from megapack.errors import ConfigError
 
 LENGTHS = (37, 23)  # of the documents: different, and longer than a tiny window or chunk
@@ -326,6 +329,7 @@ def check_architecture(
                 f"{subject}: no tiny model to try packed rows on could be made of its "
                 f"configuration: {type(error).__name__}: {error}"
             ) from error
+        tell_recurrent_layers(model)
         try:
             findings = _findings(model, reference, documents, loss, dtype)
             found = next(filter(None, findings), None)

@@ -66,6 +66,7 @@ def probe(
     *,
     outputs: Literal["logits", "losses"] = "logits",
     counted: Callable[[Mapping[str, Any]], Tensor] | None = None,
+    precision: torch.dtype | None = None,
     host: str = "the model",
 ) -> float:
     """Refuse a forward in which documents of a micro batch see each other.
@@ -82,6 +83,7 @@ def probe(
         outputs: of ``forward``.
         counted: which losses of a batch count, bool ``(rows, R)``; None: those that ``loss_mask``
             names. For hosts that cannot be told all (``megapack.integrations.dialects``).
+        precision: in which the model computes; None: that of the outputs.
         host: in the error.
 
     Returns:
@@ -110,7 +112,7 @@ def probe(
     plain, counts = run(None)
     if outputs == "losses":
         _check_losses(plain[:, 0], counts, of, host)
-    tolerance = _TOLERANCE.get(dtypes[0], 1e-3)
+    tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)
     for changed in (of % 2 == 1, of % 2 == 0, middle):
         other, still = run(changed)
         difference = (other - plain).abs().amax(dim=1)

@@ -6,6 +6,8 @@ its forward was called with. The name is not in transformers' mask interface, so
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -39,6 +41,29 @@ def varlen_arguments(
         **dict.fromkeys(LONGEST, max_seqlen),
         "use_cache": False,
     }
+
+
+def tell_recurrent_layers(model: Any) -> None:
+    """Let recurrent layers know segments: every call that has cu_seq_lens_q is given seq_idx,
+    int32 ``[1, T]``, the number of each token's segment.
+
+    Kernels of causal_conv1d and mamba_ssm read it (those of fla read cu_seq_lens_q), and where one
+    is not installed transformers says which. A model that hands it to none is found by the check.
+    """
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    base = getattr(model, "base_model", model)
+    if "from_hub_with_fallback(" not in source or hasattr(base, "_tells_segments"):
+        return
+
+    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ends = kwargs.get(ENDS[0])
+        if ends is not None and "seq_idx" not in kwargs:
+            lengths = ends.diff().long()
+            numbers = torch.arange(len(lengths), dtype=torch.int32, device=ends.device)
+            kwargs = {**kwargs, "seq_idx": numbers.repeat_interleave(lengths)[None]}
+        return args, kwargs
+
+    base._tells_segments = base.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def register(backend: str, wrap: Callable[[Attention], Attention] | None = None) -> None:

@@ -31,6 +31,7 @@ from transformers.integrations import deepspeed
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.attention.probe import probe
+from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.data import (
     Batch,
     BatchLayout,
@@ -242,6 +243,7 @@ def check_model(
             stacklevel=2,
         )
         return
+    tell_recurrent_layers(bare)
     text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
         check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)

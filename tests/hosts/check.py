@@ -27,6 +27,8 @@ class Findings:
     segments: int = 0
     attentions: int = 0
     """Calls of a layer's attention that were noted, where boundaries are handed to attention."""
+    ahead: int = 0
+    """Labels that count at all depths of multi-token prediction."""
     problems: list[str] = field(default_factory=list)
     rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Tokens of every row of training that was read."""
@@ -68,6 +70,9 @@ def check_run(
                 found.segments += len(call["cu_seqlens"]) - 1
             found.attentions += len(call.get("attention", ()))
             problems = [*wrong(call, corpus.begins, align, shifted=shifted), *unlike_layers(call)]
+            problems += wrong_ahead(call, found)
+            if call.get("pads"):
+                problems.append("boundaries with and without padding are two objects")
             found.problems += [f"rank {number}, call {k}: {problem}" for problem in problems]
     found.problems += alike(ranks)
     for at_stage in _by([rank for rank in ranks if rank["where"]["tensor"] == 0], "data"):
@@ -177,6 +182,27 @@ def wrong(
         yield "loss_mask is not 1 just where the document goes on"
     if labels is not None and not np.array_equal(labels[follows > 0], follows[follows > 0]):
         yield "labels are not the next tokens of the documents"
+
+
+def wrong_ahead(call: dict[str, Any], found: Findings) -> Iterator[str]:
+    """Multi-token prediction: at depth k a token predicts what the k-th token behind it does, if
+    that is in its segment. Labels and masks themselves are checked by ``wrong``."""
+    rolled = [_flat(tensor) for tensor in call.get("ahead", ())]
+    pairs = [(a, b) for a, b in pairwise(rolled) if b.dtype == np.float32]
+    if call["labels"] is None or not pairs:
+        return
+    labels, mask = _flat(call["labels"]), _flat(call["loss_mask"])
+    told = np.where(mask > 0, labels, 0)
+    for depth, (labels, mask) in enumerate(pairs, start=1):
+        expected = np.zeros_like(told)
+        for begin, end in pairwise(call["cu_seqlens"].tolist()):
+            expected[begin : max(begin, end - depth)] = told[begin + depth : end]
+        counts = expected > 0
+        found.ahead += int(counts.sum())
+        if not np.array_equal(mask > 0, counts):
+            yield f"depth {depth}: the mask is not 1 just where the segment goes on"
+        elif not np.array_equal(labels[counts], expected[counts]):
+            yield f"depth {depth}: labels are not the tokens ahead"
 
 
 def _flat(tensor: torch.Tensor | None) -> NDArray[Any] | None:

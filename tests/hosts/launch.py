@@ -11,13 +11,15 @@ import contextlib
 import importlib
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu import on_cpu
+from faults import put_in
 from helpers import load_helpers
-from recorder import Recorder
+from recorder import SPLITS, Recorder
 from stand_ins import AttentionNotRun, take_sequence_parallel
 
 
@@ -30,6 +32,7 @@ class GPTRecorder(Recorder):
         def forward(model: Any, input_ids: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
             params = kw.get("packed_seq_params")
             self.note_call(
+                virtual=getattr(model, "vp_stage", None) or 0,
                 training=model.training,
                 tokens=input_ids,
                 position_ids=position_ids,
@@ -38,6 +41,8 @@ class GPTRecorder(Recorder):
                 cu_seqlens=getattr(params, "cu_seqlens_q", None),
                 cu_seqlens_padded=getattr(params, "cu_seqlens_q_padded", None),
                 max_seqlen=getattr(params, "max_seqlen_q", None),
+                # Transformer Engine takes two objects for padding between segments.
+                pads=_pads_between(params),
             )
             call = self.calls[-1]
             output = stock(model, input_ids, position_ids, *args, **kw)
@@ -48,6 +53,20 @@ class GPTRecorder(Recorder):
 
         model_class.forward = forward
 
+    def watch_tokens_ahead(self) -> None:
+        """Labels and masks of multi-token prediction: the model rolls them once for every depth."""
+        home = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+        stock = home.roll_tensor
+
+        def roll(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            made = stock(tensor, *args, **kwargs)
+            self.calls[-1].setdefault("ahead", []).append(made[0].detach().clone())
+            return made
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.") and vars(module).get("roll_tensor") is stock:
+                module.roll_tensor = roll
+
     def watch_rows(self, dataset_class: Any) -> None:
         stock = dataset_class.micro_batch
 
@@ -56,6 +75,7 @@ class GPTRecorder(Recorder):
             names = ("cu_seqlens", "cu_seqlens_padded")
             self.reads.append(
                 {
+                    "dataset": id(dataset),
                     "split": dataset.index_split.name,
                     "rows": [int(i) for i in numbers],
                     "buckets": sorted({dataset.bucket_of(i) for i in numbers}),
@@ -65,6 +85,30 @@ class GPTRecorder(Recorder):
             return batch
 
         dataset_class.micro_batch = read
+
+    def save(self, folder: Path, **where: int) -> None:
+        """A rank of its own for every virtual stage, which has a loader of its own."""
+        calls, reads, probed = self.calls, self.reads, self.probed
+        size = where.pop("stages")
+        stages = sorted({call["virtual"] for call in calls})
+        for split in SPLITS:  # the first stage reads first
+            mine = [read for read in reads if read["split"] == split]
+            turns = {each: i for i, each in enumerate(dict.fromkeys(r["dataset"] for r in mine))}
+            for read in mine:
+                read["virtual"] = turns[read["dataset"]] if len(stages) > 1 else 0
+        for stage in stages:
+            self.calls, self.reads, self.probed = (
+                [one for one in all_of_them if one["virtual"] == stage]
+                for all_of_them in (calls, reads, probed)
+            )
+            pipeline = where["pipeline"] + size * stage
+            super().save(folder, **{**where, "pipeline": pipeline})
+
+
+def _pads_between(params: Any) -> bool:
+    """Transformer Engine's rule: padding is between segments if it is told so by two objects."""
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    return padded is not None and padded is not params.cu_seqlens_q
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -80,6 +124,11 @@ def prepare(arguments: list[str]) -> None:
     importlib.import_module("megatron.training.initialize")._warmup_jit_function = _nothing
     norm = importlib.import_module("megatron.core.transformer.torch_norm")
     take_sequence_parallel(norm.WrappedTorchNorm)
+    with contextlib.suppress(ModuleNotFoundError):  # main asks for them; without TE they are mocks
+        linear = importlib.import_module("megatron.core.tensor_parallel.inference_layers")
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(vars(linear).get(name, int), type):
+                setattr(linear, name, type(name, (), {}))
     # The local attention of a layer takes no boundaries; ours does, but not over several ranks.
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     local = importlib.import_module("megatron.core.transformer.dot_product_attention")
@@ -93,17 +142,33 @@ def prepare(arguments: list[str]) -> None:
             module.DotProductAttention = ours
 
 
-def run_rank(folder: str, script: str, arguments: list[str], helpers: str | None = None) -> None:
+def run_rank(
+    folder: str,
+    script: str,
+    arguments: list[str],
+    helpers: str | None = None,
+    *,
+    options: Sequence[str] = (),
+    fault: str | None = None,
+) -> None:
     """Record one rank of a run, in a process where ``on_cpu()`` was called.
 
     Args:
         helpers: the host's compiled helpers; then it runs with its own datasets.
+        options: of the launcher.
+        fault: of faults.py, put into the host before it runs.
     """
     torch.set_num_threads(1)
     recorder = GPTRecorder()
-    recorder.watch_model(importlib.import_module("megatron.core.models.gpt").GPTModel)
+    model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
+    recorder.watch_model(model_class)
+    if fault is not None:
+        put_in(fault, model_class)
+    if "--mtp-num-layers" in arguments:
+        recorder.watch_tokens_ahead()
     dataset = importlib.import_module("megapack.integrations.megatron.dataset")
     recorder.watch_rows(dataset.PackedGPTDataset)
+    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
     prepare(arguments)
     with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
         if helpers is not None:
@@ -113,7 +178,7 @@ def run_rank(folder: str, script: str, arguments: list[str], helpers: str | None
             runpy.run_path(script, run_name="__main__")
         else:
             launcher = importlib.import_module("megapack.integrations.megatron.__main__")
-            launcher.main([script, *arguments])
+            launcher.main([*options, script, *arguments])
     state = importlib.import_module("megatron.core.parallel_state")
     recorder.save(
         Path(folder),
@@ -121,6 +186,7 @@ def run_rank(folder: str, script: str, arguments: list[str], helpers: str | None
         tensor=state.get_tensor_model_parallel_rank(),
         pipeline=state.get_pipeline_model_parallel_rank(),
         context=state.get_context_parallel_rank(),
+        stages=state.get_pipeline_model_parallel_world_size(),
     )
 
 

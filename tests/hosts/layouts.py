@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +120,18 @@ LAYOUTS = (
         since=(0, 18),
     ),
     Layout(
+        name="PP 2 x VP 2",
+        ranks=2,
+        flags="--pipeline-model-parallel-size 2 --num-layers 4 --sft "
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ),
+    Layout(name="MTP 2", ranks=1, flags="--mtp-num-layers 2"),
+    Layout(
+        name="PP 2, MTP 1",
+        ranks=2,
+        flags="--pipeline-model-parallel-size 2 --mtp-num-layers 1",
+    ),
+    Layout(
         name="CP 2, each document cut",
         ranks=2,
         rows="aligned to 4",
@@ -216,11 +229,19 @@ class Host:
         self.ranks = Ranks(environment(tree))
 
     def run(
-        self, layout: Layout, corpus: Corpus, folder: Path, *more: str, helpers: Path | None = None
+        self,
+        layout: Layout,
+        corpus: Corpus,
+        folder: Path,
+        *more: str,
+        helpers: Path | None = None,
+        options: Sequence[str] = (),
+        fault: str | None = None,
     ) -> str:
         """What the run logged; AssertionError where it fails. Records are in the folder.
 
-        With the host's compiled helpers it runs with its own datasets.
+        With the host's compiled helpers it runs with its own datasets. Options are the launcher's,
+        a fault is one of faults.py.
         """
         folder.mkdir(parents=True)
         given = [*arguments(self.release, layout, corpus), *more]
@@ -235,6 +256,8 @@ class Host:
             script=str(self.tree / "pretrain_gpt.py"),
             arguments=given,
             helpers=None if helpers is None else str(helpers),
+            options=list(options),
+            fault=fault,
         )
         log = (folder / "log").read_text(errors="replace")
         assert ended, f"{layout.name} on {self.tree}:\n{log[-6000:]}"

@@ -100,7 +100,8 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"]}
         os.environ |= {name: str(value) for name, value in {**world, **here, **port}.items()}
         given = [job[name] for name in ("folder", "script", "arguments", "helpers")]
-        importlib.import_module("launch").run_rank(*given)
+        more = {name: job[name] for name in ("options", "fault") if name in job}
+        importlib.import_module("launch").run_rank(*given, **more)
         status = 0
     except BaseException:  # the process ends here, whatever it was
         traceback.print_exc()

@@ -17,12 +17,26 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.reads: list[dict[str, Any]] = []
+        self.probed: list[dict[str, Any]] = []
+        """Calls by which the launcher tries the model, on changed tokens."""
+
+    def watch_probe(self, module: Any) -> None:
+        stock = module.probe_step
+
+        def probe_step(*args: Any) -> Any:
+            calls, self.calls = self.calls, self.probed
+            try:
+                return stock(*args)
+            finally:
+                self.calls = calls
+
+        module.probe_step = probe_step
 
     def note_call(self, **call: Any) -> None:
         self.calls.append({key: _kept(value) for key, value in call.items()})
 
     def save(self, folder: Path, **where: int) -> None:
-        """Write ``rank<n>.pt``.
+        """Write ``rank<n>.pt``, of virtual pipeline stages one each.
 
         Args:
             folder: exists.
@@ -30,8 +44,9 @@ class Recorder:
                 context.
         """
         rank = int(os.environ["RANK"])
-        records = {"where": where, "calls": self.calls, "reads": self.reads}
-        torch.save(records, folder / f"rank{rank}.pt")
+        names = ("calls", "reads", "probed")
+        records = {"where": where, **{name: vars(self)[name] for name in names}}
+        torch.save(records, folder / f"rank{rank}-{where['pipeline']}.pt")
 
 
 def _kept(value: Any) -> Any:

@@ -8,6 +8,7 @@ positions and boundaries are right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def check(host: Host, layout: Layout, corpus: Corpus, folder: Path, *more: str) 
     found = check_run(ranks, corpus, align=layout.align, workers="--num-workers" in layout.flags)
     found.problems += losses
     found.steps = iterations(log)
+    assert re.search(r"\d+ segments of a micro batch are kept apart: probed in", log)
+    assert all(rank["probed"] for rank in ranks)
     return found
 
 
@@ -94,6 +97,7 @@ def test_every_call_is_handed_the_documents(
     assert found.rows.keys() == set(range(consumed)), "the run went to its end, row by row"
     assert found.splits == set(layout.splits)
     assert found.calls > 0 and found.segments > found.calls
+    assert (found.ahead > 0) == ("MTP" in layout.name)
     compare(known.setdefault(layout.rows or layout.data, {}), found, at_least=GLOBAL_BATCH)
     if layout.data == "program.json":
         check_program(found, corpus, GLOBAL_BATCH)
@@ -101,6 +105,39 @@ def test_every_call_is_handed_the_documents(
         _, loss, norm = found.steps[0]
         first = known.setdefault((host.tree, layout.data), (loss, norm))
         assert (loss, norm) == pytest.approx(first, rel=2e-3), "a step is a step on any ranks"
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "flags", "said"),
+    [
+        ("boundaries shifted", 1, "", "see another document"),
+        ("a boundary missing", 1, "", "see another document"),
+        ("windows lost", 1, "", "see another document"),
+        ("mask shifted", 1, "", "against the loss mask"),
+        ("boundaries lost", 2, "", "see another document"),
+        ("boundaries lost", 2, "--pipeline-model-parallel-size 2", "see another document"),
+    ],
+)
+def test_the_probe_catches_what_is_put_in(
+    fault: str, ranks: int, flags: str, said: str, host: Host, corpus: Corpus, tmp_path: Path
+) -> None:
+    data = "program.json" if "windows" in fault else "web.json"
+    layout = Layout(name=fault, ranks=ranks, flags=flags, data=data)
+    with pytest.raises(AssertionError, match=f"ConfigError: megatron-core.*{said}"):
+        host.run(layout, corpus, tmp_path / "records", fault=fault)
+
+
+def test_a_run_is_the_same_with_and_without_the_probe(
+    host: Host, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Generators, too: there is dropout."""
+    layout = Layout(name="dropout", ranks=1, flags="--hidden-dropout 0.2", train_iters=2)
+    logs = [
+        host.run(layout, corpus, tmp_path / f"{len(options)}", options=options)
+        for options in ([], ["--no-probe"])
+    ]
+    assert ["probed in" in log for log in logs] == [True, False]
+    assert list(iterations(logs[0])) == list(iterations(logs[1]))
 
 
 def test_a_run_goes_on_with_other_ranks_and_micro_batches(

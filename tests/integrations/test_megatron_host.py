@@ -156,7 +156,25 @@ def test_the_cache_is_prepared_without_a_run(script: Script, tmp_path: Path) -> 
     [
         ((0, 19), {"dataloader_type": "cyclic", "sft": True}, "--dataloader-type single"),
         ((0, 19), {}, "--dataloader-inter-document-masking or --sft"),
+        ((0, 20), {"dataloader_type": "external", "sft": True}, "external takes iterators"),
+        ((0, 20), {"hybrid_context_parallel": True, "sft": True}, "deals the documents"),
         ((0, 18), {"dataloader_inter_document_masking": True}, "Add --sft"),
+        ((0, 20), {"pipeline_model_parallel_size": 3}, "cu_seqlens without --sft: "),
+        (
+            (0, 20),
+            {"pipeline_model_parallel_size": 3, "dataloader_inter_document_masking": True},
+            "gives no data to stages between .* replace it by --sft",
+        ),
+        (
+            (0, 20),
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "dataloader_inter_document_masking": True,
+            },
+            "virtual ones among them: replace it by --sft",
+        ),
+        ((0, 20), {"pipeline_model_parallel_size": 3, "sft": True}, None),
         ((0, 18), {"sft": True, "dataloader_type": "single"}, None),
         ((0, 20), {"dataloader_inter_document_masking": True}, None),
     ],
@@ -170,6 +188,7 @@ def test_flags_under_which_rows_would_be_misread_are_refused(
 ) -> None:
     monkeypatch.setattr(builder, "version", lambda: release)
     monkeypatch.setattr(builder.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(builder.dist, "get_rank", lambda: 0)
     args = script(**flags)
     if message is None:
         builder._check_flags(args, boundaries=True)
@@ -177,6 +196,16 @@ def test_flags_under_which_rows_would_be_misread_are_refused(
         with pytest.raises(ConfigError, match=message):
             builder._check_flags(args, boundaries=True)
     builder._check_flags(script(), boundaries=False)
+
+
+def test_losses_per_micro_batch_are_said(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builder.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(builder.dist, "get_rank", lambda: 0)
+    for told in (True, False):
+        builder._check_flags(script(sft=True, calculate_per_token_loss=told), boundaries=True)
+        assert ("without --calculate-per-token-loss" in capsys.readouterr().out) != told
 
 
 def test_one_row_per_micro_batch_is_asked_for_where_the_release_takes_no_more(

@@ -6,6 +6,7 @@ CUDA for its current device inside RoPE; that one call is answered with "cpu" he
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,6 +24,7 @@ from torch.utils.data import default_collate
 from megapack.errors import ConfigError
 from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
 from megapack.integrations.megatron.batch import flatten_rows, forward_step, to_packed_seq_params
+from megapack.integrations.megatron.probe import watch_first_call
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
 
@@ -157,3 +160,43 @@ def test_the_attention_refuses_what_it_cannot_do(
     arguments = {"layer_number": 1, "attn_mask_type": None, "attention_type": "self", **options}
     with pytest.raises(ConfigError, match=message):
         PackedCoreAttention(config(**changes), **arguments)
+
+
+def _called_on(rank: int, world_size: int, lost: str) -> str:
+    """What a loop that is nobody's script is told, when it calls a model on rows."""
+    parallel_state.initialize_model_parallel()
+    watch_first_call()
+    gpt, row = model("rope"), flatten_rows(default_collate([make_row(LENGTHS)]))
+    params = to_packed_seq_params(row["cu_seqlens"], row["max_seqlen"])
+    if lost == "all":
+        params = None
+    elif lost == "one":
+        params.cu_seqlens_q = params.cu_seqlens_kv = row["cu_seqlens"][[0, 1, 3]]
+    elif lost == "as Bridge":  # which cuts at the smallest value
+        bounds = row["cu_seqlens"]
+        params.cu_seqlens_q = params.cu_seqlens_kv = bounds[: torch.argmin(bounds)]
+    inputs = (row["tokens"], row["position_ids"], None)
+    with mock.patch("torch.cuda.current_device", lambda: "cpu"):
+        try:
+            gpt(*inputs, labels=row["labels"], packed_seq_params=params)
+            # Seen once; then, as in generation, nobody looks any more.
+            assert "__call__" not in vars(LanguageModule)
+            return "called"
+        except ConfigError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("none", "called"),
+        ("one", r"boundaries \[0, 20, 64\], and positions begin anew at \[20, 23\]"),
+        ("all", r"boundaries none"),
+        ("as Bridge", r"boundaries \[\], and positions"),
+    ],
+)
+def test_boundaries_that_do_not_arrive_are_refused_at_the_first_call(
+    lost: str, said: str, free_port: int
+) -> None:
+    [found] = run_ranks(_called_on, 1, free_port, lost)
+    assert re.search(said, found)

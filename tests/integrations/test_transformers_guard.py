@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,31 @@ SMALL: dict[str, Any] = {
 ITS_OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "mamba": {"intermediate_size": 128},
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+    },
+    "qwen3_next": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "opt": {"word_embed_proj_dim": 64, "ffn_dim": 128},
     "jamba": {"num_hidden_layers": 8, "num_experts": 2},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
@@ -70,6 +97,34 @@ def test_models_whose_documents_meet_are_not_trained(
     trainer = packed_trainer(batches, tmp_path, model)
     with pytest.raises(ConfigError, match=name):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("bamba", "mamba_ssm"), ("falcon_h1", "mamba_ssm"), ("qwen3_next", "causal_conv1d")],
+)
+def test_recurrent_layers_are_told_segments_or_refused_with_the_package_they_lack(
+    batches: MicroBatches, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.for_model(name, **{**SMALL, **ITS_OWN[name]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ConfigError, match=f"packed sequences apart without `{package}`"):
+        check_model(model, batches.dataset)
+    # In the run's own model, too; and every kernel is told the same.
+    told: list[Any] = []
+
+    def conv(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        told.append(kwargs["seq_idx"].tolist())
+        return hidden_states
+
+    monkeypatch.setattr(sys.modules[type(model).__module__], "causal_conv1d_fn", conv)
+    with contextlib.suppress(ValueError):  # of the kernel behind it
+        model(
+            torch.arange(1, 9)[None],
+            **attention.varlen_arguments(torch.tensor([0, 3, 8], dtype=torch.int32), 5),
+        )
+    assert told == [[[0, 0, 0, 1, 1, 1, 1, 1]]] * len(told)
+    assert told or package == "mamba_ssm"  # which fuses the convolution with the rest
 
 
 def packed_trainer(batches: MicroBatches, folder: Path, model: Any = None) -> PackedTrainer:

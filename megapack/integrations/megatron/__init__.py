@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         IndexedDatasetBuilder,
         rebind_storage,
     )
-    from megapack.integrations.megatron.swap import install, uninstall
+    from megapack.integrations.megatron.swap import install, install_bridge, uninstall
 
 __all__ = [
     "IndexedDataset",
@@ -38,6 +38,7 @@ __all__ = [
     "forward_step",
     "get_batch",
     "install",
+    "install_bridge",
     "rebind_storage",
     "to_packed_seq_params",
     "uninstall",
@@ -49,7 +50,7 @@ _HOMES = {
     "batch": ("flatten_rows", "forward_step", "get_batch", "to_packed_seq_params"),
     "dataset": ("PackedDatasetBuilder", "PackedGPTDataset"),
     "storage": ("IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"),
-    "swap": ("install", "uninstall"),
+    "swap": ("install", "install_bridge", "uninstall"),
 }
 
 

@@ -36,10 +36,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         default="auto",
         help="replace the script's get_batch: auto (default) on megatron-core 0.16 and 0.17",
     )
+    parser.add_argument(
+        "--no-probe",
+        action="store_true",
+        help="do not try the model on its first micro batch before it trains on it",
+    )
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
     args = parser.parse_args(given)
-    install(own_get_batch=args.own_get_batch)
+    install(own_get_batch=args.own_get_batch, probe=not args.no_probe)
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).resolve().parent))
     runpy.run_path(args.script, run_name="__main__")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megapack import planning
 from megapack.errors import ConfigError
+from megapack.integrations.megatron.host import device
 
 # ---- From rows with cu_seqlens to what Megatron's attention reads: PackedSeqParams, one flat row
 # Megatron calls the format "thd": the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D
@@ -167,7 +168,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         rows,
         group=parallel_state.get_tensor_model_parallel_group(),
         source=parallel_state.get_tensor_model_parallel_src_rank(),
-        device=_device(),
+        device=device(),
     )
     # Transformer Engine wants the aligned boundaries in both places (Megatron's main does so
     # too); padding behind a segment is never seen by it under a causal mask.
@@ -280,12 +281,6 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
         parallel_state.is_pipeline_first_stage(**virtual)
         or parallel_state.is_pipeline_last_stage(**virtual)
     )
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

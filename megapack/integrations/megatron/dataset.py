@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import MEGATRON, emit
+from megapack.integrations.dialects import MEGATRON, MEGATRON_BRIDGE, Dialect, emit
 from megapack.integrations.manifest import Manifest
 from megapack.integrations.megatron.host import (
     HOST,
@@ -31,6 +31,7 @@ from megapack.integrations.megatron.host import (
     script_arguments,
     version,
 )
+from megapack.integrations.megatron.probe import watch_first_call
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import GatheredRow, RowDataset, RowOptions, new_key, rows_of
 
@@ -71,6 +72,9 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             paths, or options that exclude each other.
     """
 
+    dialect: ClassVar[Dialect] = MEGATRON
+    """How batches tell boundaries (``install()`` knows)."""
+
     def __init__(
         self,
         dataset: PackedSources,
@@ -89,6 +93,8 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             evaluation = index_split is not Split.train
             finite = evaluation and num_samples is None
             sizes = batch_sizes(evaluation=evaluation)
+            if self.dialect is MEGATRON_BRIDGE:
+                _check_bridge(sizes)
             self.rows = open_rows(
                 dataset.manifest,
                 dataset.datasets,
@@ -100,6 +106,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
             )
             if sizes is not None:
                 _check_blocks(self.rows.options.rows_per_block, sizes)
+            watch_first_call()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSources) -> int:
@@ -136,7 +143,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """The same rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
-        return emit(self.rows.micro_batch(numbers), MEGATRON)
+        return emit(self.rows.micro_batch(numbers), self.dialect)
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``."""
@@ -222,6 +229,14 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
     return "padded"
 
 
+def _check_bridge(sizes: BatchSizes | None) -> None:
+    if sizes is not None and sizes.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge takes the boundaries "
+            "of one row per micro batch: set it to 1, and seq_length to the tokens you want"
+        )
+
+
 def _refuse_outer_blend(config: Any, index_split: Split) -> None:
     """A BlendedDataset on top would interleave rows of different buckets."""
     blend = config.blend
@@ -262,6 +277,14 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
     ) -> None:
         if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
             _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
+            if cls.dialect is MEGATRON_BRIDGE:
+                loader = getattr(config, "dataloader_type", None) or "single"
+                if loader != "single":
+                    raise ConfigError(
+                        f"dataset.dataloader_type is {loader}; rows are ordered already: 'single'"
+                    )
+                # Else its stages between the first and the last read no boundaries.
+                config.enable_in_batch_packing = True
             config = fold_blends(config)
         super().__init__(cls, sizes, is_built_on_rank, config, *more, **newer)
 
@@ -273,15 +296,36 @@ def _check_flags(args: Any | None, *, boundaries: bool) -> None:
     problems = list(_wrong_flags(args, boundaries=boundaries))
     if problems:
         raise ConfigError(". ".join(problems))
+    if dist.get_rank() == 0 and not getattr(args, "calculate_per_token_loss", True):
+        print(  # noqa: T201 - as Megatron's own log
+            "megapack: without --calculate-per-token-loss a label of a micro batch with few labels "
+            "weighs more than one of a micro batch with many; packed rows want that flag",
+            flush=True,
+        )
 
 
 def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
-    if getattr(args, "dataloader_type", None) == "cyclic":
+    loader = {
+        "cyclic": "would shuffle buckets over ranks; rows are ordered already",
+        "external": "takes iterators of the script's own, and rows are a dataset",
+    }.get(getattr(args, "dataloader_type", None) or "")
+    if loader is not None:
+        yield f"--dataloader-type {args.dataloader_type} {loader}: --dataloader-type single"
+    if getattr(args, "hybrid_context_parallel", False):
         yield (
-            "--dataloader-type is cyclic, which would shuffle buckets over ranks; rows are ordered "
-            "already: --dataloader-type single"
+            "--hybrid-context-parallel deals the documents of a global batch anew, each to as many "
+            "ranks as it needs, for which rows are whole: take --context-parallel-size with --sft"
         )
-    flags = ["sft"] if version() < (0, 19) else ["sft", "dataloader_inter_document_masking"]
+    sft, between = getattr(args, "sft", False), _has_stages_between(args)
+    if between and not sft and getattr(args, "dataloader_inter_document_masking", False):
+        yield (
+            f"--dataloader-inter-document-masking of {HOST} gives no data to stages between the "
+            "first and the last, virtual ones among them: replace it by --sft"
+        )
+        return
+    flags = ["sft"]
+    if version() >= (0, 19) and not between:
+        flags.append("dataloader_inter_document_masking")
     if boundaries and not any(getattr(args, flag, False) for flag in flags):
         options = " or ".join(f"--{flag.replace('_', '-')}" for flag in reversed(flags))
         yield (
@@ -289,6 +333,12 @@ def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
             f"documents. Add {options}, or run with --own-get-batch no if the script reads "
             "boundaries by itself"
         )
+
+
+def _has_stages_between(args: Any) -> bool:
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    return bool(stages > 1 and stages * virtual > 2)
 
 
 def fold_blends(config: Any) -> Any:

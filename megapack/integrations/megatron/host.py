@@ -7,10 +7,19 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import __version__ as release
 from megatron.core import num_microbatches_calculator as calculator
 
-__all__ = ["HOST", "BatchSizes", "batch_sizes", "release", "script_arguments", "version"]
+__all__ = [
+    "HOST",
+    "BatchSizes",
+    "batch_sizes",
+    "device",
+    "release",
+    "script_arguments",
+    "version",
+]
 
 HOST = f"megatron-core {release}"
 
@@ -19,6 +28,13 @@ def version(text: str = release) -> tuple[int, int]:
     """Major and minor number of a release."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
+
+
+def device() -> torch.device:
+    """Of this rank."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def script_arguments() -> Any | None:

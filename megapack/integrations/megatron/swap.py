@@ -16,11 +16,13 @@ from typing import Any, Literal, cast
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
+from megapack.integrations.dialects import MEGATRON_BRIDGE
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import HOST, script_arguments, version
+from megapack.integrations.megatron.probe import probing
 from megapack.integrations.rebinding import Rebinding
 
-__all__ = ["install", "needs_own_get_batch", "uninstall"]
+__all__ = ["install", "install_bridge", "needs_own_get_batch", "uninstall"]
 
 OwnGetBatch = Literal["auto", "yes", "no"]
 
@@ -42,13 +44,16 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
     return release < (0, 18)
 
 
-def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
+def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     """Rebind Megatron's dataset names to megapack's. Calling it again changes nothing.
 
     Args:
         own_get_batch: replace the script's ``get_batch`` by ours: ``auto`` does so where
             ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
             boundaries; ``no`` leaves the script as it is, whatever it does with them.
+        probe: whether the model is tried on its first micro batch before it trains on it
+            (``megapack.integrations.megatron.probe``): four forwards, and the log says their
+            seconds.
 
     Raises:
         ConfigError: own_get_batch is none of the three, or not for this release; or this release
@@ -78,8 +83,11 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
             )
     loop = _import_if_present(f"{TRAINING}.training")
     if loop is not None:
-        for name, wrap in (("evaluate", _restores_sft), ("get_forward_backward_func", _adds_up)):
-            _rebinding.replace(loop, name, wrap(getattr(loop, name)))
+        get_schedule = _adds_up(loop.get_forward_backward_func)
+        if probe:
+            get_schedule = probing(get_schedule)
+        _rebinding.replace(loop, "get_forward_backward_func", get_schedule)
+        _rebinding.replace(loop, "evaluate", _restores_sft(loop.evaluate))
     builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     _rebinding.replace(builder, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
     if own_get_batch == "no":
@@ -88,6 +96,33 @@ def install(*, own_get_batch: OwnGetBatch = "auto") -> None:
         _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
     elif (training := _import_if_present(TRAINING)) is not None:
         _rebinding.replace(training, "pretrain", _with_own_get_batch(training.pretrain))
+
+
+def install_bridge(*, probe: bool = True) -> None:
+    """The same for Megatron-Bridge's recipes: before ``pretrain(config, forward_step)``.
+
+    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows, told in
+    Bridge's own names (cu_seqlens_q, max_seqlen_q) on every pipeline stage.
+
+    Args:
+        probe: as of ``install``.
+
+    Raises:
+        ConfigError: Megatron-Bridge is not installed.
+    """
+    data = _import_if_present("megatron.bridge.data.utils")  # with its subclasses of the dataset
+    if data is None:
+        raise ConfigError("there is no megatron.bridge: install Megatron-Bridge, or call install()")
+    if _rebinding:
+        return
+    install(own_get_batch="no", probe=False)
+    _rebinding.replace(data, "GPTDataset", PackedGPTDataset)
+    _rebinding.replace(data, "BlendedMegatronDatasetBuilder", PackedDatasetBuilder)
+    _rebinding.replace(PackedGPTDataset, "dialect", MEGATRON_BRIDGE)
+    if probe:
+        loop = importlib.import_module("megatron.bridge.training.train")
+        get_schedule = probing(loop.get_forward_backward_func)
+        _rebinding.replace(loop, "get_forward_backward_func", get_schedule)
 
 
 def uninstall() -> None:
