@@ -59,6 +59,7 @@ class Dialect:
         lengths: key of document lengths, int32 (rows, most), the rest 0; and of their maxima, a
             list of one int per row.
         nested: tokens, positions and mask are nested tensors of a document each.
+        flat: rows stand one behind the other, (rows * R,) instead of (rows, R).
     """
 
     name: str
@@ -78,6 +79,7 @@ class Dialect:
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
     nested: bool = False
+    flat: bool = False
 
     @property
     def of_text(self) -> bool:
@@ -128,9 +130,10 @@ GPT_NEOX = Dialect(
 )
 GPT_NEOX_LABELS = replace(GPT_NEOX, target_labels="label")
 MEGATRON_DEEPSPEED = replace(GPT_NEOX, name="Megatron-DeepSpeed")
-TORCHTITAN = Dialect(
+TORCHTITAN_ROWS = Dialect(  # up to 0.3
     name="torchtitan", tokens="input", labels="labels", positions="positions", restart=True
 )
+TORCHTITAN = replace(TORCHTITAN_ROWS, flat=True)
 OLMO_CORE = Dialect(
     name="OLMo-core",
     tokens="input_ids",
@@ -154,6 +157,7 @@ DIALECTS = {
     "gpt_neox_labels": GPT_NEOX_LABELS,
     "megatron_deepspeed": MEGATRON_DEEPSPEED,
     "torchtitan": TORCHTITAN,
+    "torchtitan_rows": TORCHTITAN_ROWS,
     "olmo_core": OLMO_CORE,
     "verl_sft": VERL_SFT,
 }
@@ -223,7 +227,7 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     if dialect.positions is not None:
         told[dialect.positions] = batch["position_ids"]
     _tell_ends(batch, dialect, told)
-    return told
+    return {key: value.flatten() for key, value in told.items()} if dialect.flat else told
 
 
 def _text(batch: Mapping[str, Any]) -> Tensor:
