@@ -119,6 +119,10 @@ class LoaderRecorder(TextRecorder):
 
     paused = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[Any] = []
+
     def watch_rank_rows(self, ranks_class: Any) -> None:
         """``RankRows``: what is read, and when the model is probed."""
         iterate, probe = ranks_class.__iter__, ranks_class.probe
@@ -128,6 +132,7 @@ class LoaderRecorder(TextRecorder):
                 begin = ranks.consumed_rows - ranks.rows_per_micro_step
                 begin += ranks.data_parallel_rank * ranks.micro_batch_rows
                 self.note_read(ranks.rows, range(begin, begin + ranks.micro_batch_rows))
+                self.opened.append(ranks.rows)  # or another has its id later
                 yield told
 
         def probed(*args: Any, **kwargs: Any) -> None:
