@@ -80,8 +80,8 @@ wheel: ## dist/megapack-*.whl for machines without a compiler, and a proof that 
 test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
-# GPT_NEOX, MEGATRON_DEEPSPEED. What a host alone imports has a folder beside the environment's own.
-test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds ## trainers of no package index; MEGATRON_LM=/path/to/checkout
+# GPT_NEOX, MEGATRON_DEEPSPEED, TORCHTITAN. What a host alone imports has a folder of its own.
+test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds $(VENV)/hosts-torchtitan ## trainers of no package index; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
 # What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
@@ -103,6 +103,11 @@ $(AZURITE):
 # Megatron-LM imports triton, whose kernels are not called on a CPU.
 $(VENV)/hosts: $(VENV)/.dev
 	$(PIP) --no-deps --target $@ triton
+
+# torchtitan imports triton and what its own loaders need; not its torch, nor datasets, which is here.
+$(VENV)/hosts-torchtitan: $(VENV)/.dev
+	$(PIP) --no-deps --target $@ triton spmd_types==0.2.3 tyro docstring_parser shtab typeguard \
+	    grain==0.2.18 etils array_record cloudpickle absl-py portpicker psutil torch_checkpointing
 
 # GPT-NeoX imports pkg_resources.
 $(VENV)/hosts-neox: $(VENV)/.dev

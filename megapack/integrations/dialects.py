@@ -58,6 +58,7 @@ class Dialect:
         longest: keys of the longest segment, an int or int32 (rows,), as the batch has it.
         lengths: key of document lengths, int32 (rows, most), the rest 0; and of their maxima, a
             list of one int per row.
+        flat: rows stand one behind the other, (rows * R,) instead of (rows, R).
     """
 
     name: str
@@ -76,6 +77,7 @@ class Dialect:
     ends_dtype: torch.dtype = torch.int32
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
+    flat: bool = False
 
     @property
     def of_text(self) -> bool:
@@ -126,9 +128,10 @@ GPT_NEOX = Dialect(
 )
 GPT_NEOX_LABELS = replace(GPT_NEOX, target_labels="label")
 MEGATRON_DEEPSPEED = replace(GPT_NEOX, name="Megatron-DeepSpeed")
-TORCHTITAN = Dialect(
+TORCHTITAN_ROWS = Dialect(  # up to 0.3
     name="torchtitan", tokens="input", labels="labels", positions="positions", restart=True
 )
+TORCHTITAN = replace(TORCHTITAN_ROWS, flat=True)
 OLMO_CORE = Dialect(
     name="OLMo-core",
     tokens="input_ids",
@@ -151,6 +154,7 @@ DIALECTS = {
     "gpt_neox_labels": GPT_NEOX_LABELS,
     "megatron_deepspeed": MEGATRON_DEEPSPEED,
     "torchtitan": TORCHTITAN,
+    "torchtitan_rows": TORCHTITAN_ROWS,
     "olmo_core": OLMO_CORE,
     "verl_sft": VERL_SFT,
 }
@@ -220,7 +224,7 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     if dialect.positions is not None:
         told[dialect.positions] = batch["position_ids"]
     _tell_ends(batch, dialect, told)
-    return told
+    return {key: value.flatten() for key, value in told.items()} if dialect.flat else told
 
 
 def _text(batch: Mapping[str, Any]) -> Tensor:

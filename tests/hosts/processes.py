@@ -23,9 +23,10 @@ def environment_of(tree: Path, packages: str) -> dict[str, str]:
 
     Args:
         tree: the checkout.
-        packages: folder of the virtual environment with what this host alone needs (Makefile).
+        packages: folder of the virtual environment with what this host alone needs (Makefile);
+            what PYTHONPATH names is found behind it.
     """
-    paths = (tree, ROOT, Path(sys.prefix) / packages)
+    paths = (tree, ROOT, Path(sys.prefix) / packages, *trees_of("PYTHONPATH"))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -104,19 +104,75 @@ class TextRecorder(Recorder):
 
     def save(self, folder: Path, **where: int) -> None:
         """One read per micro batch, and what the first layer was given as the call's boundaries."""
-        splits = dict(
-            zip(dict.fromkeys(row["dataset"] for row in self.reads), SPLITS, strict=False)
-        )
-        rows, self.reads = [{**row, "split": splits[row["dataset"]]} for row in self.reads], []
+        self._name_splits_and_bounds()
+        rows, self.reads = self.reads, []
         for call in self.calls:
-            bounds, longest = (call["attention"] or [(None, None)])[0]
-            call |= {"cu_seqlens": bounds, "max_seqlen": longest}
             size = len(call["tokens"])
             micro_batch, rows = rows[:size], rows[size:]
             if micro_batch:
                 self.reads.append(_together(micro_batch))
         self.reads += rows
         super().save(folder, context=0, **where)
+
+    def _name_splits_and_bounds(self) -> None:
+        splits = dict(
+            zip(dict.fromkeys(row["dataset"] for row in self.reads), SPLITS, strict=False)
+        )
+        for read in self.reads:
+            read["split"] = splits[read["dataset"]]
+        for call in self.calls:
+            bounds, longest = (call["attention"] or [(None, None)])[0]
+            call |= {"cu_seqlens": bounds, "max_seqlen": longest}
+
+
+class LoaderRecorder(TextRecorder):
+    """Of a host that iterates over ``RankRows``, a micro batch at a time.
+
+    Attributes:
+        paused: calls are not noted: the probe makes them.
+    """
+
+    paused = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[Any] = []
+
+    def watch_rank_rows(self, ranks_class: Any) -> None:
+        """``RankRows``: what is read, and when the model is probed."""
+        iterate, probe = ranks_class.__iter__, ranks_class.probe
+
+        def iterated(ranks: Any) -> Any:
+            for told in iterate(ranks):
+                begin = ranks.consumed_rows - ranks.rows_per_micro_step
+                begin += ranks.data_parallel_rank * ranks.micro_batch_rows
+                self.note_read(ranks.rows, range(begin, begin + ranks.micro_batch_rows))
+                self.opened.append(ranks.rows)  # or another has its id later
+                yield told
+
+        def probed(*args: Any, **kwargs: Any) -> None:
+            self.paused = True
+            probe(*args, **kwargs)
+            self.paused = False
+
+        ranks_class.__iter__, ranks_class.probe = iterated, probed
+
+    def note_call(self, **call: Any) -> None:
+        if not self.paused:
+            super().note_call(**call, labels=None, loss_mask=None, attention=[])
+
+    def note_attention(self, cu_seqlens: Any, max_seqlen: Any) -> None:
+        if not self.paused:
+            super().note_attention(cu_seqlens, max_seqlen)
+
+    def note_labels(self, labels: Any) -> None:
+        """Labels of which -100 are none."""
+        if not self.paused:
+            self.note_loss(labels, (labels != -100).float())
+
+    def save(self, folder: Path, **where: int) -> None:
+        self._name_splits_and_bounds()
+        Recorder.save(self, folder, context=0, **where)
 
 
 def _together(reads: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""torchtitan on the CPU: ``torchrun launch_torchtitan.py OPTIONS`` is its own train.py.
+
+torch answers that the accelerator is the CPU, so that torchtitan itself asks for gloo and for
+tensors there. FlexAttention is torch's own, computed densely; torch refuses its backward on a CPU
+by a check alone, which is left out. Of varlen attention the kernel is replaced. What torch 2.13
+lacks for torchtitan's main, a time limit for groups, does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from flash import flash_attn_varlen_func
+from recorder import LoaderRecorder
+from torch import Tensor
+
+from megapack.integrations.dialects import emit
+
+SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
+
+
+def accelerate_on_cpu() -> None:
+    torch._utils._get_available_device_type = lambda: "cpu"
+    cpu: Any = torch.cpu
+    cpu.current_device = lambda: 0
+    cpu.get_device_name = lambda *_: "CPU"
+    cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=1 << 34)
+    cpu.memory_stats = lambda *_: {}
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda *_: None
+    if not hasattr(torch.distributed, "set_timeout"):
+        torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
+    sharded: Any = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    divide = sharded.set_gradient_divide_factor
+
+    def divide_by_sum(module: Any, factor: float) -> None:  # gloo cannot scale while it sums
+        module.set_force_sum_reduction_for_comms(True)
+        divide(module, factor)
+
+    sharded.set_gradient_divide_factor = divide_by_sum
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    flex._validate_device = lambda *_: None
+
+
+def varlen_attn(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, **_: Any
+) -> Tensor:
+    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)
+
+
+def tiny_model(registry: Any, vocabulary: int) -> None:
+    """Of every model of a registry two layers, and an id for every token of the corpus."""
+    stock = registry.model_registry
+
+    def model_registry(flavor: str, **options: Any) -> Any:
+        spec = stock(flavor, attn_backend=os.environ["HOST_ATTENTION"], **options)
+        model = spec.model
+        model.vocab_size = model.tok_embeddings.num_embeddings = vocabulary
+        model.lm_head.out_features = vocabulary
+        model.layers = model.layers[:2]
+        return spec
+
+    registry.model_registry = model_registry
+
+
+def watch_model(recorder: LoaderRecorder) -> None:
+    decoder = importlib.import_module("torchtitan.models.common.decoder").Decoder
+    stock = decoder.forward
+
+    def forward(model: Any, tokens: Tensor, positions: Any = None, attention_masks: Any = None):  # type: ignore[no-untyped-def]
+        recorder.note_call(training=model.training, tokens=tokens, position_ids=positions)
+        return stock(model, tokens, positions, attention_masks)
+
+    decoder.forward = forward
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    for kind in (attention.FlexAttention, attention.VarlenAttention):
+        kind.forward = noted(kind.forward, recorder)
+    loss = importlib.import_module("torchtitan.components.loss").ChunkedLossWrapper
+    call = loss.__call__
+
+    def called(self: Any, pred: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.note_labels(labels)
+        return call(self, pred, labels, *args, **kwargs)
+
+    loss.__call__ = called
+
+
+def noted(stock: Any, recorder: LoaderRecorder) -> Any:
+    @functools.wraps(stock)  # torchtitan reads its signature
+    def forward(layer: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.note_attention(*bounds_of(kwargs["attention_masks"]))
+        return stock(layer, q, k, v, *args, **kwargs)
+
+    return forward
+
+
+def bounds_of(masks: Any) -> tuple[Tensor, int] | tuple[None, None]:
+    """The documents that an attention mask keeps apart; none, where it says anything else."""
+    if hasattr(masks, "cu_seq_q"):
+        return masks.cu_seq_q, masks.max_q
+    rows, _, length, _ = masks.shape
+    at = torch.arange(length)
+    bounds = [0]
+    for row in range(rows):
+        inside = masks.mask_mod(torch.tensor(row), torch.tensor(0), at[:, None], at[None])
+        begins = [i for i in range(length) if i == 0 or not inside[i, i - 1]] + [length]
+        of = torch.bucketize(at, torch.tensor(begins), right=True)
+        if not torch.equal(inside, (of[:, None] == of) & (at[:, None] >= at)):
+            return None, None
+        bounds += [row * length + end for end in begins[1:]]
+    lengths = [b - a for a, b in pairwise(bounds)]
+    return torch.tensor(bounds, dtype=torch.int32), max(lengths)
+
+
+def one_by_one(trainer: Any) -> float:
+    """How far the logits of a row are from those of its documents, each on its own."""
+    ranks = trainer.dataloader.ranks
+    told = emit(ranks.micro_batch(ranks._with_most_documents(0)), ranks.dialect)
+    model = trainer.model_parts[0].eval()
+    tokens, positions = (told[name].reshape(-1) for name in ("input", "positions"))
+    flat = told["input"].dim() == 1
+
+    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
+        shaped = [x if flat else x[None] for x in (tokens, positions)]
+        masks = model.get_attention_masks(positions=shaped[1])
+        with torch.no_grad(), trainer.train_context():
+            made: Tensor = model(shaped[0], positions=shaped[1], attention_masks=masks)
+        return made.reshape(len(tokens), -1)
+
+    whole = logits(tokens, positions)
+    ends = (positions == 0).nonzero().flatten().tolist() + [len(tokens)]
+    assert len(ends) > 3, "a row of several documents was expected"
+    parts = [logits(tokens[a:b], positions[a:b]) for a, b in pairwise(ends)]
+    return float((torch.cat(parts) - whole).abs().max())
+
+
+def sabotage(ours: Any) -> None:
+    """Something between the loader and the model that is wrong, as a user's change might be."""
+    decoder = importlib.import_module("torchtitan.models.common.decoder").Decoder
+    masks, process = decoder.get_attention_masks, ours.PackedTitanTrainer.post_dataloading_process
+
+    def processed(change: Any) -> Any:
+        def post_dataloading_process(trainer: Any, told: Any, labels: Any) -> Any:
+            return process(trainer, *change(told, labels))
+
+        return post_dataloading_process
+
+    if SABOTAGE == "boundary":  # every boundary wrong by one
+        decoder.get_attention_masks = lambda model, positions: masks(
+            model, positions.roll(1, dims=-1).clone().index_fill_(-1, torch.tensor([0]), 0)
+        )
+    elif SABOTAGE == "no boundary":
+        decoder.get_attention_masks = lambda model, positions: masks(
+            model, torch.arange(positions.shape[-1]).expand_as(positions)
+        )
+    elif SABOTAGE == "labels":
+        ours.PackedTitanTrainer.post_dataloading_process = processed(
+            lambda told, labels: (told, labels.roll(1, dims=-1))
+        )
+    elif SABOTAGE == "loader":
+        stock = ours.PackedDataLoader.__iter__
+        ours.PackedDataLoader.__iter__ = lambda loader: (
+            (told, labels.roll(1, dims=-1)) for told, labels in stock(loader)
+        )
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path.cwd()))
+    torch.set_num_threads(1)
+    accelerate_on_cpu()
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    attention.varlen_attn = varlen_attn
+    registry = importlib.import_module("torchtitan.models.llama3.config_registry")
+    tiny_model(registry, int(os.environ["HOST_VOCABULARY"]))
+    ours: Any = importlib.import_module("megapack.integrations.torchtitan")
+    recorder = LoaderRecorder()
+    recorder.watch_rank_rows(ours.RankRows)
+    sabotage(ours)
+    watch_model(recorder)
+    stock = ours.PackedTitanTrainer.train
+
+    def train(trainer: Any) -> None:
+        stock(trainer)
+        mesh, tensor = (trainer.parallel_dims.get_optional_mesh(name) for name in ("batch", "tp"))
+        recorder.save(
+            Path(os.environ["HOST_RECORDS"]),
+            data=mesh.get_local_rank() if mesh is not None else 0,
+            tensor=tensor.get_local_rank() if tensor is not None else 0,
+            pipeline=0,
+        )
+        if os.environ.get("HOST_ONE_BY_ONE"):
+            recorder.paused = True
+            print(f"one by one: {one_by_one(trainer):.2e}")
+
+    ours.PackedTitanTrainer.train = train
+    importlib.import_module("torchtitan.train").main()
+
+
+if __name__ == "__main__":
+    main()

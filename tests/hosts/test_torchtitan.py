@@ -1,0 +1,218 @@
+"""A real torchtitan checkout: every call of the model in a training, on all ranks.
+
+``TORCHTITAN=/path/to/checkout[:/another] make test-hosts``. torchtitan's own train.py is started by
+torchrun with the example's configuration and trains on the CPU under FSDP, its FlexAttention masks
+computed by torch. Every token of the corpus has an id of its own, so batches alone tell whether
+labels, positions and the masks of every layer are right.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from ports import free_port
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.hosts import matrix
+from tests.hosts.check import check_run, compare, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+
+TREES = trees_of("TORCHTITAN")
+HOST = "torchtitan"
+ROW = max(BUCKETS)
+GLOBAL_BATCH = 12
+LAYERS = 2
+STEPS = 4
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not TREES, reason="TORCHTITAN names no checkout of torchtitan"),
+]
+
+Rows = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run: how many ranks, which of torchtitan's options, which data."""
+
+    name: str
+    ranks: int = 1
+    micro_batch: int = 1
+    options: str = ""
+    attention: str = "flex"
+    data: str = "web.json"
+    steps: int = STEPS
+    probed: bool = True
+
+
+LAYOUTS = (
+    Layout(name="DP 1, 3 epochs", micro_batch=3, steps=12),
+    Layout(name="DP 2 (FSDP), blend", ranks=2, data="mix.json"),
+    Layout(name="DP 2, micro batch 3", ranks=2, micro_batch=3),
+    Layout(
+        name="DP 2 (replicated), readers",
+        ranks=2,
+        micro_batch=2,
+        options="--parallelism.data_parallel_replicate_degree 2 "
+        "--parallelism.data_parallel_shard_degree 1 --dataloader.num_workers 2",
+    ),
+    Layout(
+        name="DP 2, evaluation",
+        ranks=2,
+        options="--validator.enable --validator.freq 3 --validator.steps 2",
+    ),
+    Layout(name="DP 2, varlen", ranks=2, attention="varlen"),
+    Layout(
+        name="TP 2",
+        ranks=2,
+        options="--parallelism.tensor_parallel_degree 2",
+        probed=False,
+    ),
+)
+
+
+def is_flat(tree: Path) -> bool:
+    """Whether sizes are counted in tokens, since torchtitan 0.3 was released."""
+    return not (tree / "torchtitan/components/dataloader.py").exists()
+
+
+def sizes(tree: Path, layout: Layout) -> list[str]:
+    names = {
+        "max_context_length": ROW,
+        "num_tokens_per_microbatch_per_dp_rank": ROW * layout.micro_batch,
+        "num_tokens_per_train_step": ROW * GLOBAL_BATCH,
+    }
+    if not is_flat(tree):
+        names = {
+            "seq_len": ROW,
+            "local_batch_size": layout.micro_batch,
+            "global_batch_size": GLOBAL_BATCH,
+        }
+    return [text for name, size in names.items() for text in (f"--training.{name}", str(size))]
+
+
+def command(tree: Path, layout: Layout, corpus: Corpus, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
+        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_torchtitan.py")),
+        *("--module", "torchtitan_packed", "--config", "packed_debugmodel"),
+        *("--dataloader.data_path", corpus.path(layout.data)),
+        *("--validator.dataloader.data_path", corpus.path(layout.data)),
+        *("--training.steps", str(layout.steps), "--training.disable_cuda_graphs"),
+        *("--training.mixed_precision_param", "float32", "--validator.no-enable"),
+        *("--parallelism.spmd_backend", "partial_dtensor"),  # the other wants a newer torch
+        *("--hf_assets_path", corpus.path("assets")),
+        *sizes(tree, layout),
+        *layout.options.split(),
+        *more,
+    ]
+
+
+def environment(tree: Path, layout: Layout, corpus: Corpus, folder: Path) -> dict[str, str]:
+    """Of a run in a folder, which is made and has the example in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "torchtitan_packed.py").symlink_to(ROOT / "examples" / "torchtitan_packed.py")
+    assets = corpus.folder / "assets"
+    assets.mkdir(exist_ok=True)  # torchtitan opens a tokenizer that packed rows do not need
+    Tokenizer(WordLevel({"text": 0}, unk_token="text")).save(str(assets / "tokenizer.json"))
+    return {
+        **environment_of(tree, "hosts-torchtitan"),
+        "HOST_RECORDS": str(folder),
+        "HOST_ATTENTION": layout.attention,
+        "HOST_VOCABULARY": str(corpus.vocabulary),
+    }
+
+
+def run(
+    tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str, **variables: str
+) -> str:
+    """Run the layout through torchtitan's train.py; what it logged."""
+    around = environment(tree, layout, corpus, folder) | variables
+    return finish(command(tree, layout, corpus, *more), folder, around, f"{layout.name} on {tree}")
+
+
+@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
+def tree(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_call_is_handed_the_documents(
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+) -> None:
+    log = run(tree, layout, corpus, tmp_path / "run")
+    found = check_run(load_ranks(tmp_path / "run"), corpus)
+    matrix.note(HOST, tree.name, layout.name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(layout.steps * GLOBAL_BATCH))
+    assert found.segments > found.calls > 0
+    assert found.attentions >= LAYERS * found.calls, "attention of every layer was noted"
+    assert len(re.findall(r"step: *\d+ .*loss: *[\d.]+", log)) >= layout.steps
+    assert log.count("documents of a micro batch are kept apart") == layout.ranks * layout.probed
+    # It validates after step 1 and step 3, and opens a loader each time.
+    evaluated = {"valid", "test"} if "evaluation" in layout.name else set()
+    assert found.splits == {"train"} | evaluated
+    compare(known_rows.setdefault(layout.data, {}), found, at_least=GLOBAL_BATCH)
+
+
+def test_a_row_is_its_documents_one_by_one(tree: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """By torchtitan's model and the masks that it makes of positions, after two steps."""
+    layout = Layout(name="one by one", steps=2)
+    log = run(tree, layout, corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
+    (difference,) = re.findall(r"one by one: (\S+)", log)
+    assert float(difference) < 1e-4
+
+
+def test_a_run_resumes_with_other_ranks_and_micro_batches(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Two ranks to step 2, then one rank with micro batches of 3 from its checkpoint."""
+    keep = ["--dump_folder", str(tmp_path / "kept"), "--checkpoint.enable"]
+    keep += ["--checkpoint.interval", "2"]
+    then = Layout(name="load", micro_batch=3, data="mix.json")
+    first = Layout(name="save", ranks=2, data="mix.json", steps=2)
+    run(tree, first, corpus, tmp_path / "saved", *keep)
+    run(tree, then, corpus, tmp_path / "loaded", *keep)
+    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("saved", "loaded"))
+    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
+    assert not before.problems + after.problems
+    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
+    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("boundary", "see another document"),
+        ("no boundary", "see another document"),
+        ("labels", "against the loss mask of the batch"),
+        ("loader", "'labels' of the first micro batch is not what megapack told"),
+        ("window", "attention windows"),
+    ],
+)
+def test_what_is_wrong_on_purpose_is_refused(
+    wrong: str, said: str, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Between the loader and the model; a window is refused at start."""
+    layout = Layout(name="wrong", data="program.json" if wrong == "window" else "web.json")
+    around = environment(tree, layout, corpus, tmp_path) | {"HOST_SABOTAGE": wrong}
+    done = subprocess.run(
+        command(tree, layout, corpus),
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=around,
+    )
+    assert done.returncode != 0 and "ConfigError" in done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.glob("rank*.pt"))
