@@ -44,8 +44,8 @@ class Layout:
     ranks: int
     flags: str = ""
     data: str = "web.json"
-    """A manifest of corpus.py, ``list`` (weighted), ``apart`` (a list per split), ``few`` (a
-    small set for validation) or ``sets`` (that and a large one)."""
+    """A manifest of corpus.py, ``list`` (weighted), ``apart`` (a list per split) or ``sets``
+    (a large and a small one for validation)."""
     rows: str = ""
     """Runs of one name have the same rows; else those with the same data."""
     train_iters: int = 4
@@ -147,6 +147,7 @@ LAYOUTS = (
 )
 
 
+# Of one set Megatron's evaluation indexes a number (`eval_iters[0]`) and ends, with any dataset.
 FULL_VALIDATION = (
     Layout(name="full validation of two sets", ranks=2, data="sets"),
     Layout(
@@ -163,8 +164,7 @@ FULL_VALIDATION = (
         data="sets",
         flags="--pipeline-model-parallel-size 2",
     ),
-    # The loader of 0.16 and 0.17 ends in the midst of the first evaluation, with any dataset.
-    Layout(name="full validation of one set, DP 3", ranks=3, data="few", since=(0, 18)),
+    Layout(name="full validation of two sets, DP 3", ranks=3, data="sets"),
 )
 
 
@@ -191,10 +191,8 @@ def data_flags(corpus: Corpus, data: str) -> list[str]:
     if data == "apart":
         paths = ("--train-data-path", "0.7", web, "0.3", code)
         return [*cache, *paths, "--valid-data-path", code, "--test-data-path", "1", web, "1", code]
-    if data in ("few", "sets"):
-        few = [corpus.path("few")]
-        sets = few if data == "few" else [web, *few]
-        return [*cache, "--train-data-path", web, "--valid-data-path", *sets]
+    if data == "sets":
+        return [*cache, "--train-data-path", web, "--valid-data-path", web, corpus.path("few")]
     blend = ["0.7", web, "0.3", code] if data == "list" else [corpus.path(data)]
     return [*cache, "--data-path", *blend, "--split", "90,10,0"]
 

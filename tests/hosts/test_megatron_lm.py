@@ -172,10 +172,8 @@ def test_full_validation_is_the_documents_one_by_one(
     """
     if not layout.runs_on(host.release):
         pytest.skip("not for this release")
-    sets = [range(NUM_WEB, NUM_WEB + NUM_FEW)]
-    flags = ["--full-validation"]
-    if layout.data == "sets":
-        sets, flags = [range(NUM_WEB), *sets], [*flags, "--multiple-validation-sets"]
+    sets = [range(NUM_WEB), range(NUM_WEB, NUM_WEB + NUM_FEW)]
+    flags = ["--full-validation", "--multiple-validation-sets"]
     log = host.run(layout, corpus, tmp_path / "records", *flags)
     found, means = check_evaluation(load_ranks(tmp_path / "records"), corpus, sets)
     note(host, layout.name, found)
