@@ -502,6 +502,12 @@ class Schedule:
         stage = self.stage_at(i)
         return Step(i, stage.step_draws(i), stage.num_lists, self.samples.count_labels)
 
+    def shortest_step(self, begin: int, end: int) -> int:
+        """The first of steps ``[begin, end)`` that has samples of the smallest bucket there is in
+        them: where most documents share a row, and a probe of a model sees most."""
+        capacities = [min(draw.capacity for draw in self.step(i).draws) for i in range(begin, end)]
+        return begin + capacities.index(min(capacities))
+
     def steps_of(self, sample: int, num_steps: int) -> list[int]:
         """Which of the first ``num_steps`` steps draw a global sample id, without looking at them.
 

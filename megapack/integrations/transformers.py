@@ -48,6 +48,7 @@ from megapack.integrations.dialects import IGNORED, TRANSFORMERS, emit
 logger = logging.getLogger("megapack")
 
 PROBED_LOGITS = 256  # of every token: enough to see whether it changed
+LOOKED_AT = 32  # steps among which a micro batch of short documents is chosen to probe the model on
 
 # ---- Micro batches as transformers' models take them, and as a dataset of them ------------------
 
@@ -296,7 +297,7 @@ class PackedTrainerMixin:
     ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
 
     Attributes:
-        probe: whether the model is tried on the first micro batch before it trains on it: four
+        probe: whether the model is tried on an early micro batch before it trains: four
             forwards (``megapack.integrations.probe``), and one of its loss, which must take the
             labels of the batch; the log says the seconds of the four.
     """
@@ -436,7 +437,9 @@ class PackedTrainerMixin:
         for every micro batch and rank, and count padding."""
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
-            self._try(model, batches.batch(0))
+            soon = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
+            step = batches.schedule.shortest_step(0, max(1, soon))
+            self._try(model, batches.batch(step * batches.num_micro_steps))
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = None  # the mean of this micro batch: prediction_step weights it
         mask = inputs.pop("token_mask", None)

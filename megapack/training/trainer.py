@@ -40,6 +40,8 @@ from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSi
 
 logger = logging.getLogger("megapack")
 
+LOOKED_AT = 32  # steps among which a micro batch is chosen to probe the model on
+
 
 class TimedBatches:
     """Batches of a loader, step by step, and how long the trainer waited for them."""
@@ -211,7 +213,7 @@ class Trainer:
         lr = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
         torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
         if self.to_probe:
-            micro_batches = self.probed(micro_batches)
+            self.probe()
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
@@ -230,11 +232,18 @@ class Trainer:
         work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
 
-    def probed(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same; the model is tried on the first of them (``megapack.attention.probe``)."""
+    def probe(self) -> None:
+        """Try the model (``megapack.attention.probe``) on a micro batch of a small bucket.
+
+        Not on the first one: that is of the largest bucket, where a row may be one document.
+        """
         self.to_probe = False
-        coming = iter(micro_batches)
-        batch = next(coming)
+        soon = min(self.done + LOOKED_AT, self.end)
+        step = self.inputs.schedule.shortest_step(self.done, soon)
+        coming = TimedBatches(self.inputs.loader(self.config, self.here, step, 1))
+        _, micro_batches = next(coming.steps())
+        batch = min(micro_batches, key=lambda batch: int(batch["capacity"]))
+        coming.close()
         dtype = next(self.engine.parameters()).dtype
 
         def forward(asked: Mapping[str, Any]) -> torch.Tensor:
@@ -253,7 +262,6 @@ class Trainer:
             self.engine.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
         self.monitor.skip_time()
-        return itertools.chain([batch], coming)
 
     # ---- What the run decides itself (``megapack.training.autopilot``)
 
