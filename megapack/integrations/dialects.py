@@ -2,8 +2,8 @@
 
 - ``Dialect``: what differs between hosts; ``DIALECTS``: a row for each.
 - ``emit``: a micro batch of megapack under a host's names and conventions.
-- ``read_back``: what such a batch says by the host's own rule; ``loss_terms``: what of a batch's
-  losses a host can be told at all. Tests hold that both agree.
+- ``loss_terms``: what of a batch's losses a host can be told at all. Tests read every row of the
+  table back by its host's own rule.
 
 Hosts differ in whose loss a mask names. A row of two documents, a cut one (its next token, 7, is
 known) and a whole one:
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -268,69 +267,3 @@ def _tell_ends(batch: Mapping[str, Any], dialect: Dialect, told: dict[str, Any])
         key, longest = dialect.lengths
         told[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
         told[longest] = [int(values.max()) for values in lengths]
-
-
-# ---- What a host makes of it
-
-
-class Told(NamedTuple):
-    """What a batch in a dialect says."""
-
-    tokens: Tensor
-    """int64 (tokens,), of all rows one behind the other."""
-    segments: list[tuple[int, int]]
-    """(first token, length) of every segment."""
-    terms: LossTerms
-    """(tokens,) each."""
-
-
-def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
-    """Read a batch by the rule of its host.
-
-    Args:
-        told: of ``emit``, or what a host's loader made of it, on the CPU.
-        dialect: the host's.
-    """
-    text = told[dialect.tokens]
-    tokens = text[:, :-1] if dialect.one_more else text
-    if dialect.labels is not None:
-        targets = told[dialect.labels]
-    else:
-        source = told[dialect.target_labels] if dialect.target_labels else text
-        targets = source[:, 1:] if dialect.one_more else source.roll(-1, dims=1)
-    if dialect.mask is None:
-        weights = (targets != dialect.ignored).float()
-    else:
-        weights = told[dialect.mask].float()
-        weights = weights.roll(-1, dims=1) if dialect.mask_of_target else weights
-    terms = LossTerms(targets.reshape(-1), weights.reshape(-1))
-    return Told(tokens.reshape(-1), _segments(told, dialect, tokens.shape), terms)
-
-
-def _segments(told: dict[str, Any], dialect: Dialect, shape: torch.Size) -> list[tuple[int, int]]:
-    rows, row = shape
-    if dialect.lengths is not None:
-        listed = [[n for n in line if n] for line in told[dialect.lengths[0]].tolist()]
-    elif dialect.restart:
-        starts = (told[dialect.positions or ""] == 0).view(rows, row).tolist()
-        begins = [[i for i, first in enumerate(line) if first] + [row] for line in starts]
-        listed = [[b - a for a, b in pairwise(line)] for line in begins]
-    else:
-        ends = told[dialect.ends[0]]
-        padded = told.get(dialect.padded_ends[0], ends) if dialect.padded_ends else ends
-        ends, padded = ends.reshape(-1, ends.shape[-1]), padded.reshape(-1, ends.shape[-1])
-        return [
-            (i * row + begin, length)
-            for i in range(len(ends))
-            for begin, length, room in zip(
-                padded[i].tolist(), ends[i].diff().tolist(), padded[i].diff().tolist(), strict=False
-            )
-            if room
-        ]
-    found, at = [], 0
-    for i, line in enumerate(listed):
-        at = i * row
-        for length in line:
-            found.append((at, length))
-            at += length
-    return found
