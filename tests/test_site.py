@@ -18,8 +18,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import reference
 import report
+import site_hook
 
 from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
@@ -36,14 +36,14 @@ REPOSITORY = "https://host/megapack"
 @pytest.fixture(scope="session")
 def made() -> dict[str, str]:
     """Page -> its markdown; griffe and all commands are imported."""
-    return reference.made_pages()
+    return site_hook.made_pages()
 
 
 # ---- API, commands, configuration ----------------------------------------------------------------
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("package", reference.PACKAGES)
+@pytest.mark.parametrize("package", site_hook.PACKAGES)
 def test_api_of_a_package_shows_every_public_name_once(package: str, made: dict[str, str]) -> None:
     public = set(importlib.import_module(f"megapack.{package}").__all__)
     page = made[f"api/{package}.md"]
@@ -65,7 +65,7 @@ def test_command_page_has_every_option_with_its_help(command: str, made: dict[st
     page = made[f"commands/{command.replace(' ', '_')}.md"]
     options = [
         action
-        for action in reference.parsers()[command]._actions
+        for action in site_hook.parsers()[command]._actions
         if action.help != "==SUPPRESS==" and action.dest != "help"
     ]
     assert options
@@ -77,7 +77,7 @@ def test_command_page_has_every_option_with_its_help(command: str, made: dict[st
 def _nested(cls: type) -> list[type]:
     return [
         cls,
-        *(found for key in reference.keys(cls) if key.section for found in _nested(key.section)),
+        *(found for key in site_hook.keys(cls) if key.section for found in _nested(key.section)),
     ]
 
 
@@ -86,7 +86,7 @@ CONFIGURATIONS = [*_nested(PretrainConfig), BuildConfig, Manifest, Source, Stage
 
 @pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
 def test_configuration_key_says_its_meaning_and_its_default(cls: type) -> None:
-    keys = {key.name: key for key in reference.keys(cls)}
+    keys = {key.name: key for key in site_hook.keys(cls)}
     assert list(keys) == [field.name for field in dataclasses.fields(cls)]
     for field in dataclasses.fields(cls):
         key = keys[field.name]
@@ -100,8 +100,8 @@ def test_configuration_page_says_types_defaults_and_units_as_yaml_does(
     made: dict[str, str],
 ) -> None:
     everything = "\n".join(made.values())
-    assert all(key.meaning in everything for cls in CONFIGURATIONS for key in reference.keys(cls))
-    keys = {key.name: key for key in reference.keys(PretrainConfig)}
+    assert all(key.meaning in everything for cls in CONFIGURATIONS for key in site_hook.keys(cls))
+    keys = {key.name: key for key in site_hook.keys(PretrainConfig)}
     assert (keys["num_steps"].type, keys["num_steps"].default) == ("int | null", "null")
     assert keys["run_dir"].default == ""
     page = made["configuration/training.md"]
@@ -112,7 +112,7 @@ def test_configuration_page_says_types_defaults_and_units_as_yaml_does(
 
 
 def test_meanings_that_stand_on_the_command_line_alone_are_found() -> None:
-    keys = {key.name: key for key in reference.keys(BuildConfig)}
+    keys = {key.name: key for key in site_hook.keys(BuildConfig)}
     assert "JSON Lines" in keys["inputs"].meaning and keys["verify_fraction"].default == "0.0"
 
 
@@ -137,15 +137,15 @@ def test_meanings_that_stand_on_the_command_line_alone_are_found() -> None:
 def test_link_leads_to_the_site_or_else_to_the_repository(
     link: str, page: str, wanted: str
 ) -> None:
-    assert reference.relink(f"[a]({link})", page, REPOSITORY) == f"[a]({wanted})"
+    assert site_hook.relink(f"[a]({link})", page, REPOSITORY) == f"[a]({wanted})"
     code = f"```python\nx[0](../README.md)\n```\n[a]({link})"
-    assert reference.relink(code, page, REPOSITORY).startswith("```python\nx[0](../README.md)\n")
+    assert site_hook.relink(code, page, REPOSITORY).startswith("```python\nx[0](../README.md)\n")
 
 
 def test_navigation_patterns_take_what_no_other_entry_names() -> None:
     pages = ["index.md", "b.md", "a.md", "guides/y.md", "guides/x.md", "guides/deep/z.md"]
     entries = [{"Home": "index.md"}, {"Start": ["b.md", "*.md"]}, {"Guides": ["guides/*.md"]}]
-    assert reference.navigation(entries, pages) == [
+    assert site_hook.navigation(entries, pages) == [
         {"Home": "index.md"},
         {"Start": ["b.md", "a.md"]},
         {"Guides": ["guides/x.md", "guides/y.md"]},
@@ -157,7 +157,7 @@ def test_navigation_has_every_page_once(made: dict[str, str]) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     written = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     pages = sorted({*written, *made})
-    named = list(reference._leaves(reference.navigation(settings["nav"], pages)))
+    named = list(site_hook._leaves(site_hook.navigation(settings["nav"], pages)))
     assert len(written) > 20 and sorted(named) == pages
 
 

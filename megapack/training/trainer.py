@@ -240,10 +240,8 @@ class Trainer:
         self.to_probe = False
         soon = min(self.done + LOOKED_AT, self.end)
         step = self.inputs.schedule.shortest_step(self.done, soon)
-        coming = TimedBatches(self.inputs.loader(self.config, self.here, step, 1))
-        _, micro_batches = next(coming.steps())
-        batch = min(micro_batches, key=lambda batch: int(batch["capacity"]))
-        coming.close()
+        of_step = self.inputs.loader(self.config, self.here, step, 1)
+        batch = min(of_step, key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 
         def forward(asked: Mapping[str, Any]) -> torch.Tensor:

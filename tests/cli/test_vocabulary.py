@@ -52,8 +52,8 @@ def test_no_option_has_two_meanings() -> None:
                 meanings[option][_meaning(action)].append(command)
     differing = {option: dict(found) for option, found in meanings.items() if len(found) > 1}
     # One dataset or several is the only difference that --data-prefix may show; --input DIR of
-    # merge is Megatron's spelling.
-    assert set(differing) <= {"--data-prefix", "--input"}, differing
+    # merge is Megatron's spelling; --format is of what is read, and in export of what is written.
+    assert set(differing) <= {"--data-prefix", "--input", "--format"}, differing
 
 
 @pytest.mark.parametrize("command", ALL)
