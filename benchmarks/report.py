@@ -493,7 +493,7 @@ QUESTIONS = (
         (
             *(_case("schedule", key, "bucket 8192*") for key in ("ours", "random")),
             *(_case("schedule", key, "bucket 16384*") for key in ("ours", "random")),
-            _case("schedule", "ours", "16384, 1 per rank, window 1"),
+            _case("schedule", "ours", "16384, 1 per rank, one source, window 1"),
             _claim("steps", "equal-work dealing makes steps")[1],
         ),
     ),

@@ -271,13 +271,15 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         """Rows of one block."""
         _, capacity, samples = self._block(block)
         ids = samples[within].reshape(-1)
-        if (np.diff(ids < 0) < 0).any():  # a sample behind an empty place: rows as they are dealt
-            distinct, back = np.unique(within, return_inverse=True)
-            rows = self._gather(block, distinct.tolist())
-            return {key: value[back] for key, value in rows.items()}
+        if self.finite:
+            if (np.diff(ids < 0) < 0).any():  # a sample behind an empty place: as they are dealt
+                distinct, back = np.unique(within, return_inverse=True)
+                rows = self._gather(block, distinct.tolist())
+                return {key: value[back] for key, value in rows.items()}
+            ids = ids[ids >= 0]
         layout = self._layout(len(within))
         batch = self.packed.micro_batch(
-            ids[ids >= 0],
+            ids,
             layout=layout,
             capacity=capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
