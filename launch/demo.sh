@@ -71,7 +71,7 @@ say "the same command again: it resumes from the last checkpoint"
 buckets
 
 say "6/7 training on concatenated documents, as trainers do by default: nothing ends at a document"
-train concat --set data.attention=sample --set data.labels=sample --set data.positions=sample
+train concat --set data.attention=sample --set data.label_boundary=sample --set data.positions=sample
 
 say "7/7 the picture"
 "$PYTHON" launch/demo_plot.py --demo "$OUT"
