@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Documents -> trained model, on a laptop: two CPU ranks, no network, about five minutes. A small model
+# Documents -> trained model, on a laptop: two CPU ranks, no network, seven minutes. A small model
 # is trained twice at equal tokens: on documents packed in buckets, killed on the way and resumed, and
 # on documents concatenated and cut.
 #   make demo                       all of it
