@@ -214,7 +214,7 @@ def draw_launches(
     count, same = repeated["repeated_steps"], repeated["same_samples"]
     axis.annotate(
         f"kill -9 after step {at}, and the same command again:\n"
-        f"{count} steps from the last checkpoint on were taken again,\n"
+        f"{count} steps since the last checkpoint were repeated,\n"
         f"{'all' if same == count else same} with the same samples;\n"
         f"largest difference of a loss: {repeated['largest_difference']:.1g}",
         (at, 0.93), xycoords=("data", "axes fraction"), xytext=(8, 0),

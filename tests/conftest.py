@@ -25,7 +25,7 @@ settings.register_profile(
     "default", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=5000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
