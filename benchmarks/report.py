@@ -6,11 +6,7 @@ docs/results.md (``summary``: ten questions with their figures, what did not hol
 (``draw``, ``forest``: readable in grey), and docs/results/NAME.md, every table of a benchmark. A
 QUICK run is taken only where there is no other.
 
-A page says once what it was measured with. Its tables have at most eight columns and three digits;
-a row whose windows spread by more than 20 % of their median is marked, and memory that came out
-below zero is "not measurable".
-
-    rounded(42_496_732), rounded(0.18421), rounded(131_072)    # -> "42.5M", "0.184", "131,072"
+A page says once what it was measured with; its tables are those of tables.py.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """
@@ -22,11 +18,11 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS
+from tables import body, rounded, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 LOGGED = DOCS / "results"
@@ -167,193 +163,6 @@ def measured_with(runs: Runs) -> list[str]:
         commit = f", {run['commit'][:12]}" if run.get("commit") else ""
         made.setdefault(_machine(run), []).append(f"{name} ({run['date']}{commit})")
     return [f"* {machine}: {'; '.join(names)}" for machine, names in made.items()]
-
-
-def body(results: Any, title: str = "") -> Iterator[str]:
-    """Lists of records as tables, records of numbers as one row, the rest one level down."""
-    if isinstance(results, list) and all(isinstance(row, dict) for row in results):
-        yield from table(results, title)
-    elif isinstance(results, dict):
-        plain = {k: v for k, v in results.items() if not isinstance(v, (dict, list))}
-        if plain:
-            yield from table([plain], title)
-        for key, value in results.items():
-            if isinstance(value, (dict, list)):
-                yield from body(value, f"{title}, {key}".lstrip(", "))
-
-
-# ---- Tables --------------------------------------------------------------------------------------
-
-MOST_COLUMNS = 8
-WIDE_SPREAD = 20  # per cent of the median, between the quartiles of the windows
-LONGEST = 160  # characters of a cell; the .json has the rest
-SPREAD = "spread_%"
-
-
-def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
-    """Rows as tables of at most eight columns: by what was measured, then by size, then cut."""
-    rows = [{**row, **per_document(row)} for row in rows]
-    if title and any(_columns([row]) for row in rows):
-        yield from (f"**{title}**", "")
-    for kind in _kinds(rows):
-        for heading, block in _blocks(kind):
-            if heading:
-                yield from (heading, "")
-            yield from _narrow(block)
-
-
-def per_document(row: dict[str, Any]) -> dict[str, float]:
-    if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
-        return {}
-    return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
-
-
-def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Those in which something stands."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [key for key in keys if any(row.get(key) not in (None, "", {}) for row in rows)]
-
-
-def _kinds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Consecutive rows that measure some of the same things, told by the same first column."""
-    kinds: list[list[dict[str, Any]]] = []
-    for row in rows:
-        keys = _columns([row])
-        known = _columns(kinds[-1]) if kinds else []
-        if keys and known[:1] == keys[:1] and set(known[1:]) & set(keys[1:]):
-            kinds[-1].append(row)
-        elif keys:
-            kinds.append([row])
-    return kinds
-
-
-def _blocks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A wide table by the sizes that it was measured at, where these come one after the other."""
-    columns = _columns(rows)
-    for column in columns[1:] if len(columns) > MOST_COLUMNS else ():
-        values = [row.get(column) for row in rows]
-        runs = [len(list(group)) for _, group in groupby(values)]
-        if 1 < len(runs) == len(set(values)) and min(runs) > 2 and isinstance(values[0], int):
-            for value, block in groupby(rows, key=lambda row: row[column]):
-                yield (
-                    f"**{_said(column)} {rounded(value)}**",
-                    [{k: v for k, v in row.items() if k != column} for row in block],
-                )
-            return
-    yield "", rows
-
-
-def _narrow(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """One table, or several that repeat the first columns; spreads in a note."""
-    columns = _columns(rows)
-    spreads = [column for column in columns if column.endswith(SPREAD)]
-    columns = [column for column in columns if column not in spreads]
-    if len(columns) > MOST_COLUMNS and len(rows) > 1:
-        same = [c for c in columns[1:] if all(row.get(c) == rows[0].get(c) for row in rows)]
-        columns = [column for column in columns if column not in same]
-        if same:
-            said = ", ".join(f"{_said(c)} {_cell(c, rows[0].get(c))}" for c in same)
-            yield from (f"In all rows: {said}.", "")
-    keys = _told_apart(rows, columns) if len(columns) > MOST_COLUMNS else []
-    marks = [any((row.get(c) or 0) > WIDE_SPREAD for c in spreads) for row in rows]
-    for shown in _parts([c for c in columns if c not in keys], MOST_COLUMNS - len(keys)):
-        yield "| " + " | ".join(map(_said, keys + shown)) + " |"
-        yield "|" + "---|" * len(keys + shown)
-        for row, marked in zip(rows, marks, strict=True):
-            if _columns([{column: row.get(column) for column in shown}]):
-                cells = [_cell(column, row.get(column)) for column in keys + shown]
-                cells[0] += " \\*" if marked else ""
-                yield "| " + " | ".join(cells) + " |"
-        yield ""
-    if spreads:
-        yield from (_spread_note(rows, spreads), "")
-
-
-def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
-    """The first column, and as many words as it takes to tell the rows apart."""
-    keys = columns[:1]
-    words = [c for c in columns[1:] if isinstance(rows[0].get(c), str)]
-    for column in [*words, *columns[1:]]:
-        if len({tuple(row.get(key) for key in keys) for row in rows}) == len(rows):
-            break
-        if len(keys) < 3 and column not in keys:
-            keys.append(column)
-    return keys
-
-
-def _parts(columns: list[str], most: int) -> Iterator[list[str]]:
-    """As few parts as will do, of about equal width."""
-    count = math.ceil(len(columns) / most)
-    width = math.ceil(len(columns) / count)
-    for begin in range(0, len(columns), width):
-        yield columns[begin : begin + width]
-
-
-def _spread_note(rows: list[dict[str, Any]], spreads: Sequence[str]) -> str:
-    """Which rows are marked, and how far the others spread."""
-    found = [
-        (row.get(column) or 0.0, f"{next(iter(row.values()))}{_whose(column)}")
-        for row in rows
-        for column in spreads
-    ]
-    others = max((value for value, _ in found if value <= WIDE_SPREAD), default=0.0)
-    text = f"Spread of the windows (quartiles over the median): at most {rounded(others)} %"
-    marked = ", ".join(f"{name} {value:.0f} %" for value, name in found if value > WIDE_SPREAD)
-    return f"{text}." if not marked else f"{text}, but for \\*: {marked}. Do not build on these."
-
-
-def _whose(column: str) -> str:
-    owner = column.removesuffix(SPREAD).rstrip("_")
-    return f" ({owner})" if owner else ""
-
-
-def _said(column: str) -> str:
-    """``peak_bytes`` -> ``"peak MB"``."""
-    return (
-        column.replace("_bytes", "_MB").replace("_", " ")
-        if _is_bytes(column)
-        else column.replace("_", " ")
-    )
-
-
-def _is_bytes(column: str) -> bool:
-    return column.endswith("_bytes")
-
-
-def _cell(column: str, value: Any) -> str:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and value < 0 and ("bytes" in column or "mb" in column.lower()):
-        return "not measurable"
-    if number and _is_bytes(column):
-        value = value / 1e6
-    text = rounded(value).replace("|", "/")
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-
-
-def rounded(value: Any) -> str:
-    """Three digits; whole numbers below 10,000, and round ones below a million, in full."""
-    if value in (None, {}):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int) and abs(value) < (1_000_000 if value % 128 == 0 else 10_000):
-        return f"{value:,}"
-    for unit, size in (("G", 1e9), ("M", 1e6)):
-        if abs(value) >= 0.9995 * size:
-            return f"{_three(value / size)}{unit}"
-    return _three(value)
-
-
-def _three(value: float) -> str:
-    """``12345.6`` -> ``"12,300"``; what has more digits before the point is whole."""
-    if value == round(value) and abs(value) < 1000:
-        return f"{value:.0f}"
-    if abs(value) < 1e-3:
-        return f"{value:.2g}"
-    digits = f"{value:#.3g}"
-    return f"{float(digits):,.0f}" if abs(value) >= 99.95 else digits
 
 
 # ---- The summary --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import report
 import site_hook
+import tables
 
 from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
@@ -234,7 +235,7 @@ def test_results_mark_wide_spreads_and_memory_below_zero() -> None:
         {"side": "a", "seconds": 2.0, "spread_%": 330.0, "private_bytes": -2_392_064},
         {"side": "b", "seconds": 1.0, "spread_%": 3.0, "private_bytes": 13_275_136},
     ]
-    assert list(report.table(rows, "")) == [
+    assert list(tables.table(rows, "")) == [
         "| side | seconds | private MB |",
         "|---|---|---|",
         "| a \\* | 2 | not measurable |",
@@ -253,7 +254,7 @@ def test_results_of_a_wide_table_are_told_apart_in_every_part() -> None:
     ]  # fmt: skip
     for row, factor in zip(rows, range(4), strict=True):
         row.update({f"m{i}": (i + 0.5) * factor for i in range(9)})
-    lines = list(report.table(rows, ""))
+    lines = list(tables.table(rows, ""))
     heads = [line for line in lines if line.startswith("| side")]
     assert [re.findall(r"m\d", head) for head in heads] == [
         ["m0", "m1", "m2", "m3", "m4"], ["m5", "m6", "m7", "m8"]
@@ -268,4 +269,4 @@ def test_results_of_a_wide_table_are_told_apart_in_every_part() -> None:
      (999_600.0, "1.00M"), (2.7e-05, "2.7e-05"), (0.0, "0"), (True, "yes"), (None, ""), ("a", "a")],
 )  # fmt: skip
 def test_results_have_three_digits(value: Any, text: str) -> None:
-    assert report.rounded(value) == text
+    assert tables.rounded(value) == text
