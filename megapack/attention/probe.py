@@ -18,7 +18,7 @@ this asks what a host makes of the batch on its way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -112,13 +112,16 @@ def probe(
     plain, counts = run(None)
     if outputs == "losses":
         _check_losses(plain[:, 0], counts, of, host)
-    tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)
+    seen = []
     for changed in (of % 2 == 1, of % 2 == 0, middle):
         other, still = run(changed)
         difference = (other - plain).abs().amax(dim=1)
         # Where the host cannot be told the same labels any more, losses change by themselves.
         must_not = ~(behind if changed is middle else changed) & ~of.isnan() & (counts == still)
-        _check(difference, must_not, of=of, tolerance=tolerance, host=host)
+        # A loss that does not count, as all of padding, is 0 whatever the tokens are.
+        may = ~must_not & ~of.isnan() & (counts | (outputs == "logits"))
+        seen.append((difference, must_not, may))
+    _check(seen, of=of, tolerance=_TOLERANCE.get(precision or dtypes[0], 1e-3), host=host)
     return time.perf_counter() - began
 
 
@@ -155,25 +158,27 @@ def _check_losses(losses: Tensor, counts: Tensor, of: Tensor, host: str) -> None
 
 
 def _check(
-    difference: Tensor, must_not: Tensor, *, of: Tensor, tolerance: float, host: str
+    seen: Sequence[tuple[Tensor, Tensor, Tensor]], *, of: Tensor, tolerance: float, host: str
 ) -> None:
-    """Whether only what may has changed, and something has."""
-    may = ~must_not & ~of.isnan()
-    moved = float(difference[may].max()) if may.any() else 0.0
-    if may.any() and moved == 0:
+    """Whether after each change only what may has changed, and something has."""
+    moved = [float(difference[may].max()) if may.any() else None for difference, _, may in seen]
+    if 0 in moved or not any(moved):
         raise ConfigError(
             f"{host} makes the same of other tokens: its outputs do not depend on the batch that "
             "it was given, so nothing could be seen"
         )
-    leaked = must_not & (difference > tolerance * moved)
-    if leaked.any():
-        i = int(difference.masked_fill(~must_not, 0).argmax())
-        same = bool(may[of == of[i]].any())
-        raise ConfigError(
-            f"{host} lets token {i} (segment {int(of[i])}) see "
-            f"{'what comes after it' if same else 'another document'}: it changed by "
-            f"{float(difference[i]):.3g} where at most {tolerance * moved:.3g} is rounding, and "
-            f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach its "
-            "attention as they are: check the attention backend, and what stands between the "
-            "batch and the model"
-        )
+    for (difference, must_not, may), scale in zip(seen, moved, strict=True):
+        # A change of padding alone shows nowhere: what another one moved is the measure.
+        rounding = tolerance * (scale or max((one for one in moved if one), default=0.0))
+        leaked = must_not & (difference > rounding)
+        if leaked.any():
+            i = int(difference.masked_fill(~must_not, 0).argmax())
+            same = bool(may[of == of[i]].any())
+            raise ConfigError(
+                f"{host} lets token {i} (segment {int(of[i])}) see "
+                f"{'what comes after it' if same else 'another document'}: it changed by "
+                f"{float(difference[i]):.3g} where at most {rounding:.3g} is rounding, and "
+                f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach its "
+                "attention as they are: check the attention backend, and what stands between the "
+                "batch and the model"
+            )

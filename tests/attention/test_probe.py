@@ -139,6 +139,15 @@ def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
         probe(lambda _: fixed, make_batch())
 
 
+def test_losses_of_padding_alone_do_not_have_to_change() -> None:
+    batch = make_batch()
+    batch["cu_seqlens"] = torch.tensor([0, 19, 24], dtype=torch.int32)
+    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    batch["loss_mask"] = torch.zeros(2, 12)
+    with pytest.raises(ConfigError, match="nothing could be seen"):
+        probe(losses_of(0), batch, outputs="losses")
+
+
 def told_by_text(batch: dict[str, Any]) -> Tensor:
     """Labels that a host which takes them from the tokens can be told: those that stand next."""
     return (batch["loss_mask"] != 0) & (batch["labels"] == batch["tokens"].roll(-1).view(2, 12))
