@@ -73,7 +73,7 @@ def export(
     if found is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (steps: {known or 'none'})")
-    engine = start_engine(model, config, here, universal=found.universal)
+    engine = start_engine(model, config, here)
     store.load(engine, found)
     end = end_token(inputs.data.datasets)
     export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)

@@ -158,7 +158,7 @@ def prepare(
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
-    engine = start_engine(model, config, here, universal=found is not None and found.universal)
+    engine = start_engine(model, config, here)
     state: dict[str, Any] = {}
     if found is not None:
         home.load(engine, found)
@@ -166,7 +166,9 @@ def prepare(
     if here.is_first:
         facts = {
             "step": start_step,
+            "num_steps": inputs.num_steps,
             "world_size": here.size,
+            "sources": inputs.schedule.samples.names,
             "attention": attention.__dict__,
             "parameters": model.num_parameters,
             "fingerprints": inputs.fingerprints(),

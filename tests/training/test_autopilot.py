@@ -305,10 +305,13 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
     assert all(d.by == "autopilot" and d.begin in skipped for d in decided.decisions)
 
     config = autopilot_config(tmp_path, blend, killed, engine={"silence_seconds": 30})
-    fault = {0: {"faults": {"kill_before_step": [decided.decisions[0].begin + 4]}}}
+    begin = decided.decisions[0].begin
+    fault = {0: {"faults": {"kill_before_step": [begin - 6]}}}
     codes = start_run(zygote, config, "killed", of_rank=fault).wait()
     assert codes[0] == -signal.SIGKILL and codes[1] == LOST_CONTACT
-    start_run(zygote, config, "resumed", ranks=1).succeed()
+    # On one rank from a checkpoint of two, and back to one of its own.
+    start_run(zygote, config, "fewer", f"stop_at={begin + 4}", ranks=1).succeed()
+    start_run(zygote, config, "resumed").succeed()
     assert read_decisions(killed) is not None
     ours, theirs = read_decisions(killed), decided
     assert [d.stage for d in ours.decisions] == [d.stage for d in theirs.decisions]

@@ -565,6 +565,8 @@ class CheckpointStore:
         if resume.universal:
             place = self.scratch / f"{resume.tag}.universal"
             self.world.on_first(lambda: self._convert(resume.tag, place))
+        # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
+        engine._config.load_universal_checkpoint = resume.universal
         try:
             path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
             problem = None if path else "DeepSpeed found nothing to load"
