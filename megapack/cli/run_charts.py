@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import DataError
-from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
 from megapack.units import count, short
 
 Floats = NDArray[np.float64]
@@ -188,9 +188,7 @@ def read_run(path: str | Path) -> RunFacts:
     facts.starts = list(read_jsonl(run.starts)) if run.starts.exists() else []
     facts.evaluations = list(read_jsonl(run.evaluation)) if run.evaluation.exists() else []
     facts.decisions = read_decisions(run.path)
-    facts.checkpoints = sorted(
-        int(found.name.split("_")[1]) for found in run.checkpoints.glob("step_*_tokens_*")
-    )
+    facts.checkpoints = [step_of(tag) for tag in tags_in(run.checkpoints)]
     facts.branches = _branches(run)
     return facts
 
@@ -220,7 +218,7 @@ def _branches(run: RunDirectory) -> list[Branch]:
             continue
         read = len(found) < SHOWN and other.log.exists()
         lines = RunLog(read_jsonl(other.log)) if read else None
-        step = int(Path(origin).name.split("_")[1])
+        step = step_of(Path(origin).name)
         found.append(Branch(path, step, lines, _end(other).get("reason", "unknown")))
     return found
 

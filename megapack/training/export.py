@@ -21,9 +21,9 @@ from megapack.config import load_config
 from megapack.errors import ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore, step_of
+from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, step_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import open_inputs

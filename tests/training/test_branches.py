@@ -124,7 +124,8 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
 
 def test_manifest_of_the_mirror_is_the_last_of_its_objects(tmp_path: Path) -> None:
     """So a checkpoint is complete there or absent."""
-    from megapack.training.engine.checkpoint import CheckpointManifest, Mirror  # noqa: PLC0415
+    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
+    from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
     (directory / "step_00000002_tokens_9").mkdir(parents=True)

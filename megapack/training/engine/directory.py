@@ -139,6 +139,26 @@ class RunDirectory:
                     file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+def tags_in(directory: Path) -> list[str]:
+    """Names of the checkpoints by tokens seen, damaged ones included.
+
+    Not by steps: they count anew when a run goes on with other ``tokens_per_step``.
+    """
+    found = (path.name for path in directory.glob("step_*") if path.is_dir())
+    return sorted((name for name in found if "." not in name), key=tokens_of)
+
+
+def step_of(tag: str) -> int:
+    """Optimizer steps of a checkpoint's name."""
+    return int(tag.split("_")[1])
+
+
+def tokens_of(tag: str) -> int:
+    """Tokens seen of a checkpoint's name; -1: it has none."""
+    number = tag.rpartition("_")[2]
+    return int(number) if number.isdigit() else -1
+
+
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a log. A last line cut short by a kill is left out.
 
