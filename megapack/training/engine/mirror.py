@@ -61,9 +61,8 @@ class Mirror:
         self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
 
     def wait(self) -> None:
-        """Until what was begun is there."""
-        if self._copying is not None:
-            self._copying.result()
+        """Until what was begun is done."""
+        _MIRROR.submit(int).result()
 
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
