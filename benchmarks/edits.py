@@ -1,4 +1,7 @@
-"""What a run does by itself, and what is made of one, in real processes: rows of ``make faults``.
+"""What a run does by itself, and what is made of one, in real processes; a part of ``make faults``.
+
+    make bench-edits                  # ten minutes
+    ONLY="noise,mirror" make bench-edits
 
 - noise: 200 documents of it in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
   killed at random steps and resumed; ZeRO-3; and ten runs without noise, for false alarms
@@ -13,19 +16,27 @@ losses differ by rounding, and what rounding grows to.
 
 from __future__ import annotations
 
-import math
+import json
+import os
 import random
 import shutil
 import signal
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import numpy as np
 import yaml
-from common import quick
+
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from common import quick, show, write_results
+from faults import compare
 from object_store import BUCKET, serve_objects
 from ports import free_port
 
@@ -45,18 +56,6 @@ NUM_STEPS = BEGIN + NOISE + 110
 BRANCH_AT, MIXED_EVERY = 30, 8
 SEEDS = range(2 if quick() else 10)
 RANKS = (1, 2) if quick() else (1, 2, 4)
-
-
-def compare(lines: Lines, whole: Lines) -> Found:
-    """The last line of every step beside the undisturbed run's."""
-    ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
-    losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
-    differ = max((abs((a or math.nan) / b - 1) for a, b in losses), default=math.nan)
-    same = len(ours) == len(theirs) and all(
-        ours[i]["samples"] == theirs[i]["samples"] for i in theirs
-    )
-    twice = len(lines) - len(ours)
-    return {"same_samples": same, "loss_differs": differ, "lines_twice": twice}
 
 
 def stages(run_dir: Path) -> list[Any]:
@@ -112,7 +111,7 @@ def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Pat
             "blend": str(data / "blend.yaml"), "prefix": None, "index": None, "valid_prefix": None,
             "tokens_per_step": PER_STEP * ROW, "micro_batch_tokens": 2 * ROW,
         },
-        "optimizer": {"lr": 0.1, "clip": 1e9},
+        "optimizer": {"lr": 0.03, "betas": [0.9, 0.999], "clip": 1e9},
         "learning_rate": {"kind": "constant", "warmup_steps": 10},
         "checkpoint": {"every": 5, "keep": 8, "export": False, "asynchronous": False},
         "logging": {"every": 2, "tensorboard": False, "batches": False},
@@ -121,13 +120,10 @@ def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Pat
     return Corpus(folder).config(folder / name, **{**tree, **sections})
 
 
-def _mean(lines: Lines, begin: int) -> float:
-    return fmean(line["loss"] for line in lines[begin : begin + 10])
-
-
 def _levels(lines: Lines, after: int) -> str:
-    """Before the noise, and a hundred steps after the step at which it is over."""
-    before, later = _mean(lines, BEGIN - 10), _mean(lines, after + 100)
+    """The median of ten losses before the noise, and a hundred steps after it is over."""
+    at = (BEGIN - 15, after + 95)
+    before, later = (median(line["loss"] for line in lines[i : i + 10]) for i in at)
     return f"loss {before:.2f} before, {later:.2f} 100 steps after"
 
 
@@ -283,3 +279,23 @@ EDITS: dict[str, Callable[[Place], Iterator[Found]]] = {
     "branches": branches,
     "mirror": mirror,
 }
+
+
+def main() -> None:
+    chosen = os.environ.get("ONLY", ",".join(EDITS)).split(",")
+    zygote, rows = Zygote(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in (name for name in EDITS if name in chosen):
+            place = Place(Path(temporary) / name.replace(" ", "-"), zygote)
+            for row in EDITS[name](place):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    zygote.close()
+    if rows:
+        setup = {"noise": f"steps {BEGIN} to {BEGIN + NOISE - 1}", "steps": NUM_STEPS}
+        write_results("edits", {"setup": setup, "by itself": rows})
+        show("by itself", rows)
+
+
+if __name__ == "__main__":
+    main()

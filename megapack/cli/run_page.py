@@ -70,7 +70,8 @@ pre { overflow-x: auto; background: var(--card); border-radius: 6px; padding: 16
 summary { cursor: pointer; color: var(--blue); }
 @media (max-width: 640px) { main { padding: 24px 14px 48px; } .answer { padding: 16px 16px 14px; }
   h1 { font-size: 24px; } .tiles { grid-template-columns: repeat(2, 1fr); gap: 10px; }
-  .tile b { font-size: 20px; } svg { min-width: 560px; } }
+  .tile b { font-size: 20px; } figure > svg { min-width: 600px; }
+  .pair figure > svg { min-width: 0; } }
 </style>
 </head>
 <body>
@@ -397,7 +398,8 @@ def _program(facts: RunFacts) -> Iterator[str]:
             else (_weights(list(weights), list(weights.values())))
         )
         by = f"{decision.by}{' (taken back)' if decision.void else ''}"
-        rows.append((decision.begin, [by, said, decision.reason]))
+        why = f"losses: {decision.reason}" if decision.by == "mixing" else decision.reason
+        rows.append((decision.begin, [by, said, why]))
     if not rows:
         return
     rows.sort(key=lambda row: row[0])
