@@ -194,7 +194,7 @@ def read_run(path: str | Path) -> RunFacts:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    with suppress(OSError):
+    with suppress(OSError, yaml.YAMLError):
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
         return tree if isinstance(tree, dict) else {}
     return {}
@@ -213,7 +213,8 @@ def _branches(run: RunDirectory) -> list[Branch]:
         if path == run.path.resolve() or not (path / "config.yaml").is_file():
             continue
         other = RunDirectory(path)
-        origin = _config(other).get("checkpoint", {}).get("branch_from")
+        section = _config(other).get("checkpoint")
+        origin = section.get("branch_from") if isinstance(section, dict) else None
         if origin is None or Path(origin).parent.parent.name != run.path.resolve().name:
             continue
         read = len(found) < SHOWN and other.log.exists()

@@ -175,7 +175,8 @@ def _duration(seconds: float) -> str:
 def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     """Name, figure and unit; means are over the last tenth of the steps."""
     log = facts.log
-    yield "training loss", f"{log.recent('loss'):.4f}", "mean of the last tenth"
+    loss = f"{log.recent('loss'):.4f}".replace("nan", "no number")
+    yield "training loss", loss, "mean of the last tenth"
     if facts.evaluations:
         last = facts.evaluations[-1]
         yield "validation perplexity", f"{last['perplexity']:.4g}", f"after step {last['step'] - 1}"

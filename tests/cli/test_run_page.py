@@ -104,7 +104,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     branch = write_log(path.parent / "branch", lines(50))
     origin = str(path / "checkpoints" / "step_00000040_tokens_40960")
     (branch / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"branch_from": origin}}))
-    write_log(path.parent / "stranger", lines(2))
+    for name, text in (("stranger", "checkpoint: none"), ("broken", "{")):
+        (write_log(path.parent / name, lines(2)) / "config.yaml").write_text(text)
     return path
 
 
