@@ -120,7 +120,7 @@ $(VENV)/hosts-mds: $(VENV)/.dev
 bench-%: build $(VENV)/.dev ## a benchmark: packing, build, merge, data, ...; QUICK=1 is a minute
 	$(BIN)/python benchmarks/$*.py
 
-faults: bench-faults ## a fault at a time, in real processes; root for two of them
+faults: bench-faults bench-edits ## a fault at a time, in real processes; root for two of them
 
 bench-papers: build $(VENV)/.dev ## what the papers claim, trained again; ONLY=atom_size,... SCALE=gpu
 	$(BIN)/python benchmarks/papers/all.py

@@ -73,11 +73,13 @@ buckets
 say "6/7 training on concatenated documents, as trainers do by default: nothing ends at a document"
 train concat --set data.attention=sample --set data.label_boundary=sample --set data.positions=sample
 
-say "7/7 the picture"
+say "7/7 the picture, and a page of the run"
 "$PYTHON" launch/demo_plot.py --demo "$OUT"
+megapack-build report "$OUT/bucket"
 cat <<EOF
 
 made     $OUT/demo.png            both runs: loss, documents cut, padding, work of the ranks
+         $OUT/bucket/report.html  the run on one page: what to look at, losses, speed
          $OUT/bucket/model        the trained model and its tokenizer, for transformers' from_pretrained
          $OUT/bucket/log.jsonl    one line per step;  tensorboard --logdir $OUT
          $OUT/bucket.samples      the packed corpus;  $OUT/train.bin/.idx, the documents

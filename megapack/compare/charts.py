@@ -1,7 +1,8 @@
 """The plots of the comparison page, one function each: Comparison -> SVG.
 
-matplotlib draws; ``draw`` turns what it made into an element of the page: colours become the
-page's (``PALETTE``: light, dark), text stays text, and exact values show under the mouse.
+matplotlib draws; ``draw`` turns what it made (a ``Chart``) into an element of the page: colours
+become the page's (``PALETTE``: light, dark), text stays text, and exact values show under the
+mouse. The page of a run (``megapack.cli.run_page``) is drawn by the same two.
 
     draw(trade_off, comparison)  # -> '<svg viewBox="0 0 691.2 316.8" role="img" ...>...</svg>'
 
@@ -15,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -75,19 +76,43 @@ _STYLE = {
 }
 
 
-class Plot:
-    """A figure of one or several panels; ``tips`` says what shows under the mouse."""
+class Chart:
+    """A figure of one or several panels side by side; ``tips`` says what shows under the mouse.
 
-    def __init__(self, comparison: Comparison, height: float, panels: int = 1) -> None:
+    Args:
+        height, width: inches.
+        panels: how many; they share the vertical axis.
+    """
+
+    def __init__(self, height: float, panels: int = 1, width: float = WIDTH) -> None:
         from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
-        self.comparison = comparison
-        self.evaluations = comparison.evaluations
         self.tips: list[str] = []
-        self.figure: Any = Figure(figsize=(WIDTH, height), layout="constrained")
+        self.figure: Any = Figure(figsize=(width, height), layout="constrained")
         found = self.figure.subplots(1, panels, squeeze=False, sharey=True)[0]
         self.panels: list[Any] = list(found)
         self.axes: Any = self.panels[0]
+
+    def tip(self, artist: Any, words: str) -> None:
+        artist.set_gid(f"tip-{len(self.tips)}")
+        self.tips.append(words)
+
+    def legend(self, entries: Sequence[tuple[str, str]], columns: int = 7) -> None:
+        """(colour, words) under the plot."""
+        from matplotlib.patches import Patch  # noqa: PLC0415
+
+        handles = [Patch(color=colour, label=words) for colour, words in entries]
+        ncols = min(len(handles), columns)
+        self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
+
+
+class Plot(Chart):
+    """Of a comparison."""
+
+    def __init__(self, comparison: Comparison, height: float, panels: int = 1) -> None:
+        super().__init__(height, panels)
+        self.comparison = comparison
+        self.evaluations = comparison.evaluations
 
     @classmethod
     def of_rows(cls, comparison: Comparison, panels: int = 1) -> Plot:
@@ -104,10 +129,6 @@ class Plot:
             axes.grid(visible=False, axis="y")
         return plot
 
-    def tip(self, artist: Any, words: str) -> None:
-        artist.set_gid(f"tip-{len(self.tips)}")
-        self.tips.append(words)
-
     def bar(self, row: float, left: float, width: float, colour: str, tip: str, **how: Any) -> None:
         made = self.axes.barh(row, width, left=left, color=colour, **{"height": 0.7, **how})
         self.tip(made[0], tip)
@@ -121,13 +142,6 @@ class Plot:
         place: dict[str, Any] = {"textcoords": "offset points", "va": "center_baseline"}
         self.axes.annotate(text, (x, row), (5.5, 0), **place, **how)
 
-    def legend(self, entries: Sequence[tuple[str, str]]) -> None:
-        """(colour, words) under the plot."""
-        from matplotlib.patches import Patch  # noqa: PLC0415
-
-        handles = [Patch(color=colour, label=words) for colour, words in entries]
-        self.figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 7))
-
 
 def check_matplotlib() -> None:
     """Refuse (ConfigError) a page that nobody can draw, before anything is packed for it."""
@@ -140,13 +154,21 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def draw(plot: Callable[[Comparison], Plot], comparison: Comparison) -> str:
-    """One of the functions below as an ``<svg>`` that needs nothing else; always the same bytes."""
+Subject = TypeVar("Subject")
+
+
+def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
+    """What a function draws as an ``<svg>`` that needs nothing else; always the same bytes.
+
+    Args:
+        plot: as those below; the first line of its docstring is what the picture is called.
+        subject: its argument, a Comparison of those below.
+    """
     import matplotlib  # noqa: PLC0415
 
     file = io.StringIO()
     with matplotlib.rc_context(_STYLE):
-        made = plot(comparison)
+        made = plot(subject)
         for artist in made.figure.findobj():
             artist.set_clip_on(False)  # nothing is drawn outside, and clips are references
         made.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

@@ -1,7 +1,8 @@
 """A comparison as one HTML page, and as JSON values.
 
 * ``render(comparison)``: a page that needs nothing else, no script, no network, no other file;
-* ``to_json(comparison)``: dicts and lists, what ``--json`` prints.
+* ``to_json(comparison)``: dicts and lists, what ``--json`` prints;
+* ``style()``: the stylesheet, which the page of a run has, too.
 """
 
 from __future__ import annotations
@@ -27,16 +28,7 @@ from megapack.compare.evaluation import (
 from megapack.units import count, percent, short
 
 # Light and dark follow the reader's system; system fonts only.
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>Packing report: $name</title>
-<style>
-:root { color-scheme: light dark; $light }
-@media (prefers-color-scheme: dark) { :root { $dark } }
-* { box-sizing: border-box; }
+STYLE = """* { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 48px 28px 72px; }
@@ -81,7 +73,29 @@ dd small { display: block; color: var(--soft); max-width: 80ch; }
 footer { border-top: 1px solid var(--rule); padding-top: 14px; color: var(--soft);
   font-size: 14px; }
 footer p { margin: 4px 0; } code { overflow-wrap: anywhere; font-size: 13px; }
-@media print { section { break-inside: avoid; } }
+@media print { section { break-inside: avoid; } }"""
+
+
+def style() -> str:
+    """The stylesheet of a page, its colours for light and dark included."""
+    light, dark = (
+        " ".join(f"--{name}: {colours[theme]};" for name, colours in charts.PALETTE.items())
+        for theme in (0, 1)
+    )
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{STYLE}"
+    )
+
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<title>Packing report: $name</title>
+<style>
+$style
 </style>
 </head>
 <body>
@@ -168,14 +182,9 @@ def render(comparison: Comparison) -> str:
     best = comparison.evaluations[recommendation.best]
     left_out = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
     reasons = [*recommendation.reasons, *(f"{n}: {words}" for n, words in best.decisions.items())]
-    themes = [
-        " ".join(f"--{name}: {colours[theme]};" for name, colours in charts.PALETTE.items())
-        for theme in (0, 1)
-    ]
     return PAGE.substitute(
         {plot.__name__: charts.draw(plot, comparison) for plot in PLOTS},
-        light=themes[0],
-        dark=themes[1],
+        style=style(),
         name=escape(corpus.name),
         facts=(
             f"<b>{count(corpus.num_documents)}</b> documents <b>{short(corpus.num_tokens)}</b> "

@@ -6,7 +6,6 @@
         --model concat=runs/b/model --data valid --contexts 1024 2048 4096 8192 16384 --output out
     megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
     megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
-    megapack-evaluate --report runs/a                         # one page of figures: report.png
 
 Models are scored on held-out documents: every token once, given its own document; with --blend
 those of every source of the manifest (valid_prefix), one by one and together. Runs are
@@ -34,7 +33,6 @@ from megapack.training.engine.world import World, world
 from megapack.training.evaluation.comparison import (
     plot_contexts,
     plot_curves,
-    plot_run,
     read_curve,
     standings,
 )
@@ -66,16 +64,12 @@ def evaluate(args: argparse.Namespace) -> int:
         show_models(scored, args.output)
     if args.run:
         results["runs"] = compare_runs(dict(args.run), args.output)
-    if args.report is not None:
-        page = (args.output or args.report) / "report.png"
-        plot_run(args.report, page)
-        print(f"report: {page}")
-        results["report"] = str(page)
     if args.lm_eval:
         results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
     if not results:
         raise ConfigError(
-            "nothing to do: give --model with --data, --blend or --lm-eval, or --run, --report"
+            "nothing to do: give --model with --data, --blend or --lm-eval, or --run (one run on a "
+            "page: megapack-build report RUN_DIR)"
         )
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -201,7 +195,6 @@ def build_parser() -> argparse.ArgumentParser:
     many: dict[str, Any] = {"action": "append", "type": named, "default": []}
     add("--model", **many, metavar="[NAME=]DIR", help="an exported model; may be repeated")
     add("--run", **many, metavar="[NAME=]DIR", help="a run to compare by its log; may be repeated")
-    add("--report", type=Path, metavar="DIR", help="draw the log of a run: DIR/report.png")
     add("--output", type=Path, help="directory for evaluation.json and plots")
     data = parser.add_argument_group("held-out documents")
     data.add_argument("--data", help="prefix of the documents")

@@ -21,9 +21,9 @@ from megapack.config import load_config
 from megapack.errors import ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore, step_of
+from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, step_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import open_inputs
@@ -73,7 +73,7 @@ def export(
     if found is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (steps: {known or 'none'})")
-    engine = start_engine(model, config, here, universal=found.universal)
+    engine = start_engine(model, config, here)
     store.load(engine, found)
     end = end_token(inputs.data.datasets)
     export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)

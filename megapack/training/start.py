@@ -21,19 +21,13 @@ from megapack.data.run import Decisions
 from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
 from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import (
-    CheckpointManifest,
-    CheckpointStore,
-    Mirror,
-    Resume,
-    step_of,
-    tags_in,
-)
+from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, step_of, tags_in
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
+from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import World, world
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
@@ -158,7 +152,7 @@ def prepare(
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
-    engine = start_engine(model, config, here, universal=found is not None and found.universal)
+    engine = start_engine(model, config, here)
     state: dict[str, Any] = {}
     if found is not None:
         home.load(engine, found)
@@ -166,7 +160,9 @@ def prepare(
     if here.is_first:
         facts = {
             "step": start_step,
+            "num_steps": inputs.num_steps,
             "world_size": here.size,
+            "sources": inputs.schedule.samples.names,
             "attention": attention.__dict__,
             "parameters": model.num_parameters,
             "fingerprints": inputs.fingerprints(),

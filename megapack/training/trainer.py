@@ -27,8 +27,8 @@ from megapack.data.bucket_order import fold_key
 from megapack.data.run import Decision, Decisions
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore, step_of
-from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.engine.checkpoint import CheckpointStore
+from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of
 from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World

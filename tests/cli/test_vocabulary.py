@@ -15,7 +15,7 @@ from megapack.cli.main import COMMANDS, build_parser
 
 ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
-READ_RUNS = {"trace", "simulate"}
+READ_RUNS = {"trace", "report", "simulate"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import", "export"}
 # Spellings that another word of the vocabulary has taken over.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")

@@ -6,11 +6,11 @@ import json
 import re
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Literal
 
 import numpy as np
 import pytest
+from html_pages import Nesting, ids_of
 
 from megapack.compare import (
     GPUS,
@@ -292,39 +292,6 @@ def compared(name: str = "corpus", **options: object) -> Comparison:
 @pytest.fixture(scope="module")
 def page() -> str:
     return render(compared())
-
-
-class Nesting(HTMLParser):
-    """Fails on a tag that is closed out of order; collects text and attributes."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += [(tag, key, value) for key, value in attrs]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.attributes += [(tag, key, value) for key, value in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, (self.open, tag)
-        self.open.pop()
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def ids_of(parsed: Nesting) -> list[tuple[str, str, str | None]]:
-    return [a for a in parsed.attributes if a[1] == "id"]
 
 
 def test_tags_nest_and_all_are_closed(page: str) -> None:

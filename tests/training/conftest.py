@@ -15,6 +15,7 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 VOCAB = 64
 BUCKETS = [32, 64, 128]
+ROW, PER_STEP = 64, 8  # of ``noisy_blend``: tokens of a document, documents of a step
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,24 @@ def make_corpus(directory: Path) -> Corpus:
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
         index.save(f"{directory / name}.samples", source=dataset)
     return Corpus(directory)
+
+
+def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path:
+    """The manifest of one source in order: walks, noise for so many steps from a step on, walks."""
+    random = np.random.default_rng(3)
+    with IndexedDatasetBuilder(folder / "web", np.uint16, vocab_size=VOCAB) as builder:
+        for i in range(num_steps * PER_STEP):
+            if begin <= i // PER_STEP < begin + noise:
+                tokens = random.integers(0, VOCAB, ROW)
+            else:
+                walk = random.choice([0, 1, 2], ROW, p=[0.1, 0.8, 0.1]).cumsum()
+                tokens = (random.integers(VOCAB) + walk) % VOCAB
+            builder.add_document(tokens.astype(np.uint16))
+    pack([ROW] * (num_steps * PER_STEP), buckets=[ROW]).save(folder / "web.samples")
+    np.save(folder / "scores.npy", np.arange(num_steps * PER_STEP, dtype=np.float64))
+    source = {"prefix": "web", "index": "web.samples", "scores": "scores.npy", "name": "web"}
+    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": [source]}))
+    return folder / "blend.yaml"
 
 
 @pytest.fixture(scope="session")

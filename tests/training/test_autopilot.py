@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +21,6 @@ from megapack.data.blend import Stage
 from megapack.data.program import Mixture, ScheduleConfig, resolve
 from megapack.data.run import Decision, Decisions, read_decisions
 from megapack.errors import ConfigError
-from megapack.packing import pack
-from megapack.storage import IndexedDatasetBuilder
 from megapack.training.autopilot import (
     SourceReport,
     SpikeWatch,
@@ -36,7 +33,7 @@ from megapack.training.config import AutopilotConfig, MixingConfig
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 
-from .conftest import VOCAB, Corpus
+from .conftest import PER_STEP, ROW, Corpus, noisy_blend
 from .processes import Zygote, read_log, start_run
 from .test_sources import blend_config, write_blend
 
@@ -248,26 +245,7 @@ def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) 
 
 # ---- Real runs
 
-ROW, PER_STEP, BEGIN, NOISE = 64, 8, 40, 10  # steps
-
-
-def noisy(folder: Path) -> Path:
-    """A blend of one source by score: walks, then a stretch of noise, then walks again."""
-    random = np.random.default_rng(3)
-    steps = 90
-    with IndexedDatasetBuilder(folder / "web", np.uint16, vocab_size=VOCAB) as builder:
-        for i in range(steps * PER_STEP):
-            if BEGIN <= i // PER_STEP < BEGIN + NOISE:
-                tokens = random.integers(0, VOCAB, ROW)
-            else:
-                walk = random.choice([0, 1, 2], ROW, p=[0.1, 0.8, 0.1]).cumsum()
-                tokens = (random.integers(VOCAB) + walk) % VOCAB
-            builder.add_document(tokens.astype(np.uint16))
-    pack([ROW] * (steps * PER_STEP), buckets=[ROW]).save(folder / "web.samples")
-    np.save(folder / "scores.npy", np.arange(steps * PER_STEP, dtype=np.float64))
-    source = {"prefix": "web", "index": "web.samples", "scores": "scores.npy", "name": "web"}
-    (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": [source]}))
-    return folder / "blend.yaml"
+BEGIN, NOISE = 40, 10  # steps
 
 
 def autopilot_config(folder: Path, blend: Path, run_dir: Path, **sections: Any) -> Path:
@@ -291,7 +269,7 @@ def autopilot_config(folder: Path, blend: Path, run_dir: Path, **sections: Any) 
 def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
     zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blend = noisy(tmp_path)
+    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = start_run(zygote, autopilot_config(tmp_path, blend, whole), "whole").succeed()
     assert "steps are skipped from step" in output
@@ -305,10 +283,13 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
     assert all(d.by == "autopilot" and d.begin in skipped for d in decided.decisions)
 
     config = autopilot_config(tmp_path, blend, killed, engine={"silence_seconds": 30})
-    fault = {0: {"faults": {"kill_before_step": [decided.decisions[0].begin + 4]}}}
+    begin = decided.decisions[0].begin
+    fault = {0: {"faults": {"kill_before_step": [begin - 6]}}}
     codes = start_run(zygote, config, "killed", of_rank=fault).wait()
     assert codes[0] == -signal.SIGKILL and codes[1] == LOST_CONTACT
-    start_run(zygote, config, "resumed", ranks=1).succeed()
+    # On one rank from a checkpoint of two, and back to one of its own.
+    start_run(zygote, config, "fewer", f"stop_at={begin + 4}", ranks=1).succeed()
+    start_run(zygote, config, "resumed").succeed()
     assert read_decisions(killed) is not None
     ours, theirs = read_decisions(killed), decided
     assert [d.stage for d in ours.decisions] == [d.stage for d in theirs.decisions]

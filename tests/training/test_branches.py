@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,17 +122,23 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
 
 
 def test_manifest_of_the_mirror_is_the_last_of_its_objects(tmp_path: Path) -> None:
-    """So a checkpoint is complete there or absent."""
-    from megapack.training.engine.checkpoint import CheckpointManifest, Mirror  # noqa: PLC0415
+    """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
+    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
+    from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
-    (directory / "step_00000002_tokens_9").mkdir(parents=True)
     store.mkdir()
-    manifest = CheckpointManifest(
-        step=2, world_size=1, zero_stage=1, state={}, files={"gone.pt": {"bytes": 1, "xxh3": "0"}}
-    )
-    manifest.write(directory / "step_00000002_tokens_9")
     mirror = Mirror(f"file://{store}/run")
-    mirror.copy(directory, ["step_00000002_tokens_9"], "step_00000002_tokens_9")
+    tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
+    for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
+        (directory / tag).mkdir(parents=True)
+        (directory / tag / "there.pt").write_bytes(b"x")
+        files = {name: {"bytes": 1, "xxh3": "0"}}
+        manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
+        manifest.write(directory / tag)
+        mirror.copy(directory, tags, tag)
+        mirror.wait()
+    assert mirror.tags() == tags[1:], "a file of the first could not be read"
+    mirror.keep_only([])
     mirror.wait()
-    assert json.dumps(mirror.tags()) == "[]", "a file of it could not be read"
+    assert mirror.tags() == []

@@ -211,10 +211,9 @@ def test_deepspeed_configuration_can_be_extended(corpus: Corpus, tmp_path: Path)
         engine={"precision": "bf16", "deepspeed": {"zero_optimization": {"reduce_bucket_size": 7}}},
     )
     config = load_config(PretrainConfig, path)
-    made = deepspeed_configuration(config, 2, universal=True)
+    made = deepspeed_configuration(config, 2)
     assert made["zero_optimization"]["reduce_bucket_size"] == 7
     assert made["zero_optimization"]["stage"] == 1
     assert made["gradient_accumulation_steps"] == 2
     assert made["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert made["checkpoint"] == {"load_universal": True}
     assert EngineConfig().precision == "bf16"

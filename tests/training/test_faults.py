@@ -6,19 +6,21 @@ import gzip
 import json
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megapack.cli.main import main as build
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
-from megapack.training.monitoring.monitor import Slowdowns
 from megapack.training.monitoring.signals import PREEMPTED
+from megapack.training.monitoring.slowdowns import Slowdowns
 
 from .conftest import Corpus
-from .processes import PRETRAIN, ROOT, Zygote, read_log, start_run, wait_for
+from .processes import PRETRAIN, Zygote, read_log, start_run, wait_for
 
 
 def _end(run_dir: Path) -> dict[str, Any]:
@@ -186,10 +188,10 @@ def test_slowest_rank_is_named_and_drawn(zygote: Zygote, corpus: Corpus, tmp_pat
     assert "slow rank: rank 1 on " in output and "times as long as the median" in output
     found = [line["rank_forward"] for line in read_log(run_dir) if "rank_forward" in line]
     assert [f["rank"] for f in found] == [1, 1] and found[1]["host"] == os.uname().nodename
-    argv = [str(ROOT / "launch" / "evaluate.py"), "--report", str(run_dir)]
-    zygote.start(argv, 1, tmp_path / "report", {0: {"env": {}}}).succeed()
-    page = (run_dir / "report.png").read_bytes()
-    assert page[:4] == b"\x89PNG" and len(page) > 50_000
+    assert build(["report", str(run_dir)]) == 0
+    page = (run_dir / "report.html").read_text()
+    assert re.search(r"<li class='look'><b>slow rank</b>: rank 1 on \S+ computes", page)
+    assert re.search(r"<th>rank 1 on \S+</th><td>slowest forward</td><td>2 of 2</td>", page)
 
 
 def _line(**more: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the newest. With another number of ranks or another ZeRO stage the checkpoint is
 a DeepSpeed universal checkpoint.
 
 ``CheckpointStore`` saves, finds and loads; ``CheckpointManifest`` is what stands in a checkpoint;
-``Mirror`` keeps copies in an object store; ``WrittenFiles`` writes the files. DeepSpeed writes with
+``WrittenFiles`` writes the files (copies in an object store: ``mirror.py``). DeepSpeed writes with
 ``torch.save(path)``, whose C++ writer reports a full disk as "unexpected pos", and without fsync;
 and a rank that raised there would leave the others in a barrier. Its own asynchronous engines give
 neither checksums nor fsync, and its writer process ends in silence; torch's (DCP) writes files that
@@ -18,39 +18,31 @@ DeepSpeed's, and a thread writes them.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from megapack.errors import FormatError, MegapackError, ResumeError
+from megapack.errors import ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
 from megapack.storage.metadata import checksum
-from megapack.storage.remote.cache import open_cache
-from megapack.storage.remote.client import (
-    RemoteObject,
-    find_object,
-    names_in,
-    put_object,
-    remove_object,
-)
+from megapack.training.engine.directory import step_of, tags_in
 from megapack.training.engine.engine import not_finite
 from megapack.training.engine.world import RankProgress, World
 
-logger = logging.getLogger("megapack")
+if TYPE_CHECKING:
+    from megapack.training.engine.mirror import Mirror
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 Verify = Literal["size", "checksum"]
@@ -73,7 +65,7 @@ class CheckpointManifest:
     @staticmethod
     def read(directory: Path) -> CheckpointManifest:
         """Read the manifest of one checkpoint. Raises ResumeError when it cannot be read."""
-        path = directory / _MANIFEST
+        path = directory / MANIFEST
         try:
             return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
@@ -81,27 +73,8 @@ class CheckpointManifest:
 
     def write(self, directory: Path) -> None:
         """The last file of a checkpoint."""
-        with atomic_write(directory / _MANIFEST, "w") as file:
+        with atomic_write(directory / MANIFEST, "w") as file:
             json.dump(self.__dict__, file, indent=1)
-
-
-def tags_in(directory: Path) -> list[str]:
-    """Names of the checkpoints by tokens seen, damaged ones included.
-
-    Not by steps: they count anew when a run goes on with other ``tokens_per_step``.
-    """
-    found = (path.name for path in directory.glob("step_*") if path.is_dir())
-    return sorted((name for name in found if "." not in name), key=_tokens)
-
-
-def step_of(tag: str) -> int:
-    """Optimizer steps of a checkpoint's name."""
-    return int(tag.split("_")[1])
-
-
-def _tokens(tag: str) -> int:
-    number = tag.rpartition("_")[2]
-    return int(number) if number.isdigit() else -1
 
 
 def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
@@ -212,111 +185,6 @@ class _SummedFile:
 
     def flush(self) -> None:
         """Nothing is held back."""
-
-
-class Mirror:
-    """Checkpoints in an object store, for a node whose disk is lost.
-
-    Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
-    checkpoint is complete there or absent. They are copied in a thread while training goes on, one
-    checkpoint at a time; where one is not done when the next is there, that one is left out. What
-    the directory no longer has is removed. A failure is said and does not stop the run.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/")
-        self._copying: Future[None] | None = None
-
-    def copy(self, directory: Path, tags: list[str], tag: str) -> None:
-        """Begin to copy a checkpoint of the directory, which holds these."""
-        if self._copying is not None and not self._copying.done():
-            logger.warning(
-                "%s: still busy with a checkpoint before, %s left out", self.address, tag
-            )
-            return
-        self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
-
-    def wait(self) -> None:
-        """Until what was begun is there."""
-        if self._copying is not None:
-            self._copying.result()
-
-    def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
-        try:
-            manifest = CheckpointManifest.read(directory / tag)
-            for name in manifest.files:
-                put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
-            put_object(f"{self.address}/{tag}{_MIRRORED}", directory / tag / _MANIFEST)
-            for old in set(self.tags()) - set(tags):
-                self._remove(old)
-        except (OSError, MegapackError) as error:
-            logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
-
-    def _remove(self, tag: str) -> None:
-        url = f"{self.address}/{tag}{_MIRRORED}"
-        with tempfile.TemporaryDirectory() as folder:
-            found = find_object(url)
-            names = [] if found is None else list(_fetched(found, Path(folder) / "m").files)
-        remove_object(url)  # first, so that what is left is not taken for a checkpoint
-        for name in names:
-            remove_object(f"{self.address}/{tag}/{name}")
-
-    def tags(self) -> list[str]:
-        """The checkpoints that are complete there, by tokens seen."""
-        try:
-            names = [name.rpartition("/")[2] for name in names_in(self.address)]
-        except FileNotFoundError:  # a folder of a file system, before the first checkpoint
-            names = []
-        tags = (name.removesuffix(_MIRRORED) for name in names if name.endswith(_MIRRORED))
-        return sorted(tags, key=_tokens)
-
-    def restore(self, directory: Path) -> str | None:
-        """Bring the newest checkpoint into a directory that has none; its name.
-
-        Raises:
-            ResumeError: a file is missing.
-            FormatError: one is not what its manifest says, again and again.
-            ConfigError, OSError: the store cannot be read.
-        """
-        for tag in self.tags()[-1:]:
-            found = find_object(f"{self.address}/{tag}{_MIRRORED}")
-            assert found is not None, "listed just now"
-            partial = directory / f"{tag}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            manifest = _fetched(found, partial / _MANIFEST)
-            for name, expected in manifest.files.items():
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                file = find_object(f"{self.address}/{tag}/{name}")
-                if file is None:
-                    raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-                open_cache().fetch(file, partial / name, _as_in_manifest(expected))
-            partial.rename(directory / tag)
-            with atomic_write(directory / "latest", "w") as latest:
-                latest.write(tag)
-            return tag
-        return None
-
-
-_MIRRORED = ".manifest.json"
-_MIRROR = ThreadPoolExecutor(1, "mirror")
-
-
-def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:
-    """A check of a file that came: it raises FormatError where it is not as in its manifest."""
-
-    def check(path: Path) -> None:
-        problem = compare_file(path, expected, "checksum")
-        if problem is not None:
-            raise FormatError(f"{path} {problem}")
-
-    return check
-
-
-def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:
-    """A manifest in the store, as a file that stays."""
-    open_cache().fetch(manifest, path)
-    return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,6 +402,8 @@ class CheckpointStore:
                 self._remove(tag)
             with atomic_write(self.directory / "latest", "w") as file:
                 file.write(self.tags()[-1])
+            if self.mirror is not None:
+                self.mirror.keep_only(self.tags())
 
     def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
         """Checkpoints keep their files under a name that nobody loads or prunes."""
@@ -565,6 +435,8 @@ class CheckpointStore:
         if resume.universal:
             place = self.scratch / f"{resume.tag}.universal"
             self.world.on_first(lambda: self._convert(resume.tag, place))
+        # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
+        engine._config.load_universal_checkpoint = resume.universal
         try:
             path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
             problem = None if path else "DeepSpeed found nothing to load"

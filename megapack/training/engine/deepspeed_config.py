@@ -28,14 +28,11 @@ from megapack.errors import ConfigError
 from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 
 
-def deepspeed_configuration(
-    config: PretrainConfig, world_size: int, *, universal: bool = False
-) -> dict[str, Any]:
+def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any]:
     """Configuration for ``deepspeed.initialize``; ``engine.deepspeed`` is merged over it.
 
     Args:
         world_size: data parallel size.
-        universal: the state will be loaded from a universal checkpoint.
     """
     engine = config.engine
     micro_steps = max(
@@ -57,8 +54,6 @@ def deepspeed_configuration(
     }
     if engine.precision == "bf16" and engine.stage >= 2:
         ours["communication_data_type"] = "fp32"  # as stage 1 and 0 have it
-    if universal:
-        ours["checkpoint"] = {"load_universal": True}
     return _merge(ours, engine.deepspeed)
 
 

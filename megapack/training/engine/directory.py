@@ -6,6 +6,8 @@ hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jso
 and where the run ended), and when asked for ``batches/``, what every rank was fed, ``profile/``,
 traces of steps, and ``run_id``, the name of its curves on a server. ``flight/`` has the collectives
 of every rank after a timeout of NCCL.
+
+Whoever reads a run, as ``megapack-build report`` does, needs no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 import megapack
 from megapack.config import to_dict
 from megapack.errors import FormatError
 from megapack.storage.files import WriterLock, atomic_write
-from megapack.training.engine.world import World
+
+if TYPE_CHECKING:
+    from megapack.training.engine.world import World
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
@@ -53,7 +56,9 @@ class RunDirectory:
         self.flight = self.path / "flight"
         self.at: dict[str, int] = {}
         """``step`` and ``saved``: steps done and steps in a checkpoint, for ``end.json``."""
-        self._end = self.path / "end.json"
+        self.config = self.path / "config.yaml"
+        self.starts = self.path / "starts.jsonl"
+        self.ended = self.path / "end.json"
         self._lock: WriterLock | None = None
         self._is_held = False
 
@@ -90,10 +95,10 @@ class RunDirectory:
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
         """Record a start: the configuration in full, and one line of facts."""
-        with atomic_write(self.path / "config.yaml", "w") as file:
+        with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
         line = {"time": time.time(), **environment(), **facts}
-        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+        with self.starts.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def record_flight(self) -> None:
@@ -110,13 +115,13 @@ class RunDirectory:
         if not self._is_held:
             return  # the directory is another run's
         with contextlib.suppress(OSError, ValueError):  # "running" is all that can be said
-            if json.loads(self._end.read_text(encoding="utf-8"))["reason"] == "running":
+            if json.loads(self.ended.read_text(encoding="utf-8"))["reason"] == "running":
                 self.end("error", message=message)
 
     def end(self, reason: str, **facts: Any) -> None:
         """Record how the run ended: "done", "signal", "stop_at", "error"; or that it runs."""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
-        with atomic_write(self._end, "w") as file:
+        with atomic_write(self.ended, "w") as file:
             json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
 
     def take_logs(self, trunk: Path) -> None:
@@ -134,6 +139,26 @@ class RunDirectory:
                     file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
+def tags_in(directory: Path) -> list[str]:
+    """Names of the checkpoints by tokens seen, damaged ones included.
+
+    Not by steps: they count anew when a run goes on with other ``tokens_per_step``.
+    """
+    found = (path.name for path in directory.glob("step_*") if path.is_dir())
+    return sorted((name for name in found if "." not in name), key=tokens_of)
+
+
+def step_of(tag: str) -> int:
+    """Optimizer steps of a checkpoint's name."""
+    return int(tag.split("_")[1])
+
+
+def tokens_of(tag: str) -> int:
+    """Tokens seen of a checkpoint's name; -1: it has none."""
+    number = tag.rpartition("_")[2]
+    return int(number) if number.isdigit() else -1
+
+
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a log. A last line cut short by a kill is left out.
 
@@ -141,16 +166,20 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
         FormatError: another line is not JSON.
         OSError: the file cannot be read.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
 
 
 def environment() -> dict[str, Any]:
     """Versions, devices, host, and the state of the working tree (None outside of a repository)."""
+    import torch  # noqa: PLC0415 - whoever starts a run has it
+
     versions = {"python": platform.python_version(), "megapack": megapack.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -114,9 +114,7 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
-def start_engine(
-    model: TrainingModel, config: PretrainConfig, world: World, *, universal: bool = False
-) -> Any:
+def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> Any:
     """A DeepSpeed engine around ``model``, ready for ``train_step`` or a checkpoint."""
     import deepspeed  # noqa: PLC0415
 
@@ -141,7 +139,7 @@ def start_engine(
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=deepspeed_configuration(config, world.size, universal=universal),
+        config=deepspeed_configuration(config, world.size),
         dist_init_required=False,
     )
     # Some DeepSpeed versions cast buffers with the parameters; float32 comes back here: RoPE

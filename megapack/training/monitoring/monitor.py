@@ -1,9 +1,8 @@
 """What a run shows: one JSON line per step, a log line now and then, TensorBoard, W&B.
 
 ``Monitor`` collects steps and writes them; ``StepWork`` is what a step holds and how much
-arithmetic it is, from the index alone; ``SourceLosses`` the loss of every source of a blend;
-``Slowdowns`` says which rank, and what else, slows a run. The device is waited for only when a log
-line is due: until then losses stay where they are.
+arithmetic it is, from the index alone; ``SourceLosses`` the loss of every source of a blend. The
+device is waited for only when a log line is due: until then losses stay where they are.
 
     step 40/200, loss 3.1042 (web 3.2100, code 2.4100), lr 3.00e-04, bucket 4096, 91,000 tok/s
     (90,400 useful), wait 0.1%, MFU 41.2% (naive 55.0%), 60.1 GiB, 0:12:30 left
@@ -37,6 +36,7 @@ from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.engine import StepResult
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops, peak_of
+from megapack.training.monitoring.slowdowns import Slowdowns
 
 _SHOWN = 8  # sources in a log line; log.jsonl and TensorBoard have all
 logger = logging.getLogger("megapack")
@@ -149,66 +149,6 @@ def named_means(means: Mapping[str, tuple[float, int]]) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-MAX_FORWARD = 1.2  # slowest rank over the median
-MAX_DATA_WAIT = 0.05  # of the time, on any rank
-MAX_IMBALANCE = 1.3
-MAX_PADDING = 0.1
-
-
-class Slowdowns:
-    """Says once when something begins to slow the run, and once when it no longer does.
-
-    Steps end together on all ranks, so their times say nothing. The forward has no collective in it
-    (but under ZeRO-3, which gathers parameters there), and a rank waits for its own batches: these
-    two are compared.
-    """
-
-    def __init__(self) -> None:
-        self._passed: set[str] = set()
-
-    def look(self, lines: list[dict[str, Any]]) -> None:
-        """At lines of the log, the last of which has ``rank_forward`` and ``rank_data_wait``."""
-        forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
-        slow = forward["most"] / forward["median"] if forward["median"] else 1.0
-        share = wait["most"] / sum(line["seconds"] for line in lines)
-        imbalance = sum(line["imbalance"] for line in lines) / len(lines)
-        tokens, useful = (sum(x[name] for x in lines) for name in ("tokens", "useful_tokens"))
-        padding = 1 - useful / tokens
-        self._say(
-            "slow rank",
-            slow > MAX_FORWARD,
-            f"rank {forward['rank']} on {forward['host']} computes {slow:.2f} times as long as "
-            f"the median (limit {MAX_FORWARD:g}), and all wait for it; look at its clocks and "
-            "neighbours",
-        )
-        self._say(
-            "data wait",
-            share > MAX_DATA_WAIT,
-            f"rank {wait['rank']} on {wait['host']} waits for batches {share:.0%} of the time "
-            f"(limit {MAX_DATA_WAIT:.0%}); look at its storage and at what else its cores do",
-        )
-        self._say(
-            "imbalance",
-            imbalance > MAX_IMBALANCE,
-            f"the busiest rank has {imbalance:.2f} times the attention work of the mean (limit "
-            f"{MAX_IMBALANCE:g}); data.cost_window=16 brings samples of like cost together",
-        )
-        self._say(
-            "padding",
-            padding > MAX_PADDING,
-            f"{padding:.0%} of the tokens are padding (limit {MAX_PADDING:.0%}); "
-            "megapack-build compare finds a packing with less",
-        )
-
-    def _say(self, what: str, passes: bool, sentence: str) -> None:
-        if passes and what not in self._passed:
-            logger.warning("%s: %s", what, sentence)
-            self._passed.add(what)
-        elif not passes and what in self._passed:
-            logger.info("%s: within its limit again", what)
-            self._passed.remove(what)
 
 
 class Monitor:

@@ -1,0 +1,301 @@
+"""What a run does by itself, and what is made of one, in real processes; a part of ``make faults``.
+
+    make bench-edits                  # ten minutes
+    ONLY="noise,mirror" make bench-edits
+
+- noise: 200 documents of it in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
+  killed at random steps and resumed; ZeRO-3; and ten runs without noise, for false alarms
+- mixing: a rule that doubles what is learned fastest; resumed five times, on other ranks
+- branches: two from one milestone, one with another mixture
+- mirror: a node's disk emptied, restored from moto's S3 server
+
+Every row compares a run with the one that nothing happened to: decisions, samples, and the largest
+relative difference of a loss. Of the same number of ranks all three are equal; of another number
+losses differ by rounding, and what rounding grows to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from common import quick, show, write_results
+from faults import compare
+from object_store import BUCKET, serve_objects
+from ports import free_port
+
+from megapack.config import load_config
+from megapack.data.run import Decision, open_run, read_decisions
+from megapack.storage.metadata import checksum
+from megapack.training.config import PretrainConfig
+from tests.training.conftest import PER_STEP, ROW, Corpus, make_corpus, noisy_blend
+from tests.training.processes import Zygote, read_log, start_run
+from tests.training.test_sources import blend_config, write_blend
+
+Found = dict[str, Any]
+Lines = list[dict[str, Any]]
+
+BEGIN, NOISE = 80, 25  # steps: 200 documents of noise
+NUM_STEPS = BEGIN + NOISE + 110
+BRANCH_AT, MIXED_EVERY = 30, 8
+SEEDS = range(2 if quick() else 10)
+RANKS = (1, 2) if quick() else (1, 2, 4)
+
+
+def stages(run_dir: Path) -> list[Any]:
+    """What a run decided, without what it took back."""
+    decided = read_decisions(run_dir)
+    made: Sequence[Decision] = decided.decisions if decided else ()
+    return [decision.stage for decision in made if not decision.void]
+
+
+class Place:
+    """A folder for runs, and what starts them."""
+
+    def __init__(self, folder: Path, zygote: Zygote) -> None:
+        folder.mkdir()
+        self.folder, self.zygote = folder, zygote
+        self.random = random.Random(0)
+
+    def train(self, config: Path, *overrides: str, ranks: int, **more: Any) -> Lines:
+        """To its end; the log."""
+        start_run(self.zygote, config, "run", *overrides, ranks=ranks, **more).succeed()
+        return read_log(config.with_suffix(""))
+
+    def kill(self, config: Path, step: int, *, ranks: int, **more: Any) -> None:
+        """Start it, and have all ranks killed when they are about to take a step."""
+        fault = {rank: {"faults": {"kill_before_step": [step]}} for rank in range(ranks)}
+        started = start_run(self.zygote, config, f"to{step}", ranks=ranks, of_rank=fault, **more)
+        assert -signal.SIGKILL in started.wait(), started.output()[-3000:]
+
+    def killed(self, config: Path, times: int, of_ranks: Sequence[int], **more: Any) -> list[int]:
+        """All ranks killed at so many random steps, each time on the next number of ranks, and
+        trained to the end; the steps."""
+        num_steps = yaml.safe_load(config.read_text())["num_steps"]
+        victims = sorted(self.random.sample(range(num_steps // 10, num_steps), times))
+        for turn, victim in enumerate(victims):
+            ranks = of_ranks[turn % len(of_ranks)]
+            self.kill(config, victim, ranks=ranks, **more)
+        self.train(config, ranks=of_ranks[times % len(of_ranks)], **more)
+        return victims
+
+
+# ---- Noise
+
+
+def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Path:
+    """A run over walks with a stretch of noise, which throws it far: no gradient is clipped."""
+    data = folder / f"noise{noise}"
+    if not data.exists():
+        data.mkdir()
+        noisy_blend(data, num_steps=300, begin=BEGIN, noise=noise)
+    tree = {
+        "num_steps": NUM_STEPS,
+        "data": {
+            "blend": str(data / "blend.yaml"), "prefix": None, "index": None, "valid_prefix": None,
+            "tokens_per_step": PER_STEP * ROW, "micro_batch_tokens": 2 * ROW,
+        },
+        "optimizer": {"lr": 0.03, "betas": [0.9, 0.999], "clip": 1e9},
+        "learning_rate": {"kind": "constant", "warmup_steps": 10},
+        "checkpoint": {"every": 5, "keep": 8, "export": False, "asynchronous": False},
+        "logging": {"every": 2, "tensorboard": False, "batches": False},
+        "autopilot": {"spikes": True, "window": 32},
+    }  # fmt: skip
+    return Corpus(folder).config(folder / name, **{**tree, **sections})
+
+
+def _levels(lines: Lines, after: int) -> str:
+    """The median of ten losses before the noise, and a hundred steps after it is over."""
+    at = (BEGIN - 15, after + 95)
+    before, later = (median(line["loss"] for line in lines[i : i + 10]) for i in at)
+    return f"loss {before:.2f} before, {later:.2f} 100 steps after"
+
+
+def noise(place: Place) -> Iterator[Found]:
+    """Passed by the autopilot, and not without it."""
+    config = noise_config(place.folder, "without", noise=NOISE, autopilot={"spikes": False})
+    row = {"what": "200 documents of noise", "how": "no autopilot", "ranks": "1"}
+    yield {**row, "found": _levels(place.train(config, ranks=1), BEGIN + NOISE)}
+    first: tuple[Lines, list[Any]] | None = None
+    for ranks in RANKS:
+        row = {"what": "200 documents of noise", "ranks": str(ranks)}
+        config = noise_config(place.folder, f"ranks{ranks}", noise=NOISE)
+        whole, decided = place.train(config, ranks=ranks), stages(config.with_suffix(""))
+        skipped = sum(stage.skip_steps for stage in decided)
+        said = f"back {len(decided)} times, {skipped} steps skipped; {_levels(whole, BEGIN)}"
+        first = first or (whole, decided)
+        same = {"same_decisions": decided == first[1], **compare(whole, first[0])}
+        yield {**row, "how": "autopilot; beside 1 rank", "found": said, **same}
+        config = noise_config(place.folder, f"killed{ranks}", noise=NOISE)
+        victims = place.killed(config, 3, [ranks])
+        same = {"same_decisions": stages(config.with_suffix("")) == decided}
+        same |= compare(read_log(config.with_suffix("")), whole)
+        yield {**row, "how": f"killed at {victims}, resumed", "found": "", **same}
+
+
+def zero_3(place: Place) -> Iterator[Found]:
+    """Going back in the same processes with divided parameters."""
+    logs, decided = {}, {}
+    for stage in (1, 3):
+        engine = {"precision": "fp32", "zero_stage": stage}
+        config = noise_config(place.folder, f"stage{stage}", noise=NOISE, engine=engine)
+        logs[stage] = place.train(config, ranks=2)
+        decided[stage] = stages(config.with_suffix(""))
+    same = {"same_decisions": decided[3] == decided[1], **compare(logs[3], logs[1])}
+    said = f"back {len(decided[3])} times in the same processes; {_levels(logs[3], BEGIN)}"
+    row = {"what": "200 documents of noise", "how": "ZeRO-3; beside ZeRO-1", "ranks": "2"}
+    yield {**row, "found": said, **same}
+
+
+def false_alarms(place: Place) -> Iterator[Found]:
+    """Of runs without noise."""
+    found = []
+    for seed in SEEDS:
+        config = noise_config(place.folder, f"clean{seed}", noise=0, seed=seed)
+        place.train(config, ranks=1)
+        found.append(len(stages(config.with_suffix(""))))
+    said = f"{sum(found)} decisions in {len(SEEDS)} runs of {NUM_STEPS} steps"
+    yield {"what": "no noise", "how": "autopilot, ten seeds", "ranks": "1", "found": said}
+
+
+# ---- Mixtures, branches, a mirror
+
+
+def mixing(place: Place) -> Iterator[Found]:
+    """The rule that doubles the weight of what is learned fastest."""
+    corpus = make_corpus(place.folder)
+    blend = write_blend(place.folder / "blend.yaml", corpus)
+    sections: dict[str, Any] = {
+        "num_steps": 7 * MIXED_EVERY,
+        "mixing": {"rule": "tests.training.mixing_rules:doubles", "every": MIXED_EVERY},
+        "checkpoint": {"every": 3, "asynchronous": False, "export": False},
+        "evaluation": {"every": None},
+    }
+    whole_config = blend_config(blend, corpus, place.folder / "whole", **sections)
+    whole = place.train(whole_config, ranks=2)
+    config = blend_config(blend, corpus, place.folder / "moved", **sections)
+    victims = place.killed(config, 5, [2, 1, 4, 2, 4, 1])
+    decided = stages(config.with_suffix(""))
+    row = {"what": "a rule doubles what is learned fastest", "ranks": "2; 2, 1, 4, 2, 4, 1"}
+    yield {
+        **row,
+        "how": f"killed at {victims}, resumed",
+        "found": f"{len(decided)} decisions",
+        "same_decisions": decided == stages(whole_config.with_suffix("")),
+        **compare(read_log(config.with_suffix("")), whole),
+    }
+
+
+def branches(place: Place) -> Iterator[Found]:
+    """From one milestone: a decay, and another mixture."""
+    corpus = make_corpus(place.folder)
+    blend = write_blend(place.folder / "blend.yaml", corpus)
+    sections: dict[str, Any] = {
+        "num_steps": 2 * BRANCH_AT,
+        "checkpoint": {"every": 10, "keep": 1, "keep_steps": [BRANCH_AT], "export": False},
+        "evaluation": {"every": None},
+    }
+    trunk_config = blend_config(blend, corpus, place.folder / "trunk", **sections)
+    trunk = place.train(trunk_config, ranks=2)
+    home = trunk_config.with_suffix("")
+    before = {path: checksum(path) for path in home.rglob("*") if path.is_file()}
+    (milestone,) = (home / "checkpoints").glob(f"step_{BRANCH_AT:08d}_*")
+    other = [{"from_step": BRANCH_AT, "weights": {"web": 1, "math": 3}}]
+    changed = write_blend(place.folder / "other.yaml", corpus, stages=other)
+    decay = {"kind": "wsd", "warmup_steps": 2, "decay_fraction": 0.5}
+    for name, manifest, rate in (("decay", blend, decay), ("mixture", changed, {})):
+        more = {**sections, "learning_rate": {"warmup_steps": 2, **rate}}
+        config = blend_config(manifest, corpus, place.folder / name, **more)
+        log = place.train(config, f"checkpoint.branch_from={milestone}", ranks=1)
+        says = open_run(load_config(PretrainConfig, config)).schedule
+        steps = (np.ascontiguousarray(says.step(line["step"]).sample_ids, np.int64) for line in log)
+        as_program = [f"{zlib.crc32(ids.tobytes()):08x}" for ids in steps]
+        agree = as_program == [line["samples"] for line in log]
+        pairs = zip(log, trunk, strict=True)
+        first = next((a["step"] for a, b in pairs if a["samples"] != b["samples"]), None)
+        untouched = before == {p: checksum(p) for p in home.rglob("*") if p.is_file()}
+        yield {
+            "what": f"branch from step {BRANCH_AT}: {name}",
+            "how": "beside its program, and beside the trunk before it",
+            "ranks": "1 from 2",
+            "found": f"{'' if agree else 'NOT '}as the program says; other samples than the trunk "
+            f"{f'from step {first} on' if first is not None else 'nowhere'}; trunk "
+            f"{'untouched' if untouched else 'CHANGED'}",
+            **compare(log[:BRANCH_AT], trunk[:BRANCH_AT]),
+        }
+
+
+def mirror(place: Place) -> Iterator[Found]:
+    """All of a node's disk is gone: its run, and its cache."""
+    corpus, cache = make_corpus(place.folder), place.folder / "cache"
+    address = f"s3://{BUCKET}/run"
+    with serve_objects(free_port()) as url:
+        env = {
+            "MEGAPACK_CACHE": str(cache), "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+        }  # fmt: skip
+        sections: dict[str, Any] = {
+            "num_steps": 60,
+            "checkpoint": {"every": 10, "keep": 2, "export": False},
+            "evaluation": {"every": None},
+        }
+        whole = place.train(corpus.config(place.folder / "whole", **sections), ranks=2)
+        sections["checkpoint"] = {**sections["checkpoint"], "mirror": address}
+        config = corpus.config(place.folder / "run", **sections)
+        place.kill(config, 37, ranks=2, env=env)
+        shutil.rmtree(config.with_suffix(""))
+        shutil.rmtree(cache, ignore_errors=True)
+        log = place.train(config, ranks=2, env=env)
+    yield {
+        "what": "killed at step 37 and its disk emptied",
+        "how": f"mirror {address}, moto's server",
+        "ranks": "2",
+        "found": f"restored, went on at step {log[0]['step']}",
+        **compare(log, whole[log[0]["step"] :]),
+    }
+
+
+EDITS: dict[str, Callable[[Place], Iterator[Found]]] = {
+    "noise": noise,
+    "zero 3": zero_3,
+    "false alarms": false_alarms,
+    "mixing": mixing,
+    "branches": branches,
+    "mirror": mirror,
+}
+
+
+def main() -> None:
+    chosen = os.environ.get("ONLY", ",".join(EDITS)).split(",")
+    zygote, rows = Zygote(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in (name for name in EDITS if name in chosen):
+            place = Place(Path(temporary) / name.replace(" ", "-"), zygote)
+            for row in EDITS[name](place):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    zygote.close()
+    if rows:
+        setup = {"noise": f"steps {BEGIN} to {BEGIN + NOISE - 1}", "steps": NUM_STEPS}
+        write_results("edits", {"setup": setup, "by itself": rows})
+        show("by itself", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,513 @@
+"""A run as its directory tells it, and the charts of its page: RunFacts -> Chart.
+
+``read_run`` reads what is there (a run that goes on, or one without validation, decisions or
+branches, has less); ``RunLog`` holds ``log.jsonl`` as columns. A chart draws at most ``NUM_BINS``
+groups of consecutive steps, so a page does not grow with the run:
+
+    log = RunLog([{"step": 0, "loss": 4.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}])
+    Bins(log.column("step"), 1).mean(log.column("loss"))  # -> [3.0]; what is no number is left out
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
+from megapack.data.run import Decisions, read_decisions
+from megapack.errors import DataError
+from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
+from megapack.units import count, short
+
+Floats = NDArray[np.float64]
+Line = Mapping[str, Any]
+
+NUM_BINS = 240
+SHOWN = 8  # sources, buckets and branches that have a colour
+VIOLET, RED = LIGHT["violet"], LIGHT["red"]
+COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, LIGHT["blue2"], GREY, LIGHT["blue6"])
+WIDE, NARROW = 9.6, 4.9  # inches
+
+_FIELDS = (
+    *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
+    *("tokens_per_second", "useful_tokens_per_second", "data_wait_share", "imbalance", "padding"),
+    *("memory_gib", "mfu", "naive_mfu"),
+)
+
+
+class RunLog:
+    """Lines of ``log.jsonl`` as columns.
+
+    Args:
+        lines: in order.
+
+    Attributes:
+        sources: name -> (rows, losses, label tokens), those with the most label tokens first.
+        ranks: of every line that was shown, its step and what it says of ranks.
+        skipped: steps whose update was skipped.
+        latest: lines of the last log line, as ``slowdowns`` takes them; may be empty.
+    """
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self._columns = {name: array("d") for name in _FIELDS}
+        found: dict[str, tuple[array[Any], ...]] = {}
+        self.ranks: list[tuple[int, Line, Line]] = []
+        self.skipped: list[int] = []
+        self.latest: list[Line] = []
+        since: deque[Line] = deque(maxlen=1000)
+        for row, line in enumerate(lines):
+            for name, column in self._columns.items():
+                value = line.get(name)
+                column.append(np.nan if value is None else value)
+            for name, loss in line.get("source_loss", {}).items():
+                of_source = found.setdefault(name, (array("q"), array("d"), array("d")))
+                values = (row, np.nan if loss is None else loss, line["source_label_tokens"][name])
+                for part, number in zip(of_source, values, strict=True):
+                    part.append(number)
+            if line.get("skipped"):
+                self.skipped.append(line["step"])
+            since.append(line)
+            if "rank_forward" in line:
+                self.ranks.append((line["step"], line["rank_forward"], line["rank_data_wait"]))
+                self.latest = list(since)
+                since.clear()
+        falling = sorted(found, key=lambda name: -sum(found[name][2]))
+        self.sources = {
+            name: tuple(np.frombuffer(part, part.typecode) for part in found[name])
+            for name in falling
+        }
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def column(self, name: str) -> Floats:
+        """(N,) float64, nan where the log says nothing."""
+        return np.frombuffer(self._columns[name])
+
+    def recent(self, name: str, share: float = 0.1) -> float:
+        """Mean over the last steps; nan where the log says nothing."""
+        last = self.column(name)[-max(1, int(share * len(self))) :]
+        known = last[~np.isnan(last)]
+        return float(known.mean()) if len(known) else float("nan")
+
+
+class Bins:
+    """Consecutive steps in groups, each of which is one point of a curve.
+
+    Args:
+        steps: (N,) rising.
+        at_most: groups; fewer where they would have less than four steps.
+
+    Attributes:
+        steps: (B,) the middle of every group.
+    """
+
+    def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
+        first, span = steps[0], steps[-1] - steps[0] + 1
+        self.num = int(max(1, min(at_most, span // 4))) if span > 20 else int(min(at_most, span))
+        self._first, self._span = first, span
+        _, self._starts = np.unique(self.of(steps), return_index=True)
+        self.steps = np.add.reduceat(steps, self._starts) / np.diff([*self._starts, len(steps)])
+
+    def of(self, steps: Floats) -> NDArray[np.int64]:
+        """Which group steps belong to."""
+        groups = (steps - self._first) * self.num // self._span
+        return np.asarray(groups, np.int64)
+
+    def mean(self, values: Floats, weights: Floats | None = None) -> Floats:
+        """(B,) by weight, without what is nan; nan where nothing is left."""
+        known = np.where(np.isnan(values), 0.0, 1.0 if weights is None else weights)
+        sums = np.add.reduceat(np.nan_to_num(values) * known, self._starts)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(sums / np.add.reduceat(known, self._starts))
+
+    def total(self, values: Floats) -> Floats:
+        return np.asarray(np.add.reduceat(values, self._starts))
+
+    def range(self, values: Floats) -> tuple[Floats, Floats]:
+        """The least and the most of every group."""
+        low, high = (ufunc.reduceat(values, self._starts) for ufunc in (np.fmin, np.fmax))
+        return low, high
+
+
+@dataclass
+class Branch:
+    """A run that began at a checkpoint of this one."""
+
+    path: Path
+    from_step: int
+    log: RunLog | None
+    reason: str
+
+
+@dataclass
+class RunFacts:
+    """Everything a run's directory says of it, as far as it is there."""
+
+    run: RunDirectory
+    log: RunLog
+    config: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    decisions: Decisions | None = None
+    checkpoints: list[int] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Of the whole run, where that is known."""
+        last = self.starts[-1] if self.starts else {}
+        known = last.get("num_steps") or self.config.get("num_steps")
+        return None if known is None else int(known)
+
+
+def read_run(path: str | Path) -> RunFacts:
+    """What a run's directory says.
+
+    Raises:
+        DataError: there are no steps yet.
+        FormatError: a log is damaged.
+        OSError: there is no log.
+    """
+    run = RunDirectory(path)
+    log = RunLog(read_jsonl(run.log))
+    if not len(log):
+        raise DataError(f"{run.log} has no steps yet")
+    facts = RunFacts(run=run, log=log, config=_config(run), end=_end(run))
+    facts.starts = list(read_jsonl(run.starts)) if run.starts.exists() else []
+    facts.evaluations = list(read_jsonl(run.evaluation)) if run.evaluation.exists() else []
+    facts.decisions = read_decisions(run.path)
+    facts.checkpoints = [step_of(tag) for tag in tags_in(run.checkpoints)]
+    facts.branches = _branches(run)
+    return facts
+
+
+def _config(run: RunDirectory) -> dict[str, Any]:
+    with suppress(OSError, yaml.YAMLError):
+        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        return tree if isinstance(tree, dict) else {}
+    return {}
+
+
+def _end(run: RunDirectory) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads(run.ended.read_text(encoding="utf-8")))
+    return {}
+
+
+def _branches(run: RunDirectory) -> list[Branch]:
+    """Runs beside this one that began at one of its checkpoints."""
+    found: list[Branch] = []
+    for path in sorted(run.path.resolve().parent.iterdir()):
+        if path == run.path.resolve() or not (path / "config.yaml").is_file():
+            continue
+        other = RunDirectory(path)
+        section = _config(other).get("checkpoint")
+        origin = section.get("branch_from") if isinstance(section, dict) else None
+        if origin is None or Path(origin).parent.parent.name != run.path.resolve().name:
+            continue
+        read = len(found) < SHOWN and other.log.exists()
+        lines = RunLog(read_jsonl(other.log)) if read else None
+        step = step_of(Path(origin).name)
+        found.append(Branch(path, step, lines, _end(other).get("reason", "unknown")))
+    return found
+
+
+# ---- Charts
+
+
+def curve(
+    chart: Chart, bins: Bins, values: Floats, colour: str, weights: Floats | None = None
+) -> None:
+    """The mean of every group; a group without a number leaves a gap."""
+    chart.axes.plot(bins.steps, bins.mean(values, weights), color=colour, linewidth=1.4)
+
+
+def over_steps(facts: RunFacts, height: float, width: float) -> Chart:
+    """An empty chart whose horizontal axis is the run."""
+    chart = Chart(height, width=width)
+    steps = facts.log.column("step")
+    chart.axes.set_xlim(steps[0] - 0.5, max(steps[-1] + 0.5, steps[0] + 1))
+    chart.axes.xaxis.set_major_formatter("{x:,.0f}")
+    chart.axes.locator_params(axis="x", nbins=9 if width > NARROW else 6, integer=True)
+    chart.axes.grid(visible=False, axis="x")
+    chart.axes.spines["bottom"].set_visible(True)
+    chart.axes.set_xlabel("step")
+    return chart
+
+
+def mark(
+    chart: Chart, facts: RunFacts, places: Iterable[tuple[float, str]], colour: str, at: float
+) -> None:
+    """Triangles at a height of the chart (0 to 1), one of several that fall together."""
+    steps = facts.log.column("step")
+    bins = Bins(steps)
+    shown: dict[int, tuple[float, str]] = {}
+    for step, words in places:
+        if steps[0] <= step <= steps[-1] + 1:
+            shown[int(bins.of(np.array([step], np.float64))[0])] = (step, words)
+    for step, words in shown.values():
+        (made,) = chart.axes.plot(
+            *(step, at, "^" if at < 0.5 else "v"),
+            transform=chart.axes.get_xaxis_transform(), color=colour, ms=6, mew=0, zorder=5,
+        )  # fmt: skip
+        chart.tip(made, words)
+
+
+def loss(facts: RunFacts) -> Chart:
+    """Training loss of every step, validation loss, and where the run was changed."""
+    log, chart = facts.log, over_steps(facts, 3.4, WIDE)
+    steps, losses = log.column("step"), log.column("loss")
+    bins = Bins(steps)
+    means, (low, high) = bins.mean(losses), bins.range(losses)
+    known = high[~np.isnan(high)]
+    top = float(np.quantile(known, 0.995)) if len(known) else 1.0
+    bottom = float(np.nanmin(low)) if len(known) else 0.0
+    entries = [(BLUE, "mean of the training loss"), (LIGHT["blue0"], "least and most")]
+    chart.axes.fill_between(bins.steps, low, np.minimum(high, top), color=LIGHT["blue0"], lw=0)
+    chart.axes.plot(bins.steps, np.minimum(means, top), color=BLUE, linewidth=1.6)
+    valid = [line for line in facts.evaluations if steps[0] < line["step"] <= steps[-1] + 1]
+    if valid:
+        entries.append((ORANGE, "validation loss"))
+        for line in valid[:: -(-len(valid) // NUM_BINS)]:
+            (made,) = chart.axes.plot(line["step"] - 0.5, line["loss"], "o", color=ORANGE, ms=4)
+            chart.tip(made, f"after step {line['step'] - 1:,}: validation loss {line['loss']:.4f}")
+        top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
+    room = 0.08 * (top - bottom or 1.0)
+    chart.axes.set_ylim(bottom - room, top + room)
+    width = (steps[-1] - steps[0] + 1) / bins.num
+    for x, mean, least, most in zip(bins.steps, means, low, high, strict=True):
+        tall = top - bottom + 2 * room
+        bar = chart.axes.bar(x, tall, width, bottom - room, alpha=0, color=INK, zorder=3)[0]
+        words = f"{mean:.4f} ({least:.4f} to {most:.4f})"
+        chart.tip(bar, f"step {x - width / 2 + 0.5:,.0f} to {x + width / 2 - 0.5:,.0f}: {words}")
+    entries += _mark_changes(chart, facts)
+    chart.axes.set_ylabel("loss per label token")
+    chart.legend(entries)
+    return chart
+
+
+def _mark_changes(chart: Chart, facts: RunFacts) -> list[tuple[str, str]]:
+    """Decisions, starts and skipped updates; entries of the legend for those there are."""
+    made = [d for d in (facts.decisions.decisions if facts.decisions else ()) if not d.void]
+    kinds: tuple[tuple[str, str, float, list[tuple[float, str]]], ...] = (
+        (RED, "autopilot skips", 0.97, [(d.begin, d.reason) for d in made if d.by == "autopilot"]),
+        (VIOLET, "new mixture", 0.03, [(d.begin, d.reason) for d in made if d.by == "mixing"]),
+        (
+            *(GREY, "resumed", 0.03),
+            [
+                (start["step"], f"started at step {start['step']:,} by {start['world_size']} ranks")
+                for start in facts.starts[1:]
+            ],
+        ),
+        (INK, "update skipped", 0.97, [(s, f"update {s:,} skipped") for s in facts.log.skipped]),
+    )
+    for colour, _, at, places in kinds:
+        mark(chart, facts, places, colour, at)
+    return [(colour, words) for colour, words, _, places in kinds if places]
+
+
+def loss_by_source(facts: RunFacts) -> Chart:
+    """Training loss of every source."""
+    return _by_name(facts, {name: values[:2] for name, values in facts.log.sources.items()})
+
+
+def loss_by_bucket(facts: RunFacts) -> Chart:
+    """Training loss of every bucket."""
+    capacities, losses = facts.log.column("capacity"), facts.log.column("loss")
+    rows = {capacity: np.flatnonzero(capacities == capacity) for capacity in buckets(facts)}
+    return _by_name(facts, {count(int(c)): (of, losses[of]) for c, of in rows.items()})
+
+
+def buckets(facts: RunFacts) -> list[float]:
+    """Capacities of the steps, the smallest first."""
+    return sorted(set(facts.log.column("capacity").tolist()))
+
+
+def _by_name(facts: RunFacts, curves: Mapping[str, Sequence[NDArray[Any]]]) -> Chart:
+    """A curve per name: rows of the log, and values."""
+    chart, steps = over_steps(facts, 2.9, NARROW), facts.log.column("step")
+    entries = []
+    for (name, (rows, values)), colour in zip(curves.items(), COLOURS, strict=False):
+        curve(chart, Bins(steps[rows], NUM_BINS // 2), np.asarray(values), colour)
+        entries.append((colour, name))
+    _limit(chart, steps)
+    chart.axes.set_ylabel("loss per label token")
+    return _named(chart, entries, len(curves))
+
+
+def _limit(chart: Chart, steps: Floats) -> None:
+    """Leave the first steps out of the vertical range: they would squeeze all others."""
+    lines = chart.axes.get_lines()
+    values = np.concatenate(
+        [y[x >= steps[0] + 0.02 * (steps[-1] - steps[0])] for x, y in (a.get_data() for a in lines)]
+    )
+    values = values[~np.isnan(values)]
+    if len(values) and values.max() > values.min():
+        room = 0.05 * (values.max() - values.min())
+        low, high = values.min() - room, values.max() + room
+        chart.axes.set_ylim(low, high)
+        for line in lines:
+            line.set_ydata(np.clip(line.get_ydata(), low, high))
+
+
+def _named(chart: Chart, entries: list[tuple[str, str]], number: int) -> Chart:
+    if number > len(entries):
+        entries.append((SOFT, f"{number - len(entries)} more in log.jsonl"))
+    chart.legend(entries, columns=4)
+    return chart
+
+
+def mixture(facts: RunFacts) -> Chart:
+    """Shares of the label tokens that came from every source."""
+    chart, log = over_steps(facts, 2.9, NARROW), facts.log
+    steps = log.column("step")
+    bins, names = Bins(steps, NUM_BINS // 2), list(log.sources)
+    shown = names[: SHOWN - 1] if len(names) > SHOWN else names
+    rows = []
+    for name in names:
+        column = np.zeros(len(log))
+        column[log.sources[name][0]] = log.sources[name][2]
+        rows.append(bins.total(column))
+    total = np.maximum(np.sum(rows, axis=0), 1)
+    shares = [100 * row / total for row in rows[: len(shown)]]
+    labels = [*shown]
+    if len(names) > len(shown):
+        shares.append(100 - np.sum(shares, axis=0))
+        labels.append(f"{len(names) - len(shown)} more")
+    chart.axes.stackplot(bins.steps, shares, colors=COLOURS[: len(shares)], lw=0, alpha=0.85)
+    chart.axes.set(ylim=(0, 100), ylabel="share of label tokens (%)")
+    chart.legend([*zip(COLOURS, labels, strict=False)], columns=4)
+    return chart
+
+
+def validation(facts: RunFacts) -> Chart:
+    """Validation perplexity, of all held-out documents and of every source's."""
+    chart = over_steps(facts, 2.9, NARROW)
+    lines = facts.evaluations[:: -(-len(facts.evaluations) // NUM_BINS)]
+    names = list(lines[-1].get("source_perplexity", {}))
+    steps = [line["step"] for line in lines]
+    chart.axes.plot(steps, [v["perplexity"] for v in lines], "o-", color=INK, ms=3, lw=1.6)
+    for name, colour in zip(names, COLOURS, strict=False):
+        values = [line.get("source_perplexity", {}).get(name, np.nan) for line in lines]
+        chart.axes.plot(steps, values, "o-", color=colour, ms=2.5, lw=1.2)
+    chart.axes.set_ylabel("validation perplexity")
+    entries = [(INK, "all"), *zip(COLOURS, names, strict=False)]
+    return _named(chart, entries, len(names) + 1)
+
+
+def _columns(facts: RunFacts, unit: str, words: Mapping[str, str], factor: float = 1.0) -> Chart:
+    """Columns of the log and what they are, from 0 on."""
+    chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
+    bins = Bins(steps, NUM_BINS // 2)
+    for name, colour in zip(words, COLOURS, strict=False):
+        curve(chart, bins, factor * facts.log.column(name), colour)
+    chart.axes.set_ylim(bottom=0)
+    chart.axes.yaxis.set_major_formatter(lambda value, _: short(value))
+    chart.axes.set_ylabel(unit)
+    if len(words) > 1:
+        chart.legend([*zip(COLOURS, words.values(), strict=False)], columns=4)
+    return chart
+
+
+def throughput(facts: RunFacts) -> Chart:
+    """Tokens per second, of all ranks."""
+    names = {"tokens_per_second": "all", "useful_tokens_per_second": "of documents"}
+    return _columns(facts, "tokens per second", names)
+
+
+def waste(facts: RunFacts) -> Chart:
+    """Padding, and the time that the first rank waited for batches."""
+    names = {"data_wait_share": "waited for data", "padding": "padding"}
+    return _columns(facts, "%", names, 100.0)
+
+
+def utilization(facts: RunFacts) -> Chart:
+    """Model FLOPs utilization."""
+    names = {"mfu": "attention inside documents", "naive_mfu": "every sample one document"}
+    return _columns(facts, "% of the device's peak", names, 100.0)
+
+
+def memory(facts: RunFacts) -> Chart:
+    """Memory of the first rank, the most ever held."""
+    return _columns(facts, "GiB", {"memory_gib": "most ever held"})
+
+
+def learning_rate(facts: RunFacts) -> Chart:
+    """Learning rate."""
+    chart = _columns(facts, "learning rate", {"lr": "learning rate"})
+    chart.axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1e}" if value else "0")
+    return chart
+
+
+def gradients(facts: RunFacts) -> Chart:
+    """Norm of the gradient before clipping, log scale."""
+    chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
+    bins, norms = Bins(steps, NUM_BINS // 2), facts.log.column("grad_norm")
+    low, high = (np.maximum(values, 1e-12) for values in bins.range(norms))
+    chart.axes.fill_between(bins.steps, low, high, color=LIGHT["blue0"], lw=0)
+    curve(chart, bins, np.maximum(norms, 1e-12), BLUE)
+    chart.axes.set_yscale("log")
+    chart.axes.minorticks_off()
+    chart.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    chart.axes.set_ylabel("gradient norm")
+    return chart
+
+
+def stragglers(facts: RunFacts) -> Chart:
+    """The slowest rank over the median, and the busiest over the mean."""
+    chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
+    curve(chart, Bins(steps, NUM_BINS // 2), facts.log.column("imbalance"), GREEN)
+    found = [(step, f["most"] / f["median"]) for step, f, _ in facts.log.ranks if f["median"]]
+    if found:
+        at, ratio = np.array(found).T
+        curve(chart, Bins(at, NUM_BINS // 2), ratio, ORANGE)
+    chart.axes.set_ylim(bottom=min(0.98, chart.axes.get_ylim()[0]))
+    chart.axes.set_ylabel("times")
+    entries = [(GREEN, "attention work, busiest over mean")]
+    entries += [(ORANGE, "forward, slowest over median")] * bool(found)
+    chart.legend(entries, columns=2)
+    return chart
+
+
+def branches(facts: RunFacts) -> Chart:
+    """Training loss of this run and of those that branched from it."""
+    shown = [b for b in facts.branches if b.log is not None and len(b.log)]
+    chart = over_steps(facts, 3.0, WIDE)
+    logs = [(facts.run.path.resolve().name, 0, facts.log)]
+    logs += [(b.path.name, b.from_step, b.log) for b in shown if b.log is not None]
+    first = 0.75 * min(b.from_step for b in shown)
+    entries, last = [], 0.0
+    for (name, begin, log), colour in zip(logs, COLOURS, strict=False):
+        steps = log.column("step")
+        rows = np.flatnonzero(steps >= max(begin, first))
+        if len(rows):
+            curve(chart, Bins(steps[rows]), log.column("loss")[rows], colour)
+            entries.append((colour, name))
+            last = max(last, steps[-1])
+    for branch in shown:
+        line = chart.axes.axvline(branch.from_step, color=SOFT, linewidth=0.8, dashes=(3, 4))
+        chart.tip(line, f"{branch.path.name} begins at step {branch.from_step:,}")
+    chart.axes.set_xlim(first, last + 1)
+    chart.axes.set_ylabel("loss per label token")
+    chart.legend(entries)
+    return chart
+
+
+def slowest(log: RunLog, which: int) -> Counter[tuple[int, str]]:
+    """How often a rank was the one that took most: forward (0), waiting for batches (1)."""
+    return Counter((said[which]["rank"], said[which]["host"]) for _, *said in log.ranks)
+
+
+Draw = Callable[[RunFacts], Chart]

@@ -1,0 +1,149 @@
+"""Copies of checkpoints in an object store, written behind the training; back from there.
+
+``Mirror`` is given every checkpoint that is complete on the disk, and a ``run_dir`` without any is
+filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
+
+    s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
+    s3://bucket/run/step_00001000_tokens_4096000.manifest.json
+    s3://bucket/run/step_00002000_tokens_8192000/...  # no manifest yet: it is being copied
+    Mirror("s3://bucket/run").restore(run_dir / "checkpoints")  # -> "step_00001000_tokens_4096000"
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megapack.errors import FormatError, MegapackError, ResumeError
+from megapack.storage.files import atomic_write
+from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.client import (
+    RemoteObject,
+    find_object,
+    names_in,
+    put_object,
+    remove_object,
+)
+from megapack.training.engine.checkpoint import MANIFEST, CheckpointManifest, compare_file
+from megapack.training.engine.directory import tokens_of
+
+_MIRRORED = ".manifest.json"
+_MIRROR = ThreadPoolExecutor(1, "mirror")
+logger = logging.getLogger("megapack")
+
+
+class Mirror:
+    """Checkpoints in an object store, for a node whose disk is lost.
+
+    Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
+    checkpoint is complete there or absent. They are copied in a thread while training goes on, one
+    checkpoint at a time; where one is not done when the next is there, that one is left out. What
+    the directory no longer has is removed. A failure is said and does not stop the run.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self._copying: Future[None] | None = None
+
+    def copy(self, directory: Path, tags: list[str], tag: str) -> None:
+        """Begin to copy a checkpoint of the directory, which holds these."""
+        if self._copying is not None and not self._copying.done():
+            logger.warning(
+                "%s: still busy with a checkpoint before, %s left out", self.address, tag
+            )
+            return
+        self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
+
+    def wait(self) -> None:
+        """Until what was begun is done."""
+        _MIRROR.submit(int).result()
+
+    def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
+        try:
+            manifest = CheckpointManifest.read(directory / tag)
+            for name in manifest.files:
+                put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
+            put_object(f"{self.address}/{tag}{_MIRRORED}", directory / tag / MANIFEST)
+        except (OSError, MegapackError) as error:
+            logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
+        else:
+            self._remove_all_but(tags)
+
+    def keep_only(self, tags: list[str]) -> None:
+        """Begin to remove all others: the run left their path."""
+        _MIRROR.submit(self._remove_all_but, tags)  # after a copy that was begun
+
+    def _remove_all_but(self, tags: list[str]) -> None:
+        try:
+            for old in set(self.tags()) - set(tags):
+                self._remove(old)
+        except (OSError, MegapackError) as error:
+            logger.warning("%s: old checkpoints stay: %s", self.address, error)
+
+    def _remove(self, tag: str) -> None:
+        url = f"{self.address}/{tag}{_MIRRORED}"
+        with tempfile.TemporaryDirectory() as folder:
+            found = find_object(url)
+            names = [] if found is None else list(_fetched(found, Path(folder) / "m").files)
+        remove_object(url)  # first, so that what is left is not taken for a checkpoint
+        for name in names:
+            remove_object(f"{self.address}/{tag}/{name}")
+
+    def tags(self) -> list[str]:
+        """The checkpoints that are complete there, by tokens seen."""
+        try:
+            names = [name.rpartition("/")[2] for name in names_in(self.address)]
+        except FileNotFoundError:  # a folder of a file system, before the first checkpoint
+            names = []
+        tags = (name.removesuffix(_MIRRORED) for name in names if name.endswith(_MIRRORED))
+        return sorted(tags, key=tokens_of)
+
+    def restore(self, directory: Path) -> str | None:
+        """Bring the newest checkpoint into a directory that has none; its name.
+
+        Raises:
+            ResumeError: a file is missing.
+            FormatError: one is not what its manifest says, again and again.
+            ConfigError, OSError: the store cannot be read.
+        """
+        for tag in self.tags()[-1:]:
+            found = find_object(f"{self.address}/{tag}{_MIRRORED}")
+            assert found is not None, "listed just now"
+            partial = directory / f"{tag}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            manifest = _fetched(found, partial / MANIFEST)
+            for name, expected in manifest.files.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                file = find_object(f"{self.address}/{tag}/{name}")
+                if file is None:
+                    raise ResumeError(f"{self.address}/{tag}/{name} is missing")
+                open_cache().fetch(file, partial / name, _as_in_manifest(expected))
+            partial.rename(directory / tag)
+            with atomic_write(directory / "latest", "w") as latest:
+                latest.write(tag)
+            return tag
+        return None
+
+
+def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:
+    """A check of a file that came: it raises FormatError where it is not as in its manifest."""
+
+    def check(path: Path) -> None:
+        problem = compare_file(path, expected, "checksum")
+        if problem is not None:
+            raise FormatError(f"{path} {problem}")
+
+    return check
+
+
+def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:
+    """A manifest in the store, as a file that stays."""
+    open_cache().fetch(manifest, path)
+    return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))

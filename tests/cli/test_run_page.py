@@ -1,0 +1,220 @@
+"""megapack-build report: one page of a run, of whatever its directory has."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from html_pages import Nesting, ids_of
+
+from megapack.cli.main import main
+from megapack.cli.run_charts import NUM_BINS, Bins, RunLog, read_run
+from megapack.cli.run_page import checks, render
+from megapack.data.blend import Stage
+from megapack.data.run import Decision, Decisions
+
+FINGERPRINTS = {"web": "1f"}
+
+
+def lines(num_steps: int, *, sources: tuple[str, ...] = (), every: int = 5) -> list[dict[str, Any]]:
+    """A run whose loss is 2 + 2 / (step + 1) and in whose last log line rank 1 is slow."""
+    made = []
+    for step in range(num_steps):
+        loss = 2 + 2 / (step + 1)
+        line = {
+            "step": step, "loss": loss, "grad_norm": 0.5, "lr": 1e-3, "seconds": 0.5,
+            "tokens_seen": 1024 * (step + 1), "capacity": 64 << step % 2, "label_tokens": 100,
+            "tokens": 1024, "useful_tokens": 1000, "tokens_per_second": 2048.0,
+            "useful_tokens_per_second": 2000.0, "data_wait": 0.001, "data_wait_share": 0.002,
+            "imbalance": 1.05, "padding": 24 / 1024, "memory_gib": 1.5, "mfu": None,
+            "naive_mfu": None, "skipped": False,
+        }  # fmt: skip
+        if sources:
+            line["source_loss"] = {name: loss + i for i, name in enumerate(sources)}
+            line["source_label_tokens"] = {name: 100 >> i for i, name in enumerate(sources)}
+        if (step + 1) % every == 0:
+            most = 3.0 if step + 1 == num_steps else 1.1
+            line["rank_forward"] = {"median": 1.0, "most": most, "rank": 1, "host": "node1"}
+            line["rank_data_wait"] = {"median": 0.0, "most": 0.01, "rank": 0, "host": "node0"}
+        made.append(line)
+    return made
+
+
+def write_log(path: Path, log: list[dict[str, Any]]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    return path
+
+
+def start(step: int, ranks: int, **more: Any) -> dict[str, Any]:
+    order = {"weights": [3, 1], "tokens_per_step": 1024, "stages": [
+        {"from_step": 20, "weights": [3, 1], "tokens_per_step": 2048}]}  # fmt: skip
+    return {
+        "time": 1.7e9 + step, "step": step, "num_steps": 100, "world_size": ranks, "host": "node0",
+        "device": "H100", "parameters": 82_000, "fingerprints": FINGERPRINTS, "data_order": order,
+        "data_order_changes": [], "sources": ["web", "co<de"], "versions": {"torch": "2.13"},
+        "git": {"commit": "0123456789abcdef", "dirty": False}, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything, and a branch of it."""
+    path = write_log(
+        tmp_path_factory.mktemp("runs") / "tr<unk>", lines(60, sources=("web", "co<de"))
+    )
+    tree = {
+        "num_steps": 100,
+        "autopilot": {"spikes": True, "max_rollbacks": 10},
+        "checkpoint": {"mirror": "s3://bucket/run"},
+        "logging": {"every": 5},
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(tree))
+    starts = [start(0, 2), start(30, 4)]
+    (path / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    (path / "end.json").write_text(
+        json.dumps({"reason": "running", "pid": 7, "host": "node0", "step": 60, "saved": 40})
+    )
+    valid = [
+        {
+            "step": step, "loss": 2.2, "perplexity": 9.0, "source_loss": {"web": 2.2},
+            "source_perplexity": {"web": 9.0, "co<de": 8.0},
+        }
+        for step in (20, 40)
+    ]  # fmt: skip
+    (path / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in valid))
+    learned = Decision(
+        by="mixing", step=36, reason="web 2.1", stage=Stage(from_step=36, weights={"web": 1.0})
+    )
+    back = Decision(
+        by="autopilot", step=35, reason="loss 9 at step 33, where 2.1 is usual",
+        stage=Stage(from_step=32, skip_steps=5),
+    )  # fmt: skip
+    decided = Decisions(num_epochs=1, num_steps=100, decisions=(learned,)).with_new(back)
+    decided.write(path)
+    for step in (20, 40):
+        (path / "checkpoints" / f"step_{step:08d}_tokens_{step * 1024}").mkdir(parents=True)
+    branch = write_log(path.parent / "branch", lines(50))
+    origin = str(path / "checkpoints" / "step_00000040_tokens_40960")
+    (branch / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"branch_from": origin}}))
+    for name, text in (("stranger", "checkpoint: none"), ("broken", "{")):
+        (write_log(path.parent / name, lines(2)) / "config.yaml").write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return render(read_run(run))
+
+
+def said(run: Path) -> dict[str, str]:
+    return {check.what: check.sentence for check in checks(read_run(run))}
+
+
+def words(page: str) -> str:
+    return " ".join(" ".join(Nesting(page).text).split())
+
+
+def test_page_is_one_file_that_needs_nothing_else(page: str) -> None:
+    parsed = Nesting(page)
+    assert page.startswith("<!DOCTYPE html>") and parsed.open == []
+    named = [a for a in parsed.attributes if a[1] in ("src", "href", "srcset")]
+    assert {tag for tag, _, _ in named} <= {"use"} and "<script" not in page
+    assert all(value in {f"#{name}" for _, _, name in ids_of(parsed)} for _, _, value in named)
+    assert not re.search(r"https?:|url\(|@import", page)
+    charts = page[page.index("</style>") :]
+    assert "nan" not in re.sub(r"[a-z]*nan[a-z]+", "", charts.lower())
+    assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", charts), "colours follow the theme"
+
+
+def test_page_says_what_is_there(page: str) -> None:
+    text = words(page)
+    assert "tr<unk>" in text and "<unk>" not in page, "names are escaped"
+    for said in (
+        "step 60 of 100",
+        f"training loss {sum(2 + 2 / (i + 1) for i in range(54, 60)) / 6:.4f}",
+        "validation perplexity 9 after step 39",
+        "autopilot : went back 1 of 10 times and skipped 5 steps",
+        "data order : 2 starts, documents and samples with the same fingerprints",
+        "code : commit 0123456789ab",
+        "newest after 40 steps, 20 steps ago; kept: 20, 40; mirrored at s3://bucket/run",
+        "slow rank : rank 1 on node1 computes 3.00 times as long as the median",
+        "web 75.0 %, co<de 25.0 % from step 0 on",
+        "20 written tokens_per_step 2048",
+        "32 autopilot skips 5 steps loss 9 at step 33, where 2.1 is usual",
+        "36 mixing (taken back) web 100.0 % losses: web 2.1",
+        "branch 40 50 2.0",
+        "rank 1 on node1 slowest forward 12 of 12",
+    ):
+        assert said in text, said
+    assert "stranger" not in text
+    labels = re.findall(r'aria-label="([^"]+)"', page)
+    assert len(labels) == len(set(labels)) == page.count("<svg ") == 12
+    assert "<title>after step 39: validation loss 2.2000</title>" in page
+    assert "<title>loss 9 at step 33, where 2.1 is usual</title>" in page
+
+
+def test_run_that_says_nothing_for_long_is_doubted(run: Path) -> None:
+    log = run / "log.jsonl"
+    os.utime(log, (time.time() - 30, time.time() - 30))
+    assert "last line of the log 0:00:3" in said(run)["running"]
+    os.utime(log, (time.time() - 3600, time.time() - 3600))
+    doubted = said(run)["running?"]
+    assert "last line of the log 1:00:0" in doubted and "(process 7 on node0)" in doubted
+
+
+def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_log(tmp_path / "run", lines(3))
+    with (path / "log.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert main(["report", str(path), "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
+    text = words((tmp_path / "page.html").read_text())
+    assert "step 3" in text and "how it ended is not recorded" in text
+    (path / "log.jsonl").write_text("")
+    assert main(["report", str(path)]) == 1
+    assert "has no steps yet" in capsys.readouterr().err
+
+
+def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_path: Path) -> None:
+    log = lines(30)
+    log[29]["loss"] = None
+    log[7]["skipped"] = True
+    path = write_log(tmp_path / "run", log)
+    (path / "end.json").write_text(json.dumps({"reason": "error", "message": "lost rank 5"}))
+    page = render(read_run(path))
+    assert "<section class='answer bad'>" in page
+    first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
+    assert first == "<b>ended</b>: lost rank 5"
+    assert second.startswith("<b>losses</b>: no number at 1 step, first 29; 1 update skipped")
+
+
+def test_page_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    names = tuple(f"source{i}" for i in range(20))
+    sizes = [
+        len(render(read_run(write_log(tmp_path / str(n), lines(n, sources=names)))))
+        for n in (500, 4_000)
+    ]
+    assert sizes[1] < 1.15 * sizes[0] and sizes[1] < 700_000
+
+
+def test_bins_are_means_of_consecutive_steps() -> None:
+    log = RunLog({"step": i, "loss": None if i == 5 else float(i)} for i in range(1000))
+    steps = log.column("step")
+    bins = Bins(steps, 10)
+    assert bins.num == 10 and bins.steps.tolist() == [49.5 + 100 * i for i in range(10)]
+    means = bins.mean(log.column("loss"))
+    assert means[1:].tolist() == bins.steps[1:].tolist()
+    assert means[0] == pytest.approx((sum(range(100)) - 5) / 99)
+    assert [of.tolist()[0] for of in bins.range(log.column("loss"))] == [0.0, 99.0]
+    assert Bins(steps).num == NUM_BINS and Bins(steps[:8]).num == 8
+    assert math.isnan(Bins(steps[5:6]).mean(log.column("loss")[5:6])[0])
