@@ -76,7 +76,7 @@ class PackedDataset(Dataset[Batch]):
             has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
             this ``alignment``; otherwise rows must be longer than the capacity.
         mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
-            stages, scores, max_epochs, loss_weights, attention_window.
+            stages, scores, max_epochs, run_tokens, loss_weights, attention_window.
 
     Attributes:
         datasets, label_datasets: the documents of every source, and the labels beside them.
@@ -459,7 +459,8 @@ def open_blend(
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
-        max_epochs=blend.max_epochs,
+        max_epochs=blend.limits,
+        run_tokens=blend.run_tokens,
         stages=blend.stages,
         attention_window=blend.attention_window,
         **options,

@@ -33,6 +33,35 @@ from megapack.packing.strategies import Request, Strategy, find_strategy
 _INT32_MAX = (1 << 31) - 1
 
 
+def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np.bool_]:
+    """Which documents a proxy run keeps that sees ``share`` of the tokens of the run it stands for.
+
+    With every source cut down like that, the proxy repeats each as often as the run will: mixtures
+    found by proxies carry over only then (arXiv 2606.07597). A document is kept if its number
+    between 0 and 1, a pure function of (seed, document), is below ``share``: so all that a smaller
+    share keeps, a larger one keeps, too, and documents that come later change nothing.
+
+        matched_documents(10, 0.3, 0)     # -> document 7
+        matched_documents(10, 0.6, 0)     # -> documents 0, 2, 3, 5, 6, 7, 9
+
+    Returns:
+        bool (num_documents,).
+    """
+    key = np.uint64(_core.random_bits(seed, 5))
+    bits = _mix64(key ^ _mix64(np.arange(num_documents, dtype=np.uint64)))
+    kept: NDArray[np.bool_] = (bits >> np.uint64(11)) * 2.0**-53 < share
+    return kept
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``mix64`` of csrc/core/schedule/random.hpp, of all elements."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
 def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
     """The samples that a strategy made of rounded lengths, with segments cut to the true lengths.
 
@@ -75,7 +104,8 @@ class PackingMethod:
     Attributes:
         strategy: of ``STRATEGIES``.
         buckets: capacities in tokens, ascending.
-        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1.
+        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1,
+            ``match_repetition`` if it is below.
     """
 
     strategy: Strategy
@@ -92,6 +122,7 @@ def check_packing(
     *,
     buckets: int | Iterable[int],
     alignment: int = 1,
+    match_repetition: float = 1,
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
@@ -112,6 +143,13 @@ def check_packing(
             raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
+    if not 0 < match_repetition <= 1:
+        raise ConfigError(
+            f"match_repetition is {match_repetition}; it must be above 0 and at most 1: tokens of "
+            "the proxy run / tokens of the run it stands for"
+        )
+    if match_repetition < 1:
+        resolved["match_repetition"] = float(match_repetition)
     if chosen.check is not None:
         chosen.check(capacities, resolved)
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
@@ -125,6 +163,7 @@ def pack(
     seed: int = 0,
     threads: int = 1,
     alignment: int = 1,
+    match_repetition: float = 1,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
@@ -144,6 +183,8 @@ def pack(
         alignment: samples have room for every segment to begin at a multiple of this (2 x context
             parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
             are multiples of it.
+        match_repetition: only this share of the documents is packed (``matched_documents``); the
+            others give no segment.
         preset: the parameters of a paper, where the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
         **parameters: those of the strategy, see its entry in ``STRATEGIES``.
@@ -157,13 +198,29 @@ def pack(
             2**62 tokens in all.
     """
     method = check_packing(
-        strategy, buckets=buckets, alignment=alignment, preset=preset, parameters=parameters
+        strategy,
+        buckets=buckets,
+        alignment=alignment,
+        match_repetition=match_repetition,
+        preset=preset,
+        parameters=parameters,
     )
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
     threads = _integer("threads", threads, 1, _INT32_MAX)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
     # The array may be the caller's, who may change it later: these totals are all that is kept.
     totals = DocumentTotals.of(documents, checked)
+    decisions: dict[str, str] = {}
+    if match_repetition < 1:
+        kept = matched_documents(len(documents), match_repetition, seed)
+        documents = documents * kept  # the others have no tokens
+        checked = _core.DocumentLengths(documents, capacity=method.buckets[-1])
+        whole, identity = totals.num_tokens, totals.lengths_fingerprint
+        totals = replace(DocumentTotals.of(documents, checked), lengths_fingerprint=identity)
+        decisions["match_repetition"] = (
+            f"{int(kept.sum()):,} of {len(kept):,} documents, "
+            f"{100 * totals.num_tokens / max(1, whole):.4g} % of the tokens"
+        )
     step = method.alignment
     if step > 1:
         if documents.max(initial=0) > _INT32_MAX - step:
@@ -184,7 +241,7 @@ def pack(
     if step > 1:
         arrays = with_true_lengths(arrays, documents)
     index = SampleIndex(
-        **{"decisions": {}, **arrays},
+        **{**arrays, "decisions": {**decisions, **arrays.get("decisions", {})}},
         strategy=strategy,
         parameters=method.parameters,
         buckets=method.buckets,
