@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
+from megapack.packing.groups import Units, check_groups, identity_of
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
@@ -105,7 +106,7 @@ class PackingMethod:
         strategy: of ``STRATEGIES``.
         buckets: capacities in tokens, ascending.
         parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1,
-            ``match_repetition`` if it is below.
+            ``match_repetition`` if it is below, ``groups`` if there are some.
     """
 
     strategy: Strategy
@@ -123,10 +124,12 @@ def check_packing(
     buckets: int | Iterable[int],
     alignment: int = 1,
     match_repetition: float = 1,
+    groups: bool = False,
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
-    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own.
+    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own,
+    ``groups`` whether there are some.
 
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
@@ -150,6 +153,8 @@ def check_packing(
         )
     if match_repetition < 1:
         resolved["match_repetition"] = float(match_repetition)
+    if groups:
+        resolved["groups"] = True
     if chosen.check is not None:
         chosen.check(capacities, resolved)
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
@@ -164,6 +169,7 @@ def pack(
     threads: int = 1,
     alignment: int = 1,
     match_repetition: float = 1,
+    groups: ArrayLike | None = None,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
@@ -185,6 +191,9 @@ def pack(
             are multiples of it.
         match_repetition: only this share of the documents is packed (``matched_documents``); the
             others give no segment.
+        groups: (num_documents,) integers, the group of every document, negative for those on their
+            own. A group is packed as one document would be, its documents in their order
+            (``megapack.packing.groups``); None: every document is on its own.
         preset: the parameters of a paper, where the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
         **parameters: those of the strategy, see its entry in ``STRATEGIES``.
@@ -197,11 +206,13 @@ def pack(
         DataError: lengths that are no integers of one dimension, a negative length, or more than
             2**62 tokens in all.
     """
+    ids = None if groups is None else check_groups(groups, len(np.asarray(lengths)))
     method = check_packing(
         strategy,
         buckets=buckets,
         alignment=alignment,
         match_repetition=match_repetition,
+        groups=ids is not None,
         preset=preset,
         parameters=parameters,
     )
@@ -222,10 +233,17 @@ def pack(
             f"{100 * totals.num_tokens / max(1, whole):.4g} % of the tokens"
         )
     step = method.alignment
+    rounded = documents
     if step > 1:
         if documents.max(initial=0) > _INT32_MAX - step:
             documents = documents.astype(np.int64)
-        checked = _core.DocumentLengths((documents + (step - 1)) // step * step)
+        rounded = (documents + (step - 1)) // step * step
+    units = None
+    if ids is not None:
+        units = Units.of(ids, rounded, method.buckets[-1])
+        checked = _core.DocumentLengths(units.lengths, capacity=method.buckets[-1])
+    elif step > 1:
+        checked = _core.DocumentLengths(rounded)
     arrays = method.strategy.run(
         Request(
             lengths=checked,
@@ -236,6 +254,10 @@ def pack(
             progress=progress,
         )
     )
+    of_groups: dict[str, Any] | None = None
+    if units is not None and ids is not None:
+        arrays, counts = units.expand(arrays, documents)
+        of_groups = {**counts, "ids": identity_of(ids)}
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     if step > 1:
@@ -247,6 +269,7 @@ def pack(
         buckets=method.buckets,
         seed=seed,
         documents=totals,
+        groups=of_groups,
     )
     if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
         whole = _core.whole_documents(*index.segment_arrays(), documents)

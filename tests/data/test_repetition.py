@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import packed_lengths
 from reference.programs import weights_within_epochs
 
 from megapack import pack
@@ -18,6 +17,7 @@ from megapack.data.program import Mixture, ScheduleConfig, resolve, within_epoch
 from megapack.data.report import check_epochs, often_repeated, plan_run
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
+from tests.data.corpora import packed_lengths
 
 PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 SIZES = (100, 1000, 10_000)
