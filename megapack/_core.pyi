@@ -172,7 +172,8 @@ class Gatherer:
         pad_token: int,
     ) -> None: ...
     # excluded: documents, ascending; excluded_by: the first list (from 1 on) that has
-    # each of them. A shard that is open already stays as it is.
+    # each of them; segment_joined: 1 where one goes on in the group of the one before. A shard
+    # that is open already stays as it is.
     def open(
         self,
         shard: int,
@@ -187,6 +188,7 @@ class Gatherer:
         segment_length: NDArray[np.int32],
         excluded: NDArray[np.int64],
         excluded_by: NDArray[np.int64],
+        segment_joined: NDArray[np.uint8] | None = None,
     ) -> None: ...
     # shards that are not open
     @property

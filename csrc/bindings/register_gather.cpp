@@ -35,8 +35,9 @@ TokenArray token_array(const py::array& array, const char* name) {
 }
 
 Extent extent(const py::object& value, const char* name) {
-    return choice<Extent>(value, name,
-                          {{"document", Extent::kDocument}, {"sample", Extent::kSample}});
+    return choice<Extent>(
+        value, name,
+        {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
 }
 
 Positions positions(const py::object& value) {
@@ -138,7 +139,8 @@ class Gatherer {
               const py::object& index_name, const py::object& sample_segment_offsets,
               const py::object& segment_document, const py::object& segment_begin,
               const py::object& segment_length, const Array<std::int64_t>& excluded,
-              const Array<std::int64_t>& excluded_by) {
+              const Array<std::int64_t>& excluded_by,
+              const std::optional<Array<std::uint8_t>>& segment_joined) {
         Shard& place = shards_[integer(shard, "shard", 0, ssize(shards_) - 1)];
         if (place.is_open()) return;
         Shard opened(index_view(index_bytes, index_name));
@@ -151,6 +153,7 @@ class Gatherer {
         opened.samples.segment_length = integers(segment_length, "segment_length");
         opened.excluded = view(excluded, "excluded");
         opened.excluded_by = view(excluded_by, "excluded_by");
+        if (segment_joined) opened.joined = view(*segment_joined, "segment_joined");
         opened.source = place.source;
         check_shard(opened);
         place = opened;
@@ -158,7 +161,7 @@ class Gatherer {
         --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length, excluded,
-                                       excluded_by));
+                                       excluded_by, segment_joined));
     }
 
     std::int64_t num_closed() const { return num_closed_; }
@@ -267,7 +270,7 @@ void register_gather(py::module_& m) {
              py::arg("labels"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
-             py::arg("excluded_by").noconvert())
+             py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none())
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("num_rows"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 from megapack.errors import ConfigError
@@ -58,6 +59,17 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         _refuse(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """``0.02`` or ``2/100`` -> 0.02; above 0 and at most 1."""
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    if not 0 < number <= 1:
+        _refuse(f"{text!r} is not a share above 0 and at most 1; write 0.02 or 2/100")
+    return float(number)
 
 
 def part_of(text: str) -> tuple[int, int]:

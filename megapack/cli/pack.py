@@ -44,6 +44,7 @@ from megapack.cli.arguments import (
     capacities,
     part_of,
     positive,
+    share,
 )
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work, is_part, note, print_table, printed_as_json
@@ -210,6 +211,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="pack only these documents: a .npy of their numbers, or text with one per line",
     )
+    parser.add_argument(
+        "--match-repetition",
+        metavar="SHARE",
+        type=share,
+        default=1.0,
+        help="pack this share of the documents (0.02, or 2/100), for a proxy run of so many of "
+        "the run's tokens; a smaller share lies inside of a larger one",
+    )
     add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
@@ -236,7 +245,8 @@ def add_alignment(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     known = _parameters_by_name()
     given = {name: value for name, value in vars(args).items() if name in known}
-    options = {"buckets": args.buckets, "preset": args.preset, "alignment": args.alignment}
+    options = {name: getattr(args, name) for name in ("buckets", "preset", "alignment")}
+    options["match_repetition"] = args.match_repetition
     if args.output is not None and is_shard_manifest(args.output):
         return run_shards(args, {"strategy": args.strategy, **options, **given})
     prefix = _only(args)

@@ -10,7 +10,8 @@
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # not yet
-    max_epochs: 4                  # refuse to repeat a source more often
+    max_epochs: 4                  # no source is repeated more often: such a run is refused, or
+    run_tokens: 10_000_000_000     # over so many tokens the others take what a source is short of
     attention_window: 2048
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
@@ -56,6 +57,8 @@ class Source:
     weight: float | None = None
     """Share of the tokens seen in training; None for all sources: by their sizes. 0: nothing, until
     a stage gives the source another weight."""
+    max_epochs: float | None = None
+    """``BlendConfig.max_epochs`` of this source; None: that of the manifest."""
     name: str | None = None
     """For stages and reports; None: the prefix, or the shard manifest."""
     labels: str = "auto"
@@ -77,7 +80,9 @@ class Source:
 
     def __post_init__(self) -> None:
         check_range(f"source {self.title!r}", at_least=0, weight=self.weight)
-        check_positive(f"source {self.title!r}", loss_weight=self.loss_weight)
+        check_positive(
+            f"source {self.title!r}", loss_weight=self.loss_weight, max_epochs=self.max_epochs
+        )
         sharded = self.index is not None and is_shard_manifest(self.index)
         if sharded == (self.prefix is not None):
             raise ConfigError(
@@ -241,7 +246,12 @@ class BlendConfig:
     sources: tuple[Source, ...]
     """What the run draws from, one entry a dataset."""
     max_epochs: float | None = None
-    """A run that would repeat a source more often is refused; None: no limit."""
+    """A run that would repeat a source more often is refused; None: no limit. With ``run_tokens``
+    the weight of a source gives way instead, and the others have what is left over."""
+    run_tokens: int | None = None
+    """Tokens of the whole run, steps x tokens_per_step, for which weights keep to ``max_epochs``
+    (``megapack.data.program.within_epochs``); equal weights are UniMax's then. What lies behind has
+    the weights as they are written."""
     stages: tuple[Stage, ...] = ()
     """Changes at later steps, in order."""
     attention_window: int | None = None
@@ -251,7 +261,12 @@ class BlendConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("a manifest needs at least one source")
-        check_positive("manifest", max_epochs=self.max_epochs)
+        check_positive("manifest", max_epochs=self.max_epochs, run_tokens=self.run_tokens)
+        if self.run_tokens is not None and set(self.limits) == {None}:
+            raise ConfigError(
+                f"the manifest has run_tokens {self.run_tokens} and no max_epochs that weights "
+                "could keep to in them: give it to the manifest, or to a source"
+            )
         check_range("manifest", at_least=0, attention_window=self.attention_window)
         drawn = [source for source in self.sources if source.weight != 0]
         bare = [source.title for source in drawn if source.weight is None]
@@ -263,6 +278,14 @@ class BlendConfig:
                     f"source {source.title!r} has weight 0 and no stage gives it another; leave it "
                     "out to switch it off"
                 )
+
+    @property
+    def limits(self) -> list[float | None]:
+        """``max_epochs`` of every source."""
+        return [
+            self.max_epochs if source.max_epochs is None else source.max_epochs
+            for source in self.sources
+        ]
 
     def relative_to(self, folder: Path) -> BlendConfig:
         """The manifest with paths relative to its folder."""

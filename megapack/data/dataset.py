@@ -41,7 +41,14 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.program import Mixture
-from megapack.data.sources import Exclusions, SampleSource, Shards, read_exclusions
+from megapack.data.sources import (
+    Attention,
+    Exclusions,
+    SampleSource,
+    Shards,
+    check_has_groups,
+    read_exclusions,
+)
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
@@ -63,10 +70,14 @@ class PackedDataset(Dataset[Batch]):
         index: the samples, or the path of a .samples file or a shard manifest; one per dataset.
         positions: where position_ids restart: at every ``segment``, never inside a ``document``
             (a segment continues its document's count), or at every ``sample``.
-        attention: whether cu_seqlens list ``document`` segments or whole ``sample`` runs (the
-            classic concatenation).
-        label_boundary: ``document``: the last token of a document has no label; ``sample``: its
-            label is the first token of the next segment, as in the classic concatenation.
+        attention: whether cu_seqlens list ``document`` segments, whole ``sample`` runs (the
+            classic concatenation), or ``group``: documents of a group that stand behind each other
+            are one segment of cu_seqlens, in which positions run on and the last token of a
+            document predicts the first of the next one (sources packed with groups; others as
+            ``document``).
+        label_boundary: ``document``: the last token of a document (with attention ``group`` of a
+            group's documents in the sample) has no label; ``sample``: its label is the first token
+            of the next segment, as in the classic concatenation.
         label_dataset: labels that somebody chose (chat: only the assistant's tokens), token by
             token beside the documents, not shifted, negative where there is none. ``auto`` takes
             ``<prefix>.labels`` when it is there; None ignores it. For a blend also a list, one of
@@ -76,7 +87,7 @@ class PackedDataset(Dataset[Batch]):
             has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
             this ``alignment``; otherwise rows must be longer than the capacity.
         mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
-            stages, scores, max_epochs, loss_weights, attention_window.
+            stages, scores, max_epochs, run_tokens, loss_weights, attention_window.
 
     Attributes:
         datasets, label_datasets: the documents of every source, and the labels beside them.
@@ -94,23 +105,31 @@ class PackedDataset(Dataset[Batch]):
         index: Index | Sequence[Index],
         *,
         positions: Literal["segment", "document", "sample"] = "segment",
-        attention: Literal["document", "sample"] = "document",
+        attention: Attention = "document",
         label_boundary: Literal["document", "sample"] = "document",
         label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
         **mixture: Any,
     ) -> None:
+        if attention == "group" and positions == "document":
+            raise ConfigError(
+                "positions: document starts anew where attention: group goes on; choose segment "
+                "(from the begin of what attends to itself) or sample"
+            )
+        in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
             "attention": attention,
-            "label_boundary": label_boundary,
+            "label_boundary": "group" if in_groups else label_boundary,
             "alignment": alignment,
             "pad_token": pad_token,
         }
         self.datasets, self.label_datasets, indices = open_sources(
             dataset, index, label_dataset, positions=positions
         )
+        if attention == "group":
+            check_has_groups(indices)
         self._connect(indices, Mixture(**mixture).of([item.prefix for item in self.datasets]))
 
     def _connect(
@@ -352,6 +371,7 @@ class PackedDataset(Dataset[Batch]):
         first = int(shards.first_documents[shard])
         end = first + dataset.num_documents
         excluded, excluded_by = self._exclusions.of_documents(source, first, end)
+        joined = None if index.segment_joined is None else np.asarray(index.segment_joined)
         self._gatherer.open(
             shard,
             tokens=dataset.mapped_tokens,
@@ -364,6 +384,7 @@ class PackedDataset(Dataset[Batch]):
             segment_length=index.segment_length,
             excluded=excluded,
             excluded_by=excluded_by,
+            segment_joined=joined if self.samples.attention == "group" else None,
         )
         self.remote_reads.add(shard, dataset, labels)
         self._remote_labels.add(shard, labels)
@@ -459,7 +480,8 @@ def open_blend(
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
-        max_epochs=blend.max_epochs,
+        max_epochs=blend.limits,
+        run_tokens=blend.run_tokens,
         stages=blend.stages,
         attention_window=blend.attention_window,
         **options,

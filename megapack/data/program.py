@@ -4,6 +4,7 @@
   section ``data:`` of a configuration and every ``Schedule`` have these fields from here.
 - ``Mixture``: what a run says of its sources, beside their documents and samples.
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
+- ``within_epochs``: the same with weights that repeat no source too often (UniMax).
 - ``Window``: an attention window, which may grow.
 - ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
 
@@ -26,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal, localcontext
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -201,8 +203,10 @@ class Mixture:
     from_step; each changes weights, skips steps, or both."""
     scores: Sequence[Scores | None] | None = None
     """Order by score, one per source; None, also in the list: shuffled."""
-    max_epochs: float | None = None
-    """A run that would repeat a source more often is refused; None: no limit."""
+    max_epochs: float | Sequence[float | None] | None = None
+    """How often a source is repeated at most, one for all or one per source; None: no limit."""
+    run_tokens: int | None = None
+    """Tokens for which weights keep to ``max_epochs``; None: a run that does not is refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
     attention_window: int | None = None
@@ -217,7 +221,15 @@ class Mixture:
                 )
         weights = self.weights and [None if w is None else float(w) for w in self.weights]
         scores = self.scores or [None] * len(names)
-        return replace(self, weights=weights, names=list(self.names or names), scores=scores)
+        limits = self.max_epochs
+        if not isinstance(limits, Sequence):
+            limits = [limits] * len(names)
+        if len(limits) != len(names):
+            raise ConfigError(
+                f"{len(limits)} max_epochs for {len(names)} indices; give one for each"
+            )
+        names = list(self.names or names)
+        return replace(self, weights=weights, names=names, scores=scores, max_epochs=list(limits))
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
@@ -611,3 +623,87 @@ def _window(stage: Stage, begin: int, before: StageSettings) -> Window | None:
             "begin with; give an attention_window to the stage before, or to the manifest"
         )
     return Window(tokens, first, begin, stage.window_steps)
+
+
+# ---- Weights that repeat no source too often -----------------------------------------------------
+
+
+def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence[int]) -> Program:
+    """The program with weights under which no source is repeated more than ``max_epochs`` times.
+
+    Over ``run_tokens`` every source has what its weight says, but none more than its limit; what is
+    left over goes to the others by their weights. With equal weights that is UniMax (Chung et al.
+    2023, arXiv 2304.09151, Algorithm 1). Three sources of 100, 1,000 and 10,000 tokens with equal
+    weights and a limit of 4, in a run of 9,000:
+
+        tokens  400, 4,000, 4,600    # 3,000 each; then (9,000 - 400) / 2 = 4,300; then the rest
+        epochs  4, 4, .46
+
+    A stage is planned as if it went on to the end of the run, with what the stages before it have
+    left of every source; so a stage that is appended changes nothing of what was done. Where all
+    sources of a stage are at their limits they are drawn in proportion to what is left of them, and
+    ``check_epochs`` refuses the run if the stage lasts that long.
+
+    Tokens are those of steps, with padding; what is passed over (``skip_steps``) does not count,
+    and where rows are not full (``row_tokens``) sources stay that much below their limits.
+
+    Args:
+        mixture: ``Mixture.of`` the sources.
+        tokens_per_epoch: samples x capacity of every source.
+    """
+    if mixture.run_tokens is None:
+        return program
+    assert isinstance(mixture.max_epochs, Sequence)
+    room = [  # tokens that may still be drawn of every source
+        None if limit is None else math.floor(Fraction(limit) * tokens)
+        for limit, tokens in zip(mixture.max_epochs, tokens_per_epoch, strict=True)
+    ]
+    left, result = mixture.run_tokens, list(program)
+    shares: list[Fraction] = []
+    for i, stage in enumerate(program):
+        if left <= 0:
+            break
+        if i == 0 or stage.weights != program[i - 1].weights:
+            wanted = [
+                tokens if weight is None else weight
+                for weight, tokens in zip(stage.weights, tokens_per_epoch, strict=True)
+            ]
+            shares, kept = _limited(whole_weights(wanted), room, left)
+            weights = stage.weights if kept else tuple(map(float, shares))
+        result[i] = stage._replace(weights=weights)
+        steps = program[i + 1].begin - stage.begin if i + 1 < len(program) else left
+        taken = min(left, steps * stage.config.tokens_per_step)
+        left -= taken
+        room = [
+            None if own is None else max(0, math.floor(own - share * taken))
+            for own, share in zip(room, shares, strict=True)
+        ]
+    return tuple(result)
+
+
+def _limited(
+    weights: Sequence[int], room: Sequence[int | None], tokens: int
+) -> tuple[list[Fraction], bool]:
+    """Shares of ``tokens`` by weight, of no source more than its room; whether none is short."""
+    shares = [Fraction(0)] * len(weights)
+    rest, weight_of_rest = Fraction(tokens), sum(weights)
+    drawn = [d for d, weight in enumerate(weights) if weight]
+    limited = [(Fraction(own, weights[d]), own, d) for d in drawn if (own := room[d]) is not None]
+    num_short = 0
+    for ratio, own, d in sorted(limited):  # those that reach their limits first
+        if ratio * weight_of_rest >= rest:
+            break
+        shares[d] = Fraction(own, tokens)
+        rest, weight_of_rest, num_short = rest - own, weight_of_rest - weights[d], num_short + 1
+    short = {d for _, _, d in sorted(limited)[:num_short]}
+    if len(short) == len(drawn):  # together they do not hold so many
+        all_room = sum(shares)
+        return [share / all_room for share in shares] if all_room else _by_weight(weights), False
+    for d in drawn:
+        if d not in short:
+            shares[d] = rest / tokens * Fraction(weights[d], weight_of_rest)
+    return shares, not short
+
+
+def _by_weight(weights: Sequence[int]) -> list[Fraction]:
+    return [Fraction(weight, sum(weights)) for weight in weights]

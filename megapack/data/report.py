@@ -1,20 +1,22 @@
 """What a run will consist of, known before it starts: counted from cursors, not from its steps.
 
-- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses repeats.
+- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses repeats;
+  ``often_repeated`` says when they begin to cost.
 - ``times_drawn``, ``last_step``: how often samples were drawn before a step, and when last.
 - ``unseen_documents``: what a run has not seen yet in the present pass over a source.
 - ``plan_exclusions``: what the lists of excluded documents do to a run.
 
     print(plan_run(schedule, 1000).table())
-    # ->  weight       realised    epochs      samples  source
-    #     80.00%       80.0001%     0.412      120,000  web
-    #     20.00%       19.9999%     1.730        9,000  code
+    # ->  weight       realised    epochs  repeated      samples  source
+    #     80.00%       80.0001%     0.412     0.00%      120,000  web
+    #     20.00%       19.9999%     1.730    42.20%        9,000  code
 
 What a query costs grows with the samples that are asked about, and with neither steps nor epochs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -204,6 +206,8 @@ class SourceShare(NamedTuple):
     num_samples: int
     tokens: int
     epochs: float
+    repeated: float
+    """The share of its tokens that the run had seen before."""
 
 
 class SourceShares:
@@ -276,12 +280,42 @@ class RunPlan:
 
     def table(self) -> str:
         """One line per source: shares of the tokens, and how often each is repeated."""
-        rows = [f"{'weight':>8} {'realised':>14} {'epochs':>9} {'samples':>12}  source"]
+        columns = f"{'weight':>8} {'realised':>14} {'epochs':>9} {'repeated':>9} {'samples':>12}"
+        rows = [f"{columns}  source"]
         rows += [
-            f"{s.weight:>8.2%} {s.realised:>14.4%} {s.epochs:>9.3f} {s.num_samples:>12,}  {s.name}"
+            f"{s.weight:>8.2%} {s.realised:>14.4%} {s.epochs:>9.3f} {s.repeated:>9.2%} "
+            f"{s.num_samples:>12,}  {s.name}"
             for s in self.datasets
         ]
-        return "\n".join(rows)
+        return "\n".join([*rows, *often_repeated(self)])
+
+
+# Epochs from which on repeats are spoken of. Up to four of all data cost next to nothing, and what
+# more bring falls off (Muennighoff et al. 2023, arXiv 2305.16264); a scarce source of a mixture
+# bears 15 to 20 (arXiv 2605.12715).
+EPOCHS_OF_MOST = 4
+EPOCHS_OF_SCARCE = 15
+
+
+def often_repeated(plan: RunPlan) -> list[str]:
+    """A sentence per source that is repeated more often than is known to cost nothing: more than
+    4 times where it gives half of the tokens or more, else more than 15 times."""
+    lines = []
+    for source in plan.datasets:
+        most = source.realised >= 0.5
+        bound = EPOCHS_OF_MOST if most else EPOCHS_OF_SCARCE
+        if source.epochs > bound:
+            known = (
+                f"up to {bound} epochs cost next to nothing, later ones bring less and less (arXiv "
+                "2305.16264)"
+                if most
+                else f"a scarce source of a mixture bears {bound} to 20 (arXiv 2605.12715)"
+            )
+            lines.append(
+                f"warning: source {source.name} is seen {source.epochs:.1f} times: {known}. Lower "
+                "its weight, or give it max_epochs and the manifest run_tokens"
+            )
+    return lines
 
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
@@ -312,16 +346,23 @@ def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
     """Weights are the mean over the stages, by their tokens."""
     samples = schedule.samples
     there = samples.tokens_per_epoch
+    of_bucket = {c: np.zeros(len(there), np.int64) for c in schedule.capacities}
     taken, wanted = np.zeros(len(there), np.int64), np.zeros(len(there))
     for stage, end in schedule.spans(num_steps):
         before = int(taken.sum())
         for capacity, sources, counts in stage.taken(end):
             taken[sources] += counts * capacity
+            of_bucket[capacity][sources] += counts
         given = np.array(stage.weights, np.float64)  # nan for None
         shares = np.where(np.isnan(given), there, given)
         wanted += shares / shares.sum() * (int(taken.sum()) - before)
-    total = max(1, int(taken.sum()))
-    columns = (wanted / total, taken / total, np.diff(samples.bases), taken, taken / there)
+    repeated = np.zeros(len(there), np.int64)
+    for capacity, sources, _, sizes in samples.buckets:
+        if capacity in of_bucket:
+            again = np.maximum(of_bucket[capacity][sources] - sizes, 0)
+            repeated[sources] += again * capacity
+    total, again = max(1, int(taken.sum())), repeated / np.maximum(taken, 1)
+    columns = (wanted / total, taken / total, np.diff(samples.bases), taken, taken / there, again)
     return SourceShares(samples.names, *columns)
 
 
@@ -333,14 +374,21 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
     Raises:
         ConfigError: names the source, how often it would be repeated, and the remedies.
     """
-    limit = schedule.samples.mixture.max_epochs
-    if limit is None or num_steps == 0:
+    mixture = schedule.samples.mixture
+    assert isinstance(mixture.max_epochs, Sequence)
+    limits = [math.inf if limit is None else limit for limit in mixture.max_epochs]
+    if num_steps == 0 or min(limits) == math.inf:
         return
-    worst = max(plan_run(schedule, num_steps).datasets, key=lambda source: source.epochs)
+    sources = zip(plan_run(schedule, num_steps).datasets, limits, strict=True)
+    worst, limit = max(sources, key=lambda pair: pair[0].epochs / pair[1])
     slack = sum(len(stage.buckets) for stage in schedule.stages) / num_steps
     if worst.epochs > limit * (1 + slack):
+        total, planned = schedule.tokens_before(num_steps), mixture.run_tokens
+        remedy = f"Lower its weight ({worst.weight:.4g})"
+        if planned is None or planned < total:
+            now = "" if planned is None else f", which is {planned:,},"
+            remedy += f", set run_tokens{now} to the run's {total:,} so that weights keep to it"
         raise ConfigError(
             f"{num_steps} steps would repeat source {worst.name} {worst.epochs:.2f} times; "
-            f"max_epochs is {limit:g}. Lower its weight ({worst.weight:.4g}), run fewer steps, add "
-            "data, or raise max_epochs"
+            f"max_epochs is {limit:g}. {remedy}, run fewer steps, add data, or raise max_epochs"
         )

@@ -73,7 +73,7 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
         **to_dict(program[0].config),
         "num_cycles": first["num_cycles"],
         "indices": list(samples.fingerprints),
-        "weights": samples.mixture.weights,
+        "weights": first["weights"] if samples.mixture.run_tokens else samples.mixture.weights,
         **{name: first[name] for name in _TRAINING if name in first},
     }
     return {**whole, "stages": later} if later else whole

@@ -58,8 +58,9 @@ class DataConfig(StepConfig):
     """Tokens of one forward of one rank: capacity x samples, the same in every bucket."""
     positions: Literal["segment", "document", "sample"] = "segment"
     """Where position ids restart."""
-    attention: Literal["document", "sample"] = "document"
-    """Reach of attention: its own document, or the whole sample (the baseline)."""
+    attention: Literal["document", "group", "sample"] = "document"
+    """Reach of attention: its own document, the documents of its group that stand before it (data
+    packed with ``--groups``), or the whole sample (the baseline)."""
     label_boundary: Literal["document", "sample"] = "document"
     """Whether the last token of a document predicts the next document's first (the baseline)."""
     uneven: Literal["error", "pad"] = "error"

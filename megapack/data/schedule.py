@@ -63,6 +63,7 @@ from megapack.data.program import (
     resolve,
     spans,
     tokens_before,
+    within_epochs,
 )
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource
@@ -436,9 +437,11 @@ class Schedule:
         mixture = self.samples.mixture
         if finite:
             _check_tokens_once(self.samples.indices)
-            mixture = replace(mixture, weights=None, stages=(), decided=())
+            mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
         self.finite = finite
-        self.program = resolve(self.config, mixture)
+        self.program = within_epochs(
+            resolve(self.config, mixture), mixture, self.samples.tokens_per_epoch.tolist()
+        )
         self.stages = open_stages(self.program, self.samples, finite=finite)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
 

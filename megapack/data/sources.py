@@ -34,6 +34,7 @@ from megapack.packing.sharded import ShardedIndex, SourceIndex
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
+Attention = Literal["document", "group", "sample"]  # what a token attends to
 
 
 class Shards:
@@ -255,7 +256,7 @@ class SampleSource:
         mixture: what the run says of them.
         shards: of the indices; None: their own.
         exclusions: of the mixture's stages; None: read now.
-        attention: ``document`` or ``sample``: what a token attends to, which decides the cost.
+        attention: what a token attends to, which decides the cost.
         counter: (global ids, num_lists) -> labels of each; None: derived from the indices, which
             works as long as no strategy dropped tokens.
     """
@@ -267,7 +268,7 @@ class SampleSource:
         *,
         shards: Shards | None = None,
         exclusions: Exclusions | None = None,
-        attention: Literal["document", "sample"] = "document",
+        attention: Attention = "document",
         counter: Callable[[Ids, int], Ids] | None = None,
     ) -> None:
         if not indices:
@@ -422,8 +423,13 @@ class SampleSource:
         return samples
 
     def segment_lengths(self, ids: Ids, num_lists: int = 0) -> Ids:
-        """Lengths of all segments of some samples that are not masked, tokens, in any order."""
-        parts = [self._kept(shard, local, num_lists)[2] for shard, _, local in self._by_shard(ids)]
+        """Lengths of all segments of some samples that are not masked, tokens, in any order; with
+        attention ``group`` of what attends to itself."""
+        in_groups = self.attention == "group"
+        parts = [
+            self._kept(shard, local, num_lists, in_groups=in_groups)[2]
+            for shard, _, local in self._by_shard(ids)
+        ]
         lengths = np.concatenate([np.zeros(0, np.int64), *parts])
         return lengths[lengths > 0]
 
@@ -445,19 +451,20 @@ class SampleSource:
             num_lists: whose documents are padding.
             whole: samples attend as a whole instead of segment by segment; None: as ``attention``.
         """
+        in_groups = whole is None and self.attention == "group"
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
-            if window is None and not num_lists:
+            if window is None and not num_lists and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
                 costs[mine] = _core.attention_cost_of(*arrays, local, capacity, whole)
                 continue
-            _, owner, lengths = self._kept(shard, local, num_lists)
+            _, owner, lengths = self._kept(shard, local, num_lists, in_groups=in_groups)
             used = _sums(owner, lengths, len(local))
-            window = capacity if window is None else window
+            size = capacity if window is None else window
             own, padding = (
-                window * window * (n // window) + (n % window) ** 2
+                size * size * (n // size) + (n % size) ** 2
                 for n in (used if whole else lengths, capacity - used)
             )
             costs[mine] = padding + (own if whole else _sums(owner, own, len(local)))
@@ -478,12 +485,18 @@ class SampleSource:
             segments, owner, lengths = self._kept(shard, local, num_lists)
             ends = self._ends[shard][np.asarray(index.segment_document[segments])]
             last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends
+            if self.attention == "group" and index.segment_joined is not None and len(segments):
+                joined = np.asarray(index.segment_joined[segments]) > 0  # and predicted before
+                last[:-1] &= ~(joined[1:] & (owner[1:] == owner[:-1]) & (lengths[1:] > 0))
             counts[mine] = _sums(owner, np.maximum(lengths - last, 0), len(local))
         return counts
 
-    def _kept(self, shard: int, samples: Ids, num_lists: int) -> tuple[Ids, Ids, Ids]:
+    def _kept(
+        self, shard: int, samples: Ids, num_lists: int, *, in_groups: bool = False
+    ) -> tuple[Ids, Ids, Ids]:
         """Segments of some samples of a shard: their numbers, the position of each one's sample,
-        and its tokens, 0 where it is masked."""
+        and its tokens, 0 where it is masked; ``in_groups``: first segments, and the tokens of all
+        that are joined to each."""
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)
@@ -491,7 +504,21 @@ class SampleSource:
             source, first = int(self.shards.sources[shard]), self.shards.first_documents[shard]
             documents = first + np.asarray(index.segment_document[segments], np.int64)
             lengths[self.exclusions.masks(source, documents, num_lists)] = 0
+        if in_groups and index.segment_joined is not None and len(segments):
+            joined = np.asarray(index.segment_joined[segments]) > 0
+            first = np.flatnonzero(~joined | (np.diff(owner, prepend=-1) != 0))
+            return segments[first], owner[first], np.add.reduceat(lengths, first)
         return segments, owner, lengths
+
+
+def check_has_groups(indices: Sequence[SourceIndex]) -> None:
+    """Refuse attention ``group`` where no source was packed with groups. Raises ConfigError."""
+    if any(index.has_groups for index in indices):
+        return
+    raise ConfigError(
+        "attention is group, and no source was packed with groups of documents: pack again with "
+        "--groups (megapack-build pack), or choose attention: document"
+    )
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:

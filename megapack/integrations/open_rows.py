@@ -237,8 +237,10 @@ def open_rows(
             "--split"
         )
     sources, documents, indices = zip(*used, strict=True)
-    window = manifest.attention_window if trains else None
-    blend = replace(manifest, sources=sources, stages=stages, attention_window=window)
+    window, run_tokens = (manifest.attention_window, manifest.run_tokens) if trains else (None,) * 2
+    blend = replace(
+        manifest, sources=sources, stages=stages, attention_window=window, run_tokens=run_tokens
+    )
     packed = open_blend(blend, documents, indices, alignment=options.align)
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)

@@ -3,7 +3,7 @@
 All numbers little-endian::
 
     0   8 bytes   magic "MEGASAMP"
-    8   uint32    version (2)
+    8   uint32    version: 2, or 3 of an index with groups of documents, which has another array
     12  uint32    0
     16  uint64    size of the header in bytes
     24  uint64    xxh3_64 of the header
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from megapack import __version__
 from megapack.errors import FormatError
+from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.metrics import COUNTS, LISTS, RATIOS
 from megapack.storage.files import atomic_write
 from megapack.storage.index_file import CheckedArray, map_file
@@ -76,6 +77,11 @@ def _are_parameters(value: Any) -> bool:
     return is_count(value.get("alignment", 1)) and value.get("alignment", 1) > 0
 
 
+def _are_groups(value: Any) -> bool:
+    checks = {"ids": is_text, **dict.fromkeys(GROUP_COUNTS, is_count)}
+    return find_wrong(value, checks) is None
+
+
 def _is_ratio(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
@@ -93,6 +99,7 @@ HEADER: dict[str, Check] = {
     "source": lambda value: value is None or _are_texts(value),
     "metrics": lambda value: isinstance(value, dict),
     "lengths_fingerprint": is_text,
+    "groups": lambda value: value is None or _are_groups(value),
 }
 METRICS: dict[str, Check] = {
     **dict.fromkeys(COUNTS, is_count),
@@ -128,6 +135,7 @@ def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
 CREATED_BY = f"megapack {__version__}"
 MAGIC = b"MEGASAMP"
 VERSION = 2
+VERSION_OF_GROUPS = 3
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
 
@@ -141,8 +149,11 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "segment_length": ("<i4",),
 }
 
+# What an index with groups has beside them.
+ARRAYS_OF_GROUPS: dict[str, tuple[str, ...]] = {"segment_joined": ("|u1",)}
+
 SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
-_SEGMENT_COLUMNS = ("document", "begin", "length")
+_SEGMENT_ARRAYS = ("segment_document", "segment_begin", "segment_length", "segment_joined")
 _LONGEST = (1 << 31) - 1  # tokens of a sample
 
 
@@ -177,7 +188,8 @@ def write(
     encoded = json.dumps(content).encode().ljust(room)
     with atomic_write(path) as file:
         digest = xxhash.xxh3_64_intdigest(encoded)
-        file.write(_PREAMBLE.pack(MAGIC, VERSION, 0, len(encoded), digest))
+        version = VERSION_OF_GROUPS if set(ARRAYS_OF_GROUPS) <= set(arrays) else VERSION
+        file.write(_PREAMBLE.pack(MAGIC, version, 0, len(encoded), digest))
         file.write(encoded)
         for name, array in arrays.items():
             file.write(bytes(int(table[name]["offset"]) - file.tell()))
@@ -200,7 +212,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         # From the descriptor that was read: the name may belong to another file by now.
         mapped = map_file(file)
     table = header.pop("arrays", None)
-    arrays = _map(path, mapped, table)
+    expected = ARRAYS if header["groups"] is None else {**ARRAYS, **ARRAYS_OF_GROUPS}
+    arrays = _map(path, mapped, table, expected)
     header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
     for name in SMALL:
         arrays[name] = np.asarray(arrays[name])
@@ -218,13 +231,13 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     if len(preamble) < _PREAMBLE.size:
         raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
     _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
-    if version != VERSION:
+    if version not in (VERSION, VERSION_OF_GROUPS):
         remedy = "install a newer megapack, or pack the dataset again"
         if version < VERSION:
             remedy = f"pack again: megapack-build pack PREFIX --output {path} --overwrite"
         raise FormatError(
             f"{path} has format version {version}; megapack {__version__} reads version "
-            f"{VERSION}: {remedy}"
+            f"{VERSION} and {VERSION_OF_GROUPS}: {remedy}"
         )
     if _PREAMBLE.size + header_size > size:
         raise FormatError(
@@ -243,13 +256,17 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     if promised != size:
         kind = "truncated" if size < promised else "damaged"
         raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {promised}")
+    if (version == VERSION_OF_GROUPS) != (header.setdefault("groups", None) is not None):
+        raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
     return header
 
 
-def _map(path: Path, mapped: NDArray[np.uint8], table: Any) -> dict[str, Any]:
+def _map(
+    path: Path, mapped: NDArray[np.uint8], table: Any, expected: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     free = _PREAMBLE.size  # the arrays follow each other in this order
-    for name, dtypes in ARRAYS.items():
+    for name, dtypes in expected.items():
         match table.get(name) if isinstance(table, dict) else None:
             case {
                 "dtype": str(kind),
@@ -286,7 +303,7 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         len(samples) == len(capacities) + 1 > 1
         and len(segments) > 0
         and samples[-1] == len(segments) - 1
-        and all(len(arrays[f"segment_{name}"]) == segments[-1] for name in _SEGMENT_COLUMNS)
+        and all(len(arrays[name]) == segments[-1] for name in arrays if name in _SEGMENT_ARRAYS)
     )
     if not fits:
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
+from megapack.packing.groups import Units, check_groups, identity_of
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
@@ -31,6 +32,35 @@ from megapack.packing.strategies import Request, Strategy, find_strategy
 # a multiple of the alignment. What lies between two of them is padding like any other.
 
 _INT32_MAX = (1 << 31) - 1
+
+
+def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np.bool_]:
+    """Which documents a proxy run keeps that sees ``share`` of the tokens of the run it stands for.
+
+    With every source cut down like that, the proxy repeats each as often as the run will: mixtures
+    found by proxies carry over only then (arXiv 2606.07597). A document is kept if its number
+    between 0 and 1, a pure function of (seed, document), is below ``share``: so all that a smaller
+    share keeps, a larger one keeps, too, and documents that come later change nothing.
+
+        matched_documents(10, 0.3, 0)     # -> document 7
+        matched_documents(10, 0.6, 0)     # -> documents 0, 2, 3, 5, 6, 7, 9
+
+    Returns:
+        bool (num_documents,).
+    """
+    key = np.uint64(_core.random_bits(seed, 5))
+    bits = _mix64(key ^ _mix64(np.arange(num_documents, dtype=np.uint64)))
+    kept: NDArray[np.bool_] = (bits >> np.uint64(11)) * 2.0**-53 < share
+    return kept
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``mix64`` of csrc/core/schedule/random.hpp, of all elements."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
@@ -75,7 +105,8 @@ class PackingMethod:
     Attributes:
         strategy: of ``STRATEGIES``.
         buckets: capacities in tokens, ascending.
-        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1.
+        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1,
+            ``match_repetition`` if it is below, ``groups`` if there are some.
     """
 
     strategy: Strategy
@@ -92,10 +123,13 @@ def check_packing(
     *,
     buckets: int | Iterable[int],
     alignment: int = 1,
+    match_repetition: float = 1,
+    groups: bool = False,
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
-    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own.
+    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own,
+    ``groups`` whether there are some.
 
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
@@ -112,6 +146,15 @@ def check_packing(
             raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
+    if not 0 < match_repetition <= 1:
+        raise ConfigError(
+            f"match_repetition is {match_repetition}; it must be above 0 and at most 1: tokens of "
+            "the proxy run / tokens of the run it stands for"
+        )
+    if match_repetition < 1:
+        resolved["match_repetition"] = float(match_repetition)
+    if groups:
+        resolved["groups"] = True
     if chosen.check is not None:
         chosen.check(capacities, resolved)
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
@@ -125,6 +168,8 @@ def pack(
     seed: int = 0,
     threads: int = 1,
     alignment: int = 1,
+    match_repetition: float = 1,
+    groups: ArrayLike | None = None,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
@@ -144,6 +189,11 @@ def pack(
         alignment: samples have room for every segment to begin at a multiple of this (2 x context
             parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
             are multiples of it.
+        match_repetition: only this share of the documents is packed (``matched_documents``); the
+            others give no segment.
+        groups: (num_documents,) integers, the group of every document, negative for those on their
+            own. A group is packed as one document would be, its documents in their order
+            (``megapack.packing.groups``); None: every document is on its own.
         preset: the parameters of a paper, where the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
         **parameters: those of the strategy, see its entry in ``STRATEGIES``.
@@ -156,19 +206,44 @@ def pack(
         DataError: lengths that are no integers of one dimension, a negative length, or more than
             2**62 tokens in all.
     """
+    ids = None if groups is None else check_groups(groups, len(np.asarray(lengths)))
     method = check_packing(
-        strategy, buckets=buckets, alignment=alignment, preset=preset, parameters=parameters
+        strategy,
+        buckets=buckets,
+        alignment=alignment,
+        match_repetition=match_repetition,
+        groups=ids is not None,
+        preset=preset,
+        parameters=parameters,
     )
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
     threads = _integer("threads", threads, 1, _INT32_MAX)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
     # The array may be the caller's, who may change it later: these totals are all that is kept.
     totals = DocumentTotals.of(documents, checked)
+    decisions: dict[str, str] = {}
+    if match_repetition < 1:
+        kept = matched_documents(len(documents), match_repetition, seed)
+        documents = documents * kept  # the others have no tokens
+        checked = _core.DocumentLengths(documents, capacity=method.buckets[-1])
+        whole, identity = totals.num_tokens, totals.lengths_fingerprint
+        totals = replace(DocumentTotals.of(documents, checked), lengths_fingerprint=identity)
+        decisions["match_repetition"] = (
+            f"{int(kept.sum()):,} of {len(kept):,} documents, "
+            f"{100 * totals.num_tokens / max(1, whole):.4g} % of the tokens"
+        )
     step = method.alignment
+    rounded = documents
     if step > 1:
         if documents.max(initial=0) > _INT32_MAX - step:
             documents = documents.astype(np.int64)
-        checked = _core.DocumentLengths((documents + (step - 1)) // step * step)
+        rounded = (documents + (step - 1)) // step * step
+    units = None
+    if ids is not None:
+        units = Units.of(ids, rounded, method.buckets[-1])
+        checked = _core.DocumentLengths(units.lengths, capacity=method.buckets[-1])
+    elif step > 1:
+        checked = _core.DocumentLengths(rounded)
     arrays = method.strategy.run(
         Request(
             lengths=checked,
@@ -179,17 +254,22 @@ def pack(
             progress=progress,
         )
     )
+    of_groups: dict[str, Any] | None = None
+    if units is not None and ids is not None:
+        arrays, counts = units.expand(arrays, documents)
+        of_groups = {**counts, "ids": identity_of(ids)}
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     if step > 1:
         arrays = with_true_lengths(arrays, documents)
     index = SampleIndex(
-        **{"decisions": {}, **arrays},
+        **{**arrays, "decisions": {**decisions, **arrays.get("decisions", {})}},
         strategy=strategy,
         parameters=method.parameters,
         buckets=method.buckets,
         seed=seed,
         documents=totals,
+        groups=of_groups,
     )
     if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
         whole = _core.whole_documents(*index.segment_arrays(), documents)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import file_format as samples_format
+from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics, lengths_fingerprint
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
@@ -60,6 +61,7 @@ def how_it_differs(
     dataset: str | None,
     checksums: Mapping[str, str] | None = None,
     chosen: str | None = None,
+    groups: str | None = None,
 ) -> str | None:
     """How the index in a file differs from this one in documents or options, as a sentence.
 
@@ -67,6 +69,7 @@ def how_it_differs(
         dataset: fingerprint of the documents, or None.
         checksums: of the arrays it should have; None: whatever follows from the rest.
         chosen: checksum of the numbers of the documents that are packed; None: all.
+        groups: checksum of the ids of their groups; None: there are none.
 
     Returns:
         None: it is what ``pack`` makes of all that, by this release, and it is whole.
@@ -81,6 +84,7 @@ def how_it_differs(
     pairs = {
         "another dataset": ((found["source"] or {}).get("fingerprint"), dataset),
         "other documents of it": ((found["source"] or {}).get("documents"), chosen),
+        "other groups": ((found["groups"] or {}).get("ids"), groups),
         "another strategy": (found["strategy"], strategy),
         "other parameters": (found["parameters"], parameters),
         "other buckets": (found["buckets"], buckets),
@@ -127,6 +131,9 @@ class SampleIndex:
         source: of the dataset it was packed from (``describe_source``), or None.
         created_by: the release that packed it.
         path: the file it is mapped from, or None.
+        segment_joined: uint8 (num_segments,), 1 where a segment goes on in the group of the one
+            before it in its sample, with its next document; None: it was packed without groups.
+        groups: checksum of the group ids (``ids``) and ``GROUP_COUNTS``; None: without.
     """
 
     bucket_capacity: NDArray[np.int64]
@@ -146,15 +153,21 @@ class SampleIndex:
     source: dict[str, Any] | None = None
     created_by: str = samples_format.CREATED_BY
     path: Path | None = None
+    segment_joined: NDArray[np.uint8] | None = None
+    groups: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in samples_format.ARRAYS:
-            getattr(self, name).flags.writeable = False
+        for array in self._arrays.values():
+            array.flags.writeable = False
 
     @property
     def alignment(self) -> int:
         """Segments can be placed at multiples of this without leaving their sample's capacity."""
         return int(self.parameters.get("alignment", 1))
+
+    @property
+    def has_groups(self) -> bool:
+        return self.groups is not None
 
     @property
     def num_documents(self) -> int:
@@ -218,13 +231,15 @@ class SampleIndex:
 
     @cached_property
     def _metrics(self) -> dict[str, Any]:
-        return compute_metrics(
+        metrics = compute_metrics(
             self.bucket_capacity,
             self.segment_arrays(),
             self.documents,
             dropped_tokens=self.dropped_tokens,
             repeated_tokens=self.repeated_tokens,
         )
+        groups = self.groups or {}
+        return metrics | {name: groups[name] for name in GROUP_COUNTS if name in groups}
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
         """Per sample, how many of its tokens have a label: int64 (num_samples,).
@@ -267,7 +282,9 @@ class SampleIndex:
 
     @property
     def _arrays(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in samples_format.ARRAYS}
+        arrays = {name: getattr(self, name) for name in samples_format.ARRAYS}
+        joined = self.segment_joined
+        return arrays if joined is None else {**arrays, "segment_joined": joined}
 
     def check_source(self, dataset: Any) -> None:
         """Refuse a dataset other than the one this index was packed from.
@@ -332,6 +349,7 @@ class SampleIndex:
         same = {name: getattr(self, name) for name in ("strategy", "parameters", "buckets", "seed")}
         recorded, chosen = ((source or {}).get(name) for name in ("fingerprint", "documents"))
         same |= {"dataset": recorded, "chosen": chosen, "checksums": self._checksums}
+        same["groups"] = (self.groups or {}).get("ids")
         difference = partial(how_it_differs, path, **same)
         if not check_target(path, overwrite=overwrite, difference=difference):
             return False
@@ -339,6 +357,7 @@ class SampleIndex:
             "source": source,
             "metrics": self._metrics,
             "lengths_fingerprint": self.documents.lengths_fingerprint,
+            **({} if self.groups is None else {"groups": self.groups}),
         }
         samples_format.write(Path(path), header, self._arrays, self._checksums)
         return True
@@ -369,7 +388,8 @@ class SampleIndex:
             num_whole=None,
             lengths_fingerprint=header["lengths_fingerprint"],
         )
-        values = {**header, **arrays, "documents": documents, "path": Path(path)}
+        values = {"segment_joined": None, **header, **arrays}
+        values |= {"documents": documents, "path": Path(path)}
         index = cls(**{field.name: values[field.name] for field in fields(cls)})
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # need no counting
         if verify:

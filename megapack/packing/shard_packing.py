@@ -92,7 +92,8 @@ def plan_packing(
         raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
     given = dict(options)
     seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
-    shape = {name: given.pop(name) for name in ("buckets", "alignment", "preset") if name in given}
+    names = ("buckets", "alignment", "match_repetition", "preset")
+    shape = {name: given.pop(name) for name in names if name in given}
     method = check_packing(strategy, **shape, parameters=given)
     nothing = pack(np.zeros(0, np.int32), **options)
     values = (strategy, method.parameters, method.buckets, seed, nothing.bucket_capacity.tolist())

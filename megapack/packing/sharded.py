@@ -140,6 +140,11 @@ class ShardedIndex:
         """As in ``SampleIndex.alignment``."""
         return int(self.parameters.get("alignment", 1))
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether its shards were packed with groups of documents."""
+        return bool(self.parameters.get("groups"))
+
     @cached_property
     def bucket_sample_offsets(self) -> Ids:
         """int64 (num_buckets + 1,)."""

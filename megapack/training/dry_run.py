@@ -18,7 +18,7 @@ import yaml
 
 from megapack.config import to_dict
 from megapack.data.program import Window, ranks_per_micro_batch
-from megapack.data.report import plan_run
+from megapack.data.report import often_repeated, plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
 from megapack.devices import peak_flops
@@ -74,9 +74,9 @@ def dry_run(
     total = _flops_of_run(steps, flops)
     schedule, rate = steps.schedule, config.learning_rate
     micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    several = []  # sources, and how often each is repeated
-    if len(schedule.samples.indices) > 1:
-        several = [plan_run(schedule, steps.num_steps).table()]
+    # Sources, and how often each is repeated.
+    plan = plan_run(schedule, steps.num_steps)
+    sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
     sections = [
         f"model: {model.description}; vocabulary {architecture.vocab_size:,}\n"
         f"attention on this machine: {attention.name}, {attention.reason}",
@@ -90,7 +90,7 @@ def dry_run(
             for stage, end in schedule.spans(steps.num_steps)
         )
         + _balance(config, steps, ranks, flops),
-        *several,
+        *sources,
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),

@@ -30,12 +30,11 @@ from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex, pack
 from megapack.storage.dataset import read_documents
 from tests.data.corpora import (
-    index_of,
     packed_index,
     packed_lengths,
     write_documents,
 )
-from tests.data.test_gather import TENSORS, corpora
+from tests.data.test_gather import TENSORS, corpora, samples_of
 from tests.reference import gather as reference
 
 
@@ -49,10 +48,9 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
     with tempfile.TemporaryDirectory() as folder:
         files = [write_list(Path(folder) / f"list{i}.npy", list_) for i, list_ in enumerate(lists)]
         documents = write_documents(Path(folder) / "docs", case["documents"], case["dtype"])
-        lengths = [len(document) for document in case["documents"]]
         dataset = PackedDataset(
             documents,
-            index_of({capacity: case["samples"]}, lengths),
+            samples_of(case),
             names=["docs"],
             stages=[Stage(from_step=i + 1, exclude={"docs": file}) for i, file in enumerate(files)],
             **case["options"],
@@ -60,12 +58,14 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
         for force in range(3):
             gone = {document for list_ in lists[:force] for document in list_}
             samples = [[s for s in sample if s[0] not in gone] for sample in case["samples"]]
+            joined = still_joined(case, gone)
             expected = reference.gather(
                 case["documents"],
                 samples,
                 num_rows=rows,
                 row_tokens=row_tokens,
                 capacity=capacity,
+                joined=joined,
                 **case["options"],
             )
             ids = np.arange(len(samples))
@@ -76,23 +76,52 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
             bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
             assert bounds.tolist() == expected.cu_seqlens(lengths_of)
             assert dataset.count_labels(ids, force).sum() == sum(expected.loss_mask)
-            check_costs(dataset, force, samples, capacity, case["options"]["attention"])
+            attention = case["options"]["attention"]
+            runs = check_costs(dataset, force, samples, capacity, attention, joined)
             assert [dataset.samples.segments(i, force)[1] for i in ids.tolist()] == samples
             lengths_there = dataset.samples.segment_lengths(ids, force).tolist()
-            assert lengths_there == [length for sample in samples for _, _, length in sample]
+            whole = [length for sample in samples for _, _, length in sample]
+            assert lengths_there == (runs if attention == "group" else whole)
+
+
+def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:
+    """(sample, segment) counted among those that are left: what is left of a group stays joined."""
+    joined = set()
+    for i, sample in enumerate(case["samples"]):
+        group, left = 0, []
+        for s, (document, _, _) in enumerate(sample):
+            group += (i, s) not in case["joined"]
+            if document not in gone:
+                left.append(group)
+        joined |= {(i, s) for s in range(1, len(left)) if left[s] == left[s - 1]}
+    return joined
 
 
 def check_costs(
-    dataset: PackedDataset, num_lists: int, samples: Any, capacity: int, attention: str
-) -> None:
-    expected = []
-    for sample in samples:
+    dataset: PackedDataset,
+    num_lists: int,
+    samples: Any,
+    capacity: int,
+    attention: str,
+    joined: set[tuple[int, int]],
+) -> list[int]:
+    """Costs are as defined; returns the lengths of what attends to itself in groups."""
+    expected, all_runs = [], []
+    for i, sample in enumerate(samples):
         lengths = [length for _, _, length in sample]
-        attends = [sum(lengths)] if attention == "sample" else lengths
+        runs: list[int] = []
+        for s, length in enumerate(lengths):
+            if (i, s) in joined:
+                runs[-1] += length
+            else:
+                runs.append(length)
+        all_runs += runs
+        attends = {"sample": [sum(lengths)], "document": lengths, "group": runs}[attention]
         expected.append(sum(n * n for n in attends) + (capacity - sum(lengths)) ** 2)
     ids = np.arange(len(samples))
     costs = dataset.samples.attention_cost(ids, capacity, num_lists=num_lists)
     assert costs.tolist() == expected
+    return all_runs
 
 
 def write_list(path: Path, documents: Any) -> str:

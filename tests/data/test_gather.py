@@ -54,6 +54,10 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
             sample.append((document, begin, length))
             left -= length
         samples.append(sample)
+    joined = draw(
+        st.sets(st.sampled_from([(i, s) for i, one in enumerate(samples) for s in range(len(one))]))
+    )
+    attention = draw(st.sampled_from(["document", "group", "sample"]))
     alignment = draw(st.sampled_from([1, 1, 2, 8]))
     if alignment > 1:  # room for every segment to be aligned
         capacity = -(-(capacity + 5 * alignment) // alignment) * alignment
@@ -70,9 +74,12 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
         "dtype": draw(st.sampled_from(DTYPES)),
         "index_dtype": draw(st.sampled_from(["int32", "int64"])),
         "chosen": draw(st.booleans()),
+        "joined": {(i, s) for i, s in joined if s},
         "options": {
-            "positions": draw(st.sampled_from(["segment", "document", "sample"])),
-            "attention": draw(st.sampled_from(["document", "sample"])),
+            "positions": draw(st.sampled_from(["segment", "sample"]))
+            if attention == "group"
+            else draw(st.sampled_from(["segment", "document", "sample"])),
+            "attention": attention,
             "label_boundary": draw(st.sampled_from(["document", "sample"])),
             "alignment": alignment,
             "pad_token": draw(st.sampled_from([0, 3])),
@@ -90,12 +97,19 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
     dataset = write_documents(folder / "docs", documents, case["dtype"])
     if case["chosen"]:
         write_documents(folder / "docs.labels", _choose(documents), "int32")
-    index = index_of(
-        {case["capacity"]: case["samples"]},
-        [len(document) for document in documents],
-        begin_dtype=case["index_dtype"],
-    )
-    return PackedDataset(dataset, index, **case["options"])
+    return PackedDataset(dataset, samples_of(case), **case["options"])
+
+
+def samples_of(case: dict[str, Any]) -> SampleIndex:
+    """The samples of a case."""
+    lengths = [len(document) for document in case["documents"]]
+    samples = {case["capacity"]: case["samples"]}
+    index = index_of(samples, lengths, begin_dtype=case["index_dtype"])
+    if case["options"]["attention"] != "group":
+        return index
+    places = [(i, s) for i, sample in enumerate(case["samples"]) for s in range(len(sample))]
+    joined = np.array([place in case["joined"] for place in places], np.uint8)
+    return replace(index, segment_joined=joined, groups={"ids": "by hand"})
 
 
 @given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
@@ -108,6 +122,7 @@ def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: in
         row_tokens=row_tokens,
         capacity=case["capacity"],
         chosen=_choose(case["documents"]) if case["chosen"] else None,
+        joined=case["joined"],
         **case["options"],
     )
     cu_seqlens = expected.cu_seqlens()
@@ -159,6 +174,7 @@ def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str,
         num_rows=rows,
         row_tokens=row_tokens,
         capacity=case["capacity"],
+        joined=case["joined"],
         **case["options"],
     ).cu_seqlens_of_rows(row_tokens)
     layout = BatchLayout(
@@ -190,6 +206,7 @@ def test_loss_weight_meets_its_samples_labels(case: dict[str, Any], data: st.Dat
             num_rows=case["rows"],
             row_tokens=case["row_tokens"],
             capacity=case["capacity"],
+            joined=case["joined"],
             **case["options"],
         )
         expected += factor * np.array(alone.loss_mask)

@@ -201,18 +201,36 @@ def test_the_golden_file_of_version_2_reads_as_it_was_written() -> None:
     assert index.fingerprint == made["golden_index"]().fingerprint
 
 
+def test_the_golden_file_of_version_3_has_the_groups_it_was_written_with() -> None:
+    made = runpy.run_path(str(GOLDEN / "make_golden.py"))
+    index, again = (
+        SampleIndex.load(GOLDEN / "version_3.samples", verify=True),
+        made["golden_groups"](),
+    )
+    assert same_arrays(index, again) and index.fingerprint == again.fingerprint
+    assert index.segment_joined.tolist() == again.segment_joined.tolist()
+    assert index.segment_joined.any() and index.groups == again.groups
+    assert index.metrics() == again.metrics() and index.metrics()["num_groups"] == 4
+
+
 def test_a_file_of_version_1_is_refused_with_the_command_that_packs_it_again() -> None:
     path = GOLDEN / "version_1.samples"
-    with pytest.raises(FormatError, match=r"format version 1; .* reads version 2: pack again: "):
+    with pytest.raises(
+        FormatError, match=r"format version 1; .* reads version 2 and 3: pack again: "
+    ):
         SampleIndex.load(path)
     with pytest.raises(FormatError, match=rf"megapack-build pack PREFIX --output {path} --over"):
         SampleIndex.load(path)
 
 
-def test_the_same_packing_is_written_with_the_same_bytes(tmp_path: Path) -> None:
-    made = runpy.run_path(str(GOLDEN / "make_golden.py"))
-    made["golden_index"]().save(tmp_path / "x.samples", source=made["SOURCE"])
-    old, new = (p.read_bytes() for p in (GOLDEN / "version_2.samples", tmp_path / "x.samples"))
+@pytest.mark.parametrize(("version", "made"), [(2, "golden_index"), (3, "golden_groups")])
+def test_the_same_packing_is_written_with_the_same_bytes(
+    version: int, made: str, tmp_path: Path
+) -> None:
+    written = runpy.run_path(str(GOLDEN / "make_golden.py"))
+    written[made]().save(tmp_path / "x.samples", source=written["SOURCE"])
+    golden = GOLDEN / f"version_{version}.samples"
+    old, new = (p.read_bytes() for p in (golden, tmp_path / "x.samples"))
     for header in (old_header := header_of(old), new_header := header_of(new)):
         assert header.pop("created_by").startswith("megapack ")
     if len(old) == len(new):  # the version string has the same length
@@ -283,7 +301,11 @@ def test_a_newer_version_asks_for_a_newer_megapack(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8] = 3
     path.write_bytes(data)
-    with pytest.raises(FormatError, match=r"format version 3; .* reads version 2: install a newer"):
+    with pytest.raises(FormatError, match="its version is 3, and only 3 has groups"):
+        SampleIndex.load(path)
+    data[8] = 4
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"version 4; .* reads version 2 and 3: install a newer"):
         SampleIndex.load(path)
 
 

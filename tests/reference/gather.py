@@ -56,6 +56,7 @@ def gather(
     alignment: int = 1,
     pad_token: int = 0,
     chosen: list[list[int]] | None = None,
+    joined: set[tuple[int, int]] = frozenset(),
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
 
@@ -63,6 +64,10 @@ def gather(
         documents: the tokens of every document.
         samples: the segments of every sample, for the slots in order; missing ones are padding.
         chosen: per document, a label for every token (not shifted), negative where it has none.
+        joined: (sample, segment) that goes on in the group of the segment before it. With
+            attention ``group`` both are one attention segment; the last token of the document
+            before predicts its first, unless labels stop at documents in words
+            (``label_boundary``), which for attention ``group`` means at groups.
     """
     batch = Batch()
     slots = row_tokens // capacity
@@ -82,6 +87,7 @@ def gather(
                 alignment=alignment,
                 pad_token=pad_token,
                 chosen=chosen or documents,
+                joined={s for sample, s in joined if sample == i},
             )
         if used < room:
             first = used if positions == "sample" else 0
@@ -105,30 +111,36 @@ def _write_sample(
     alignment: int,
     pad_token: int,
     chosen: list[list[int]],
+    joined: set[int],
 ) -> int:
     used = 0
+    # What attends to itself: [first token, tokens, tokens with their room].
+    begin_of_run = tokens_of_run = 0
     for s, (document, begin, length) in enumerate(sample):
+        last = s + 1 == len(sample)
+        goes_on = not last and (attention == "sample" or (attention == "group" and s + 1 in joined))
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
         if len(wanted) < length:
-            crosses = label_boundary == "sample" and s + 1 < len(sample)
+            in_group = attention == "group" and s + 1 in joined
+            crosses = not last and (label_boundary == "sample" or in_group)
             following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
         fill = 0
-        if attention == "document" or s + 1 == len(sample):
+        if not goes_on:
             fill = -(used + length) % alignment
         room = length + fill
-        first = {"segment": 0, "document": begin, "sample": used}[positions]
+        of_segment = used - begin_of_run if attention == "group" else 0
+        first = {"segment": of_segment, "document": begin, "sample": used}[positions]
         batch.write(
             documents[document][begin:end] + [pad_token] * fill,
             [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill,
             list(range(first, first + room)),
         )
-        if attention == "document":
-            batch.lengths.append(length)
-            batch.rooms.append(room)
         used += room
-    if attention == "sample" and sample:
-        batch.lengths.append(sum(length for _, _, length in sample))
-        batch.rooms.append(used)
+        tokens_of_run += length
+        if not goes_on:
+            batch.lengths.append(tokens_of_run)
+            batch.rooms.append(used - begin_of_run)
+            begin_of_run, tokens_of_run = used, 0
     return used

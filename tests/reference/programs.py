@@ -226,3 +226,51 @@ def mix(x: int) -> int:
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
     return x ^ x >> 31
+
+
+def weights_within_epochs(
+    stages: list[tuple[int, int, tuple[float | None, ...]]],
+    limits: list[float | None],
+    tokens: list[int],
+    run_tokens: int,
+) -> list[list[Fraction]]:
+    """Shares of every source in every stage (first step, tokens per step, weights) of a run.
+
+    A stage is planned as if it went on to the end of the run: all that is left of the run's tokens
+    is dealt by weight; who gets more than he has left is given that, and the rest is dealt again.
+    """
+    found = []
+    left = Fraction(run_tokens)
+    room = [
+        None if limit is None else Fraction(floor(Fraction(limit) * n))
+        for limit, n in zip(limits, tokens, strict=True)
+    ]
+    for i, (begin, per_step, given) in enumerate(stages):
+        weights = [Fraction(n if w is None else w) for w, n in zip(given, tokens, strict=True)]
+        if left <= 0:
+            found.append([w / sum(weights) for w in weights])
+            continue
+        dealt = {d: Fraction(0) for d, w in enumerate(weights) if not w}
+        while True:
+            open_ = [d for d in range(len(weights)) if d not in dealt]
+            rest = left - sum(dealt.values())
+            wanted = {d: rest * weights[d] / sum(weights[e] for e in open_) for d in open_}
+            over = [d for d in open_ if room[d] is not None and room[d] < wanted[d]]
+            if not over:
+                dealt |= wanted
+                break
+            dealt |= {d: room[d] for d in over}
+        amounts = [dealt[d] for d in range(len(weights))]
+        if not sum(amounts):
+            amounts = weights  # nothing is left of any
+        shares = [amount / sum(amounts) for amount in amounts]
+        same = i and stages[i - 1][2] == given
+        found.append(found[-1] if same else shares)
+        end = stages[i + 1][0] if i + 1 < len(stages) else begin + left
+        taken = min(left, (end - begin) * per_step)
+        left -= taken
+        room = [
+            None if own is None else Fraction(max(0, floor(own - share * taken)))
+            for own, share in zip(room, found[-1], strict=True)
+        ]
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapack.attention.probe import probe
+from megapack.data import PackedDataset
 from megapack.errors import ConfigError
+from megapack.packing import pack
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import (
     attention_needs,
@@ -23,6 +26,7 @@ from megapack.training.model.architecture import (
 )
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
+from tests.data.corpora import write_documents
 
 from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
 
@@ -118,6 +122,49 @@ def test_without_segments_the_same_stream_would_give_other_logits() -> None:
         )
         wrong = model.hidden_states(batch.tokens, batch.position_ids, one_segment, total)
     assert (right - wrong).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny"])
+def test_attention_in_groups_equals_their_documents_joined(preset: str, tmp_path: Path) -> None:
+    """Loss and gradients of a batch with attention ``group``: every run of a group's documents as
+    one text; and those of attention ``document`` are others."""
+    torch.manual_seed(0)
+    docs = documents([30, 9, 25, 14, 1, 41, 22, 70, 8])
+    dataset = write_documents(tmp_path / "d", [doc.tolist() for doc in docs])
+    index = pack(dataset.document_lengths, buckets=[96], groups=[1, 2, 1, 2, 1, 3, 3, 3, -1])
+    assert index.metrics()["num_cut_groups"] == 1  # group 3 has 133 tokens
+    model = _model(preset).train()
+
+    def trained(attention: Literal["document", "group"]) -> tuple[float, dict[str, Tensor]]:
+        data = PackedDataset(dataset, index, attention=attention)
+        batch = data.micro_batch(np.arange(index.num_samples))
+        names = ("tokens", "labels", "position_ids", "cu_seqlens", "max_seqlen")
+        model.zero_grad()
+        loss, *_ = model(**{name: batch[name] for name in names})
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    alone, _ = trained("document")
+    found, gradients = trained("group")
+    texts: list[Tensor] = []
+    for i in range(index.num_samples):
+        first, end = index.sample_segment_offsets[i : i + 2].tolist()
+        for s, (document, begin, length) in zip(range(first, end), index.sample(i)[1], strict=True):
+            piece = docs[document][begin : begin + length]
+            if index.segment_joined[s]:
+                texts[-1] = torch.cat([texts[-1], piece])
+            else:
+                texts.append(piece)
+    assert sorted(map(len, texts)) == [8, 23, 56, 63, 70]
+    model.zero_grad()
+    model.model.set_attn_implementation("eager")
+    _, expected = _one_by_one(model.model, texts)
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-5) and abs(found - alone) > 1
+    for name, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max().clamp(min=1e-3)
+        error = (gradients[name] - parameter.grad).abs().max() / scale
+        assert error < 2e-3, f"{name}: {error:.1e}"
 
 
 def test_casting_a_model_leaves_its_rotations_alone() -> None:

@@ -51,45 +51,47 @@ class Planner {
 
   private:
     std::int64_t add_segments(const Shard& shard, SampleRef ref, std::int64_t slot) {
-        const bool whole = options_.attention == Extent::kSample;
         std::int64_t used = 0;    // tokens of the sample so far
         std::int64_t placed = 0;  // the same with alignment
+        std::int64_t begin = 0;   // where what attends to itself began
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
-            const bool last = i + 1 == ssize(segments_);
             check<FormatError>(segment.length <= shape_.capacity - used, shard.documents.name(),
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
                                " tokens, the capacity it is asked for with");
             used += segment.length;
-            const std::int64_t end = whole ? used : placed + segment.length;
-            const std::int64_t next = !whole || last ? align_up(end, options_.alignment) : end;
+            const std::int64_t end = placed + segment.length;
+            const bool goes_on = attends_on(i);
+            const std::int64_t next = goes_on ? end : align_up(end, options_.alignment);
             check(next <= slot, shard.documents.name(), ", sample ", ref.sample, " needs ", next,
                   " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
-            add_piece(shard, i, next - placed, whole ? used - segment.length : placed);
-            if (!whole) {
-                add_segment(segment.length, next - placed, shard);
+            add_piece(shard, i, next - placed, placed, begin);
+            if (!goes_on) {
+                const auto source = static_cast<std::int32_t>(shard.source);
+                plan_.segments.push_back({end - begin, next - begin, source});
+                begin = next;
             }
             placed = next;
-        }
-        if (whole && used > 0) {
-            add_segment(used, placed, shard);
         }
         return placed;
     }
 
-    void add_segment(std::int64_t length, std::int64_t room, const Shard& shard) {
-        plan_.segments.push_back({length, room, static_cast<std::int32_t>(shard.source)});
+    // Whether the segment behind segment i of the sample sees it.
+    bool attends_on(std::int64_t i) const {
+        if (i + 1 == ssize(segments_) || options_.attention == Extent::kDocument) return false;
+        return options_.attention == Extent::kSample || segments_[i + 1].joined;
     }
 
-    void add_piece(const Shard& shard, std::int64_t i, std::int64_t room,
-                   std::int64_t position_in_sample) {
+    // `at`: where it begins in the sample; `group`: where its group does.
+    void add_piece(const Shard& shard, std::int64_t i, std::int64_t room, std::int64_t at,
+                   std::int64_t group) {
         const Segment& segment = segments_[i];
-        std::int64_t first_position = 0;
+        std::int64_t first_position = options_.attention == Extent::kGroup ? at - group : 0;
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
-        if (options_.positions == Positions::kSample) first_position = position_in_sample;
+        if (options_.positions == Positions::kSample) first_position = at;
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const std::int64_t label_at = last_label_position(segment, next, options_.label_boundary);
         plan_.pieces.push_back(
@@ -108,7 +110,9 @@ class Planner {
 std::int64_t last_label_position(const Segment& segment, const Segment* next,
                                  Extent label_boundary) {
     if (!segment.ends_document) return segment.token_begin + segment.length;
-    return label_boundary == Extent::kSample && next != nullptr ? next->token_begin : -1;
+    const bool crosses = next != nullptr && (label_boundary == Extent::kSample ||
+                                             (label_boundary == Extent::kGroup && next->joined));
+    return crosses ? next->token_begin : -1;
 }
 
 std::int64_t GatherPlan::max_seqlen() const {

@@ -10,8 +10,9 @@
 namespace megapack {
 
 enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
-// Attention, and the label of a document's last token: stay in the document or cross its boundary.
-enum class Extent { kDocument, kSample };
+// Attention, and the label of a document's last token: stay in the document, go on in the documents
+// of its group that stand behind it, or cross every boundary.
+enum class Extent { kDocument, kGroup, kSample };
 
 struct GatherOptions {
     Positions positions = Positions::kSegment;
@@ -42,8 +43,9 @@ struct Piece {
     std::int64_t last_label_at;   // token position of the label of its last token, or -1
 };
 
-// Token position of the label of a segment's last token: the next token of its document, or with
-// label_boundary = kSample the first of the `next` segment of the sample; -1 where there is none.
+// Token position of the label of a segment's last token: the next token of its document, or the
+// first of the `next` segment of the sample, with label_boundary = kSample always and with kGroup
+// where that is of its group; -1 where there is none.
 std::int64_t last_label_position(const Segment& segment, const Segment* next,
                                  Extent label_boundary);
 

@@ -95,6 +95,9 @@ void check_shard(const Shard& shard) {
                        shard.samples.segment_document.size(), ", ",
                        shard.samples.segment_begin.size(), " and ", num_segments,
                        " elements; they must have as many", kRemedy);
+    check<FormatError>(shard.joined.size() == 0 || shard.joined.size() == num_segments,
+                       "segment_joined has ", shard.joined.size(), " elements and there are ",
+                       num_segments, " segments", kRemedy);
     check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
                        "the label file has ", shard.labels.size, " elements, the token file ",
                        shard.tokens.size, "; labels stand beside the tokens, one for each");
@@ -147,9 +150,14 @@ void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out)
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of ", shard.documents.name(), ", which has ", num_samples);
     const Part part = shard.samples.segments(ref.sample);
+    bool group_stands = false;  // something of the group stands in the sample already
     for (std::int64_t s = part.begin; s < part.end; ++s) {
-        const Segment segment = read_segment(shard, ref, s);
-        if (!is_excluded(shard, segment.document, ref.lists)) out.push_back(segment);
+        Segment segment = read_segment(shard, ref, s);
+        group_stands = group_stands && shard.joined.size() > 0 && shard.joined[s] != 0;
+        if (is_excluded(shard, segment.document, ref.lists)) continue;
+        segment.joined = group_stands;
+        group_stands = true;
+        out.push_back(segment);
     }
 }
 

@@ -32,6 +32,8 @@ struct Shard {
     TokenArray tokens;        // the mapped .bin
     TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
     SampleView samples;       // without bucket_sample_offsets
+    // Of every segment whether it goes on in the group of the one before it; empty: none does.
+    Span<const std::uint8_t> joined;
     Span<const std::int64_t> excluded;     // documents that some list masks, ascending
     Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
 
@@ -46,6 +48,7 @@ struct Segment {
     std::int64_t length;
     std::int64_t token_begin;  // position in the file
     bool ends_document;
+    bool joined;  // the segment before it is of its group, and stands in the sample
 };
 
 // A sample of one of several shards, without what the first `lists` lists mask; the shard exists.

@@ -201,7 +201,9 @@ def _check_positions(
 ) -> None:
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
     reach = longest_reach if positions == "document" else longest_segment
-    longest = bucket if positions == "sample" else max(map(reach, indices), default=0)
+    grouped = any(index.has_groups for index in indices)  # which may be one segment
+    longest = max(map(reach, indices), default=0)
+    longest = bucket if positions == "sample" or grouped else longest
     limit = position_limit(architecture, max(longest, bucket))
     if limit is not None and longest > limit.tokens:
         cut = " with data.positions=segment" if positions == "document" else ""

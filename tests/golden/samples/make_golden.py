@@ -1,4 +1,5 @@
-"""Writes version_2.samples. Run it only to add a golden file for a new version of the format:
+"""Writes version_2.samples, and version_3.samples, of groups. Run it only to add a golden file for
+a new version of the format:
 
     python tests/golden/samples/make_golden.py
 
@@ -16,12 +17,18 @@ from megapack.packing import SampleIndex, pack
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2, 7, 7, 31], np.int32)
 SOURCE = {"fingerprint": "0123456789abcdef", "prefix": "golden"}
-FILE = Path(__file__).with_name("version_2.samples")
+GROUPS = np.array([1, 1, -1, 4, 4, 1, 4, 2, 2, 9, 9, -1, 9])
+FILES = Path(__file__).parent
 
 
 def golden_index() -> SampleIndex:
     return pack(LENGTHS, "bucket_llm", buckets=[8, 16], seed=11, pool_size=6)
 
 
+def golden_groups() -> SampleIndex:
+    return pack(LENGTHS, "bucket", buckets=[8, 16], seed=11, groups=GROUPS)
+
+
 if __name__ == "__main__":
-    golden_index().save(FILE, source=SOURCE)
+    golden_index().save(FILES / "version_2.samples", source=SOURCE)
+    golden_groups().save(FILES / "version_3.samples", source=SOURCE)

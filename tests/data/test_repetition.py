@@ -1,0 +1,159 @@
+"""How often sources are repeated: weights that keep to max_epochs, and what a plan says of it."""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference.programs import weights_within_epochs
+
+from megapack import pack
+from megapack.data import Schedule
+from megapack.data.blend import Ramp, Source, Stage, load_blend
+from megapack.data.program import Mixture, ScheduleConfig, resolve, within_epochs
+from megapack.data.report import check_epochs, often_repeated, plan_run
+from megapack.data.sources import SampleSource
+from megapack.errors import ConfigError, ResumeError
+from tests.data.corpora import packed_lengths
+
+PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
+SIZES = (100, 1000, 10_000)
+
+
+def test_weights_of_unimax_are_those_of_its_example() -> None:
+    config = ScheduleConfig(tokens_per_step=100)
+    mixture = Mixture(weights=[1, 1, 1], max_epochs=4, run_tokens=9000).of(["a", "b", "c"])
+    [stage] = within_epochs(resolve(config, mixture), mixture, SIZES)
+    assert np.allclose(np.multiply(stage.weights, 9000), [400, 4000, 4600], rtol=1e-15)
+
+
+def random_mixture(random: np.random.Generator) -> tuple[Mixture, list[int]]:
+    count = int(random.integers(1, 6))
+    names = [f"s{i}" for i in range(count)]
+    weights = random.choice([0.1, 1, 1, 3.5], count).tolist()
+    stages, begin = [], 0
+    for _ in range(int(random.integers(0, 4))):
+        begin += int(random.integers(1, 12))
+        drawn = random.choice(names, random.integers(1, count + 1), replace=False).tolist()
+        changes = {
+            "tokens": {"tokens_per_step": int(random.choice([50, 100]))},
+            "weights": {"weights": dict.fromkeys(drawn, float(random.choice([1, 2])))},
+            "skip": {"skip_steps": 3},
+        }
+        change = changes[str(random.choice(list(changes)))]
+        if "weights" in change and random.random() < 0.5:
+            change["ramp"] = Ramp(until_step=begin + 4, pieces=2)
+            begin += 4
+        stages.append(Stage(from_step=begin - 4 if "ramp" in change else begin, **change))
+    limits = [None if random.random() < 0.3 else float(random.choice([0.5, 1, 4])) for _ in names]
+    mixture = Mixture(
+        weights=weights,
+        names=names,
+        stages=stages,
+        max_epochs=limits,
+        run_tokens=int(random.integers(1, 6000)),
+    )
+    return mixture.of(names), random.integers(10, 3000, count).tolist()
+
+
+def test_weights_of_every_program_are_the_definitions() -> None:
+    """Also: none is above its limit if any source is left, and a stage that is appended changes
+    nothing before it."""
+    config, num_limited = ScheduleConfig(tokens_per_step=100), 0
+    for number in range(PROGRAMS):
+        mixture, tokens = random_mixture(np.random.default_rng(number))
+        program = resolve(config, mixture)
+        found = within_epochs(program, mixture, tokens)
+        wanted = [(stage.begin, stage.config.tokens_per_step, stage.weights) for stage in program]
+        limits = mixture.max_epochs
+        expected = weights_within_epochs(wanted, limits, tokens, mixture.run_tokens)
+        for stage, shares in zip(found, expected, strict=True):
+            own = np.array(stage.weights)
+            assert np.allclose(own / own.sum(), [float(s) for s in shares], rtol=1e-9), number
+        num_limited += found != program
+        later = Stage(from_step=program[-1].begin + 7, weights={"s0": 1.0})
+        longer = Mixture(**{**mixture.__dict__, "stages": [*mixture.stages, later]})
+        again = within_epochs(resolve(config, longer), longer, tokens)
+        assert again[: len(found)] == found, number
+    assert num_limited > PROGRAMS // 3
+
+
+INDICES = [
+    pack(packed_lengths(count, 64, seed), "bucket", buckets=[16, 32, 64], seed=seed)
+    for seed, count in enumerate([40, 400, 2000])
+]
+
+
+def schedule(run_steps: int | None, **mixture: object) -> Schedule:
+    tokens = None if run_steps is None else run_steps * 512
+    samples = SampleSource(INDICES, Mixture(names=["a", "b", "c"], run_tokens=tokens, **mixture))
+    return Schedule(samples, tokens_per_step=512, seed=3)
+
+
+def test_sources_of_a_run_reach_their_limits_and_no_more() -> None:
+    steps = 300
+    limited = schedule(steps, weights=[1, 1, 1], max_epochs=[4, 2.5, None])
+    check_epochs(limited, steps)
+    plan = plan_run(limited, steps)
+    small, middle, large = plan.datasets
+    # A step's worth of tokens per bucket is what a blend may be off.
+    for source, limit, tokens in zip(
+        (small, middle), (4, 2.5), limited.samples.tokens_per_epoch[:2], strict=True
+    ):
+        assert abs(source.tokens - limit * int(tokens)) < 3 * 512
+    assert large.tokens == steps * 512 - small.tokens - middle.tokens
+    assert small.repeated == 0.75 and f"{large.repeated:.2%}" in plan.table()
+    assert large.repeated == pytest.approx(1 - 1 / large.epochs, abs=0.01)
+
+
+def test_a_run_longer_than_run_tokens_is_refused_with_its_length() -> None:
+    planned = schedule(200, weights=[1, 1, 1], max_epochs=4)
+    check_epochs(planned, 200)
+    with pytest.raises(ConfigError, match="run_tokens, which is 102,400, to the run's 460,800"):
+        check_epochs(planned, 900)
+    with pytest.raises(ConfigError, match=r"max_epochs is 4.* set run_tokens to the run's 102,400"):
+        check_epochs(schedule(None, weights=[1, 1, 1], max_epochs=4), 200)
+    with pytest.raises(ConfigError, match=r"max_epochs is 1\b.*run fewer"):  # nothing is left over
+        check_epochs(schedule(900, weights=[1, 1, 1], max_epochs=1), 900)
+
+
+def test_limits_are_of_the_resume_identity() -> None:
+    limited = schedule(200, weights=[1, 1, 1], max_epochs=4)
+    state = limited.state_dict(100)
+    assert state["weights"] != [1, 1, 1] and limited.resume_step(state) == 100
+    with pytest.raises(ResumeError, match="weights was"):
+        schedule(240, weights=[1, 1, 1], max_epochs=4).resume_step(state)
+
+
+def test_a_plan_warns_of_what_is_repeated_too_often() -> None:
+    lines = often_repeated(plan_run(schedule(None, weights=[1, 1, 20]), 600))
+    assert [line.split(" is seen")[0] for line in lines] == [
+        "warning: source a",
+        "warning: source c",
+    ]
+    assert "2605.12715" in lines[0] and "2305.16264" in lines[1]
+    alone = Schedule(INDICES[0], tokens_per_step=64)
+    assert not often_repeated(plan_run(alone, alone.num_steps(3)))
+
+
+def test_a_manifest_says_max_epochs_for_all_and_for_each(tmp_path: Path) -> None:
+    path = tmp_path / "blend.yaml"
+    path.write_text(
+        "max_epochs: 4\nrun_tokens: 1000\n"
+        "sources: [{prefix: a, index: a.samples}, {prefix: b, index: b.samples, max_epochs: 1.5}]\n"
+    )
+    assert load_blend(path).limits == [4, 1.5]
+    path.write_text("run_tokens: 1000\nsources: [{prefix: a, index: a.samples}]\n")
+    with pytest.raises(ConfigError, match="run_tokens 1000 and no max_epochs"):
+        load_blend(path)
+    with pytest.raises(ConfigError, match="max_epochs"):
+        Source(prefix="a", max_epochs=0)
+
+
+def test_shares_of_a_limited_stage_are_exact_fractions() -> None:
+    """The definition itself, by hand: 9,000 tokens, sources of SIZES, limit 4."""
+    [shares] = weights_within_epochs([(0, 100, (1.0, 1.0, 1.0))], [4.0] * 3, list(SIZES), 9000)
+    assert shares == [Fraction(400, 9000), Fraction(4000, 9000), Fraction(4600, 9000)]

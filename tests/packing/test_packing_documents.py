@@ -1,0 +1,157 @@
+"""Which documents are packed (match_repetition) and which belong together (groups), as plain Python
+defines both."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import build
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_inputs import as_packing, lengths, packings, same_arrays
+from reference import DEFINITIONS
+from reference.groups import grouped
+
+from megapack import _core
+from megapack.data import PackedDataset
+from megapack.errors import ConfigError
+from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.packing.groups import GROUP_COUNTS
+from megapack.packing.pack import matched_documents
+from megapack.packing.sharded import load_shards
+from tests.data.corpora import write_documents
+
+LENGTHS = np.random.default_rng(5).integers(0, 60, 4000).astype(np.int32)
+
+
+def defined(num_documents: int, share: float, seed: int) -> list[bool]:
+    """A document is kept if its own number in [0, 1) is below the share."""
+    key = _core.random_bits(seed, 5)
+    return [(_core.random_bits(key, d) >> 11) * 2.0**-53 < share for d in range(num_documents)]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
+def test_matched_documents_are_the_defined_ones_and_lie_inside_of_larger_shares(seed: int) -> None:
+    inside = np.zeros(4000, np.bool_)
+    for share in (0.02, 0.3, 0.6, 1.0):
+        kept = matched_documents(4000, share, seed)
+        assert kept.tolist() == defined(4000, share, seed)
+        assert kept[:100].tolist() == matched_documents(100, share, seed).tolist()
+        assert (kept | ~inside).all()
+        assert abs(kept.mean() - share) < 4 * (share * (1 - share) / 4000) ** 0.5 + 1e-9
+        inside = kept
+    assert inside.all()
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_share_is_packed_as_if_the_other_documents_were_empty(name: str) -> None:
+    buckets = [16, 32] if STRATEGIES[name].many_buckets else [32]
+    index = pack(LENGTHS, name, buckets=buckets, seed=3, match_repetition=0.25)
+    kept = matched_documents(len(LENGTHS), 0.25, 3)
+    only = pack(np.where(kept, LENGTHS, 0), name, buckets=buckets, seed=3)
+    assert as_packing(index) == as_packing(only) and index.num_segments > 100
+    assert index.parameters == {**only.parameters, "match_repetition": 0.25}
+    assert f"{kept.sum():,} of 4,000 documents" in index.decisions["match_repetition"]
+
+
+def test_a_share_belongs_to_its_dataset_and_is_named_on_the_command_line(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", [[1] * n for n in LENGTHS[:200].tolist()])
+    index = pack(LENGTHS[:200], buckets=[64], match_repetition=0.5)
+    data = PackedDataset(dataset, index)  # in memory: compared by the lengths of all documents
+    assert 0 < len(data) == index.num_samples
+
+    done = build("pack", dataset.prefix, "--buckets", "64", "--match-repetition", "1/2")
+    assert done.returncode == 0 and "match_repetition" in done.stdout, done.stderr
+    assert same_arrays(SampleIndex.load(f"{dataset.prefix}.samples"), index)
+    other = build("pack", dataset.prefix, "--buckets", "64")
+    assert other.returncode == 2 and "packed with other parameters" in other.stderr
+    wrong = build("pack", dataset.prefix, "--buckets", "64", "--match-repetition", "3/2")
+    assert wrong.returncode == 2 and "'3/2' is not a share above 0" in wrong.stderr
+
+    manifest = tmp_path / "all.shards.json"
+    options = ("--buckets", "64", "--match-repetition", "0.5", "--output", manifest)
+    assert build("pack", dataset.prefix, *options).returncode == 0
+    sharded = load_shards(manifest)
+    assert same_arrays(sharded.open(0), index) and sharded.parameters["match_repetition"] == 0.5
+    with pytest.raises(ConfigError, match="match_repetition is 0; it must be above 0"):
+        pack(LENGTHS, buckets=[64], match_repetition=0)
+
+
+# ---- groups
+
+
+@st.composite
+def documents_in_groups(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    found = draw(lengths)
+    ids = draw(st.lists(st.integers(-1, 4), min_size=len(found), max_size=len(found)))
+    return found, ids
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@given(data=st.data())
+def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject) -> None:
+    documents, ids = data.draw(documents_in_groups(), label="lengths, ids")
+    chosen = data.draw(packings(name), label="packing")
+    if data.draw(st.booleans(), label="aligned"):
+        chosen["buckets"] = [4 * capacity for capacity in chosen["buckets"]]
+        chosen = {k: v for k, v in chosen.items() if k in ("buckets", "seed", "shuffle")}
+        chosen["alignment"] = 4
+    defined = grouped(DEFINITIONS[name], ids, documents, **chosen)
+    index = pack(np.array(documents, np.int32), name, groups=ids, threads=2, **chosen)
+    packing = as_packing(index)
+    assert packing.buckets == defined.packing.buckets
+    assert (np.asarray(index.segment_joined) == np.array(defined.joined, np.uint8)).all()
+    metrics = index.metrics()
+    found = [metrics[name] for name in ("num_groups", "num_groups_longer_than_largest_bucket")]
+    assert [*found, metrics["num_cut_groups"]] == list(defined[2:])
+    if "alignment" not in chosen:
+        assert packing == defined.packing
+    index.verify(np.array(documents, np.int32))
+    if name == "bucket" and not {"promote", "padding_threshold", "max_segments"} & set(chosen):
+        assert metrics["num_cut_groups"] == metrics["num_groups_longer_than_largest_bucket"]
+        assert metrics["num_truncated_documents"] <= sum(n > index.buckets[-1] for n in documents)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_documents_on_their_own_are_packed_as_without_groups(name: str) -> None:
+    buckets = [16, 32] if STRATEGIES[name].many_buckets else [32]
+    plain = pack(LENGTHS, name, buckets=buckets, seed=3)
+    alone = pack(LENGTHS, name, buckets=buckets, seed=3, groups=np.full(len(LENGTHS), -1))
+    assert same_arrays(plain, alone) and not np.asarray(alone.segment_joined).any()
+    assert alone.metrics() == {**plain.metrics(), **dict.fromkeys(GROUP_COUNTS, 0)}
+
+
+def test_the_example_of_groups_holds() -> None:
+    index = pack([2, 3, 4, 4, 3, 9], "bucket", buckets=[8], groups=[7, 7, -1, 5, 7, 5])
+    samples = [index.sample(i)[1] for i in range(index.num_samples)]
+    assert [(0, 0, 2), (1, 0, 3), (4, 0, 3)] in samples
+    metrics = index.metrics()
+    assert [metrics[name] for name in GROUP_COUNTS] == [2, 1, 1]
+
+
+def test_an_index_of_groups_is_a_file_of_its_own_version(tmp_path: Path) -> None:
+    ids = np.random.default_rng(3).integers(-1, 300, len(LENGTHS))
+    index = pack(LENGTHS, buckets=[64, 128], groups=ids)
+    plain = pack(LENGTHS, buckets=[64, 128])
+    index.save(tmp_path / "groups.samples")
+    plain.save(tmp_path / "plain.samples")
+    versions = [(tmp_path / f"{n}.samples").read_bytes()[8] for n in ("plain", "groups")]
+    assert versions == [2, 3]
+    loaded = SampleIndex.load(tmp_path / "groups.samples", verify=True)
+    assert same_arrays(loaded, index) and loaded.fingerprint == index.fingerprint
+    assert np.array_equal(loaded.segment_joined, index.segment_joined)
+    assert loaded.metrics() == index.metrics() and loaded.groups == index.groups
+    assert SampleIndex.load(tmp_path / "plain.samples").segment_joined is None
+    assert pickle.loads(pickle.dumps(index)).groups == index.groups
+    other = pack(LENGTHS, buckets=[64, 128], groups=ids + 1)
+    with pytest.raises(ConfigError, match="other groups"):
+        other.save(tmp_path / "groups.samples")
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], [[1, 2, 3]], [0.5, 1, 2], np.array(["a", "b", "c"])])
+def test_ids_that_are_no_groups_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"it must be \(3,\) whole numbers"):
+        pack([1, 2, 3], buckets=[8], groups=wrong)

@@ -1,0 +1,96 @@
+"""Groups of documents: the definition, in words that can be read.
+
+To a strategy a group is one document. It is given, group after group in the order of their first
+documents, the tokens of each; one that no bucket holds in several parts, cut before the document
+that would exceed the largest bucket. Where the strategy put token t of a part, there stands the
+token of the document that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from reference.common import Packing, Segment
+
+
+class Grouped(NamedTuple):
+    """The packing in documents; beside every segment whether it goes on in the group of the one
+    before; and how many groups there are, no bucket holds, and are cut."""
+
+    packing: Packing
+    joined: list[bool]
+    num_groups: int
+    num_longer: int
+    num_cut: int
+
+
+def units_of(ids: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """The documents of every part, in the order in which parts are packed."""
+    members: dict[Any, list[int]] = {}
+    for document, group in enumerate(ids):
+        members.setdefault(group if group >= 0 else ("alone", document), []).append(document)
+    units = []
+    for documents in members.values():
+        total = sum(lengths[d] for d in documents)
+        counts = sum(lengths[d] > 0 for d in documents) > 1
+        units.append([])
+        for d in documents:
+            full = sum(lengths[e] for e in units[-1]) + lengths[d] > capacity
+            if total > capacity and counts and units[-1] and full:
+                units.append([])
+            units[-1].append(d)
+    return units
+
+
+def grouped(
+    definition: Callable[..., Packing],
+    ids: list[int],
+    lengths: list[int],
+    buckets: list[int],
+    seed: int,
+    *,
+    alignment: int = 1,
+    **parameters: Any,
+) -> Grouped:
+    """What a strategy makes of groups of documents."""
+    rounded = [-(-length // alignment) * alignment for length in lengths]
+    units = units_of(ids, rounded, buckets[-1])
+    made = definition(
+        [sum(rounded[d] for d in unit) for unit in units], buckets, seed, **parameters
+    )
+    joined: list[bool] = []
+    found: dict[int, list[list[Segment]]] = {}
+    once: dict[int, int] = {}  # times that tokens were placed, of every document
+    whole = set()
+    for capacity, samples in made.buckets.items():
+        found[capacity] = []
+        for sample in samples:
+            found[capacity].append([])
+            for unit, begin, length in sample:
+                # Token by token: which document each is of, and where in it.
+                tokens = [(d, t) for d in units[unit] for t in range(rounded[d])]
+                part = [(d, t) for d, t in tokens[begin : begin + length] if t < lengths[d]]
+                if length == len(tokens):
+                    whole.add(tuple(units[unit]))
+                first = True
+                for d in dict.fromkeys(d for d, _ in part):
+                    own = [t for e, t in part if e == d]
+                    found[capacity][-1].append(Segment(d, own[0], len(own)))
+                    joined.append(not first)
+                    first = False
+    for samples in found.values():
+        for segment in (s for sample in samples for s in sample):
+            once[segment.document] = once.get(segment.document, 0) + segment.length
+    groups: dict[int, list[int]] = {}
+    for d, group in enumerate(ids):
+        if group >= 0:
+            groups.setdefault(group, []).append(d)
+    several = [g for g in groups.values() if sum(lengths[d] > 0 for d in g) > 1]
+    return Grouped(
+        Packing(found, made.dropped, made.repeated),
+        joined,
+        len(several),
+        sum(sum(rounded[d] for d in g) > buckets[-1] for g in several),
+        sum(tuple(g) not in whole for g in several),
+    )
