@@ -80,8 +80,8 @@ wheel: ## dist/megapack-*.whl for machines without a compiler, and a proof that 
 test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
-# GPT_NEOX, MEGATRON_DEEPSPEED, TORCHTITAN. What a host alone imports has a folder of its own.
-test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds $(VENV)/hosts-torchtitan ## trainers of no package index; MEGATRON_LM=/path/to/checkout
+# GPT_NEOX, MEGATRON_DEEPSPEED, TORCHTITAN, OLMO_CORE, NANOTRON. What a host alone imports has a folder of its own.
+test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds $(VENV)/hosts-torchtitan $(VENV)/hosts-olmo-core $(VENV)/hosts-nanotron ## trainers of no package index; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
 # What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
@@ -108,6 +108,16 @@ $(VENV)/hosts: $(VENV)/.dev
 $(VENV)/hosts-torchtitan: $(VENV)/.dev
 	$(PIP) --no-deps --target $@ triton spmd_types==0.2.3 tyro docstring_parser shtab typeguard \
 	    grain==0.2.18 etils array_record cloudpickle absl-py portpicker psutil torch_checkpointing
+
+# OLMo-core imports cached_path, which imports Google's clients.
+$(VENV)/hosts-olmo-core: $(VENV)/.dev
+	$(PIP) --no-deps --target $@ bettermap cached_path dataclass-extensions importlib-resources \
+	    google-api-core google-auth google-cloud-core google-cloud-storage google-resumable-media \
+	    google-crc32c googleapis-common-protos
+
+# nanotron imports triton, whose kernels are not called.
+$(VENV)/hosts-nanotron: $(VENV)/.dev
+	$(PIP) --no-deps --target $@ dacite triton
 
 # GPT-NeoX imports pkg_resources.
 $(VENV)/hosts-neox: $(VENV)/.dev

@@ -137,6 +137,17 @@ OLMO_CORE = Dialect(
     labels="labels",
     lengths=("doc_lens", "max_doc_lens"),
 )
+# Its loss looks every label up, and multiplies by the mask.
+NANOTRON = Dialect(
+    name="nanotron",
+    tokens="input_ids",
+    labels="label_ids",
+    ignored=0,
+    mask="label_mask",
+    mask_dtype=torch.bool,
+    positions="position_ids",
+    restart=True,
+)
 VERL_SFT = Dialect(
     name="verl's SFT trainer",
     tokens="input_ids",
@@ -155,6 +166,7 @@ DIALECTS = {
     "torchtitan": TORCHTITAN,
     "torchtitan_rows": TORCHTITAN_ROWS,
     "olmo_core": OLMO_CORE,
+    "nanotron": NANOTRON,
     "verl_sft": VERL_SFT,
 }
 

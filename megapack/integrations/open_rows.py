@@ -246,10 +246,22 @@ def open_rows(
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)
     if is_first_rank():
-        logger.info(
-            "blocks of %d rows:\n%s", options.rows_per_block, plan_run(rows.schedule, num_blocks)
-        )
+        plan = plan_run(rows.schedule, num_blocks)
+        # Without a line break of its own: nanotron's handler cuts messages there, unformatted.
+        logger.info("blocks of %d rows:%s", options.rows_per_block, f"\n{plan}")
     return rows
+
+
+def open_data_path(data_path: str | Manifest, options: RowOptions, **more: Any) -> RowDataset:
+    """The rows of a host's data path.
+
+    Args:
+        data_path: a prefix, a manifest file, JSON text (``Manifest.read``), or a Manifest.
+        options: what the host asks for.
+        more: split, num_rows, finite, cache_directory of ``open_rows``.
+    """
+    manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
+    return open_rows(manifest, open_sources(manifest), options, **more)
 
 
 def _index_of(

@@ -29,9 +29,7 @@ from torch.utils.data import DataLoader
 from megapack.attention.probe import probe
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations.dialects import Dialect, emit, loss_terms
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows import RowDataset
 
 logger = logging.getLogger(__name__)
 
@@ -222,31 +220,3 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-
-
-def open_data_path(
-    data_path: str,
-    options: RowOptions,
-    *,
-    split: tuple[float, float] = (0.0, 1.0),
-    num_rows: int | None = None,
-    cache_directory: str | None = None,
-) -> RowDataset:
-    """The rows of a host's data path.
-
-    Args:
-        data_path: a prefix, a manifest file, JSON text (``Manifest.read``).
-        options: what the host asks for.
-        split: fractions of every source's documents.
-        num_rows: None: one epoch.
-        cache_directory: see ``open_rows``.
-    """
-    manifest = Manifest.read(data_path)
-    return open_rows(
-        manifest,
-        open_sources(manifest),
-        options,
-        split=split,
-        num_rows=num_rows,
-        cache_directory=cache_directory,
-    )

@@ -32,7 +32,7 @@ from megapack.integrations.dialects import (
     emit,
 )
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowDataset, RowOptions
 
@@ -282,14 +282,8 @@ def build_text_rows(
     """
     if split[0] == split[1] or num_rows == 0:
         return None
-    manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
-    rows = open_rows(
-        manifest,
-        open_sources(manifest),
-        options,
-        split=split,
-        num_rows=num_rows,
-        cache_directory=cache_directory,
+    rows = open_data_path(
+        data_path, options, split=split, num_rows=num_rows, cache_directory=cache_directory
     )
     if not varlen and rows.packed.samples.windows:
         raise ConfigError(

@@ -28,7 +28,8 @@ from torchtitan.trainer import Trainer
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import TORCHTITAN, TORCHTITAN_ROWS
-from megapack.integrations.rank_rows import RankRows, open_data_path
+from megapack.integrations.open_rows import open_data_path
+from megapack.integrations.rank_rows import RankRows
 from megapack.integrations.rows import RowOptions
 
 if importlib.util.find_spec("torchtitan.components.dataloader"):  # up to 0.3

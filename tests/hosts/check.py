@@ -168,6 +168,8 @@ def wrong(
             yield f"segment [{begin}, {end}) is no run of one document"
         follows[begin:end] = np.where(text < last, text + 1, 0)
         first = 0
+        if positions is None:  # relative ones, counted by the host's attention
+            continue
         if begin and tokens[begin - 1] and follows[begin - 1] == text[0]:  # cut by a window
             first = int(positions[begin - 1]) + 1
             if first % WINDOW:

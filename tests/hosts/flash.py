@@ -31,8 +31,10 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """q ``(batch, row, heads, dim)``, k and v with fewer heads."""
+    assert window_size == (-1, -1), "no model here has windows of its own"
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=True
@@ -51,6 +53,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """q ``(tokens, heads, dim)``; segments attend to themselves, as all callers here mean it."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
@@ -59,7 +62,9 @@ def flash_attn_varlen_func(
     assert bounds[-1] == q.shape[0]
     assert max_seqlen_q == max(b - a for a, b in pairwise(bounds))
     parts = [
-        flash_attn_func(q[a:b][None], k[a:b][None], v[a:b][None], dropout_p, softmax_scale, causal)
+        flash_attn_func(
+            q[a:b][None], k[a:b][None], v[a:b][None], dropout_p, softmax_scale, causal, window_size
+        )
         for a, b in pairwise(bounds)
     ]
     return torch.cat([part[0] for part in parts])

@@ -1,0 +1,217 @@
+"""A real OLMo-core checkout: every call of the model in a training, on all ranks.
+
+``OLMO_CORE=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
+trains on the CPU: OLMo-core's model, train module, trainer, FSDP2 or DDP, checkpoints. Every token
+of the corpus has an id of its own, so batches alone tell whether labels and boundaries are right.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ports import free_port
+
+from megapack.errors import ConfigError
+from tests.hosts import matrix
+from tests.hosts.check import check_run, compare, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
+
+TREES = trees_of("OLMO_CORE")
+HOST = "OLMo-core"
+ROW = max(BUCKETS)
+STEP_ROWS = 12
+LAYERS = 2
+STEPS = 4
+TOLERANCE = 1e-5  # of a gradient's largest entry, float32
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not TREES, reason="OLMO_CORE names no checkout of OLMo-core"),
+]
+
+Rows = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run: how many ranks, which options of the example, which data."""
+
+    name: str
+    ranks: int = 1
+    micro_batch: int = 3
+    options: str = ""
+    data: str = "web.json"
+    steps: int = STEPS
+
+
+LAYOUTS = (
+    Layout(name="DP 1, 3 epochs", steps=12),
+    Layout(name="DP 2 (FSDP), blend", ranks=2, data="mix.json"),
+    Layout(name="DP 2, micro batch 1", ranks=2, micro_batch=1),
+    Layout(
+        name="DP 2 (DDP), readers",
+        ranks=2,
+        micro_batch=6,
+        options="--data-parallel ddp --num-workers 2",
+    ),
+    Layout(
+        name="DP 3, stages and an attention window", ranks=3, micro_batch=2, data="program.json"
+    ),
+)
+
+
+def command(layout: Layout, corpus: Corpus, folder: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
+        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_olmo_core.py")),
+        *(corpus.path(layout.data), str(folder / "saved")),
+        *("--vocabulary", str(corpus.vocabulary), "--width", "64", "--layers", str(LAYERS)),
+        *("--sequence-length", str(ROW), "--step-rows", str(STEP_ROWS)),
+        *("--micro-batch-rows", str(layout.micro_batch), "--steps", str(layout.steps)),
+        *layout.options.split(),
+    ]
+
+
+def environment(tree: Path, folder: Path) -> dict[str, str]:
+    """Of a run in a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {**environment_of(tree / "src", "hosts-olmo-core"), "HOST_RECORDS": str(folder)}
+
+
+def run(
+    tree: Path,
+    layout: Layout,
+    corpus: Corpus,
+    folder: Path,
+    save: Path | None = None,
+    **variables: str,
+) -> str:
+    """Run the layout; what it logged."""
+    around = environment(tree, folder) | variables
+    return finish(
+        command(layout, corpus, save or folder), folder, around, f"{layout.name} on {tree}"
+    )
+
+
+@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
+def tree(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_call_is_handed_the_documents(
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+) -> None:
+    log = run(tree, layout, corpus, tmp_path / "run")
+    found = check_run(load_ranks(tmp_path / "run"), corpus)
+    matrix.note(HOST, tree.name, layout.name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(layout.steps * STEP_ROWS))
+    assert found.segments > found.calls > 0
+    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    assert f"step={layout.steps}/{layout.steps}" in log
+    assert log.count("documents of a micro batch are kept apart: probed in") >= 1
+    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
+
+
+def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    log = run(tree, Layout(name="one", steps=2), corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
+    ((loss, gradient),) = re.findall(r"one by one: (\S+) (\S+)", log)
+    assert float(loss) < TOLERANCE and float(gradient) < TOLERANCE
+
+
+def test_gradient_of_two_ranks_is_that_of_one_and_was_not_by_each_ranks_own_mean(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Ranks have unequally many labels; OLMo-core's own mean weighs them alike."""
+    ranks = (("1", 1, ""), ("2", 2, ""), ("means", 2, "mean of means"))
+    for name, size, wrong in ranks:
+        layout = Layout(name=name, ranks=size, steps=1)
+        run(tree, layout, corpus, tmp_path / name, HOST_SABOTAGE=wrong)
+    one, two, means = (torch.load(tmp_path / name / "gradient.pt") for name, _, _ in ranks)
+    scale = one.abs().max()
+    assert (two - one).abs().max() < TOLERANCE * scale
+    assert (means - one).abs().max() > 100 * TOLERANCE * scale
+
+
+def test_a_run_resumes_with_other_ranks_and_micro_batches(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Two ranks to step 2, then one rank with larger micro batches from its checkpoint."""
+    first = Layout(name="save", ranks=2, micro_batch=1, data="mix.json", steps=2)
+    run(tree, first, corpus, tmp_path / "saved")
+    then = Layout(name="load", micro_batch=4, data="mix.json")
+    run(tree, then, corpus, tmp_path / "loaded", save=tmp_path / "saved")
+    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("saved", "loaded"))
+    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
+    assert not before.problems + after.problems
+    assert before.rows.keys() == set(range(2 * STEP_ROWS))
+    assert after.rows.keys() == set(range(2 * STEP_ROWS, 4 * STEP_ROWS))
+
+
+def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
+    tree: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``BatchSizeScheduler`` sets it, between two steps; blocks hold the larger one."""
+    for folder in (Path(sys.prefix) / "hosts-olmo-core", tree / "src"):
+        monkeypatch.syspath_prepend(str(folder))
+    ours: Any = importlib.import_module("megapack.integrations.olmo_core")
+    sizes = {"sequence_length": ROW, "global_batch_size": 6 * ROW, "work_dir": tmp_path}
+    loader = ours.PackedOlmoLoader(corpus.path("web.json"), **sizes)
+    rows, found = loader.rows.rows_per_epoch, []
+    loader.reshuffle()
+    for batch in loader:
+        found.append(batch["input_ids"])
+        if len(found) == 2:
+            state = loader.state_dict()
+            loader.global_batch_size = STEP_ROWS * ROW
+    assert loader.batches_processed == loader.total_batches == rows // STEP_ROWS
+    loader.reset()
+    loader.reshuffle()
+    found += [batch["input_ids"] for batch in loader]
+    assert torch.equal(torch.cat(found), loader.rows.micro_batch(range(2 * rows))["tokens"])
+    loader.load_state_dict(state)
+    loader.reshuffle(1)
+    assert torch.equal(torch.cat([b["input_ids"] for b in loader]), torch.cat(found)[12:rows])
+    loader.reset()
+    with pytest.raises(ConfigError, match=r"12 rows is not divided by 1 ranks.*batches of 24"):
+        loader.global_batch_size = 24 * ROW
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("boundary", "see another document"),
+        ("no boundary", "see another document"),
+        ("labels", "against the loss mask of the batch"),
+        ("loader", "'labels' of the first micro batch is not what megapack told"),
+        ("no callback", "add PackedOlmoCallback of megapack.integrations.olmo_core"),
+    ],
+)
+def test_what_is_wrong_on_purpose_is_refused(
+    wrong: str, said: str, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    done: Any = subprocess.run(
+        command(Layout(name="wrong"), corpus, tmp_path),
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong},
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode != 0 and "ConfigError" in told
+    assert said in " ".join(told.split())
+    assert not list(tmp_path.glob("rank*.pt"))
