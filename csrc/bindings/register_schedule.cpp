@@ -15,6 +15,15 @@ std::uint64_t random_bits_of(const py::object& key, const py::object& counter) {
     return random_bits(word(key, "key"), word(counter, "counter"));
 }
 
+py::array_t<double> random_units_numpy(const py::object& key, const py::object& count) {
+    const std::uint64_t chosen = word(key, "key");
+    std::vector<double> out(integer(count, "count", 0, kMaxPositions));
+    unlocked([&] {
+        for (std::size_t i = 0; i < out.size(); ++i) out[i] = random_unit(chosen, i);
+    });
+    return to_numpy(std::move(out));
+}
+
 py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::object& size,
                                               const py::object& first, const py::object& count) {
     const std::uint64_t chosen = word(key, "key");
@@ -167,6 +176,7 @@ py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
 
 void register_schedule(py::module_& m) {
     m.def("random_bits", &random_bits_of, py::arg("key"), py::arg("counter"));
+    m.def("random_units", &random_units_numpy, py::arg("key"), py::arg("count"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));
     m.def("permute_inverse", &permute_inverse_numpy, py::arg("key"), py::arg("size"),

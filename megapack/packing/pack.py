@@ -48,19 +48,9 @@ def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np
     Returns:
         bool (num_documents,).
     """
-    key = np.uint64(_core.random_bits(seed, 5))
-    bits = _mix64(key ^ _mix64(np.arange(num_documents, dtype=np.uint64)))
-    kept: NDArray[np.bool_] = (bits >> np.uint64(11)) * 2.0**-53 < share
+    units = _core.random_units(_core.random_bits(seed, 5), num_documents)
+    kept: NDArray[np.bool_] = units < share
     return kept
-
-
-def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """``mix64`` of csrc/core/schedule/random.hpp, of all elements."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
 
 
 def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
