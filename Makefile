@@ -86,10 +86,13 @@ test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-md
 
 # What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
 # ssh, of which one is lost. Root, and Debian's slurmctld, slurmd, slurm-client, munge,
-# openssh-server, pdsh and iproute2.
-test-cluster: build $(VENV)/.dev ## Slurm and two nodes, as daemons on this machine; root
-	CLUSTER=1 $(BIN)/python -m pytest -v -W ignore tests/training/test_slurm.py \
-	    tests/training/test_two_nodes.py
+# openssh-server, pdsh and iproute2. And launch/kubernetes.yaml against the schemas of Kubernetes.
+test-cluster: build $(VENV)/.dev $(VENV)/kubernetes ## Slurm and two nodes, as daemons on this machine; root
+	CLUSTER=1 PYTHONPATH=$(VENV)/kubernetes $(BIN)/python -m pytest -v -W ignore \
+	    tests/training/test_slurm.py tests/training/test_two_nodes.py tests/training/test_kubernetes.py
+
+$(VENV)/kubernetes: # 100 MB of schemas
+	$(PIP) --target $@ kubernetes-validate
 
 # What `make test` skips of the stores: az://, on Azurite, Microsoft's emulator. Node.js and npm.
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob

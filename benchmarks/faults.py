@@ -54,7 +54,7 @@ LIMITS = {
     "plain": f"none within {PATIENCE:.0f} s; looked at for {PATIENCE:.0f} s",
 }
 WAITS_ON = f"waits on after {PATIENCE:.0f} s"
-TWO_NODES = Path(__file__).parents[1] / "launch" / "two_nodes.sh"
+TWO_NODES = Path(__file__).parents[1] / "tests" / "training" / "two_nodes.sh"
 FALLBACK = ["--set", "checkpoint.fallback=true"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

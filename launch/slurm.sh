@@ -1,12 +1,18 @@
 #!/bin/bash
 # One task per GPU on several nodes; Slurm's warning before the end saves and queues again.
 #
-#   CONFIG=llama_1b_bucket sbatch --nodes 8 launch/slurm.sh
-#   CONFIG=... sbatch --nodes 8 launch/slurm.sh --set optimizer.lr=1e-4
+#   CONFIG=llama_1b_bucket NODES=8 launch/slurm.sh                   # which calls sbatch
+#   CONFIG=... NODES=8 GPUS_PER_NODE=4 launch/slurm.sh --set optimizer.lr=1e-4
+#   CONFIG=... CONTAINER_IMAGE=nvcr.io#nvidia/pytorch:25.06-py3 launch/slurm.sh     # pyxis, enroot
+#
+# VENV=.venv has Python; in a container it is PYTHON=python3, with CONTAINER_MOUNTS (this folder by
+# default, at the same place). SBATCH_* variables are options of sbatch (partition, account, time),
+# TASK_OPTIONS="--constraint=h100" adds others.
 #
 # A job that lost a rank, or was warned before it had done a step, is queued again, MAX_RESTARTS=10 times
-# at most; megapack-JOB.lost has a line for each time. The run continues from its newest checkpoint, on
-# whatever number of nodes the job has then.
+# at most (megapack-JOB.lost has a line for each), and whatever the reason only while checkpoints get
+# on: MAX_STALLED=3 starts in a row without a newer one are the last (megapack-JOB.stalled). The run
+# continues from its newest checkpoint, on whatever number of nodes the job has then.
 #SBATCH --job-name=megapack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -20,7 +26,13 @@
 set -uo pipefail
 
 CONFIG=${CONFIG:?give CONFIG=a file or a recipe}
-VENV=${VENV:-.venv}
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    read -r -a options <<<"${TASK_OPTIONS:-}"
+    export CONFIG
+    exec sbatch --nodes="${NODES:-1}" --ntasks-per-node="${GPUS_PER_NODE:-8}" \
+        --gpus-per-node="${GPUS_PER_NODE:-8}" ${options[@]+"${options[@]}"} "$0" "$@"
+fi
+
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
@@ -28,10 +40,23 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A collective that hangs ends the job with an error instead of waiting for the time limit.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 
+python=${VENV:-.venv}/bin/python
+container=()
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+    python=${PYTHON:-python3}
+    container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD"
+        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}")
+fi
+
+run_dir=$(srun --nodes=1 --ntasks=1 ${container[@]+"${container[@]}"} \
+    "$python" -m megapack.training.command --config "$CONFIG" "$@" | tail -n 1)
+newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
+before=$(newest)
+
 # Slurm must not kill the others when one rank ends: it would turn their 75 into 143. They notice a
 # lost rank by themselves (engine.silence_seconds); who has not left ten minutes later is killed.
-srun --kill-on-bad-exit=0 --wait=600 \
-    "$VENV/bin/python" -m megapack.training.pretrain --config "$CONFIG" "$@"
+srun --kill-on-bad-exit=0 --wait=600 ${container[@]+"${container[@]}"} \
+    "$python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
 # 75: stopped by a signal after at least one step, and saved. 138: by Slurm's warning while it still
@@ -45,6 +70,16 @@ case $code in
         (($(wc -l < "$lost") > ${MAX_RESTARTS:-10})) || again=yes
         ;;
 esac
+stalled=megapack-$SLURM_JOB_ID.stalled
+if [[ $(newest) != "$before" ]]; then
+    rm -f "$stalled"
+elif [[ $again == yes ]]; then
+    echo "$(date --iso-8601=seconds) exit status $code, no checkpoint after ${before:-none}" >> "$stalled"
+    if (($(wc -l < "$stalled") >= ${MAX_STALLED:-3})); then
+        again=no
+        echo "megapack: $(wc -l < "$stalled") starts in a row without a checkpoint: not queued again" >&2
+    fi
+fi
 if [[ $again == yes ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

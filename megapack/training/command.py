@@ -1,7 +1,8 @@
 """What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: the
 options, their errors, what launchers tell them, and the configurations that come with the package.
 
-Imports nothing heavy: what can be refused without torch is refused at once.
+Imports nothing heavy: what can be refused without torch is refused at once. As a program it is for
+launchers: ``python -m megapack.training.command --config demo_cpu --set ...`` prints the run_dir.
 """
 
 from __future__ import annotations
@@ -140,3 +141,15 @@ def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
             )
         return load_config(PretrainConfig, recipes[name], overrides)
     return load_config(PretrainConfig, name, overrides)
+
+
+def print_run_dir(args: argparse.Namespace) -> int:
+    print(read_config(args.config, args.set).run_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    _parser = command_parser("megapack.training.command", None)
+    _parser.add_argument("--config", required=True)
+    add_overrides(_parser)
+    sys.exit(run_command(print_run_dir, _parser.parse_known_args()[0]))

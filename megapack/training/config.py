@@ -28,13 +28,18 @@ from megapack.training.model.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained: a preset from scratch, or a checkpoint further (continual pretraining)."""
+    """What is trained: a preset or any architecture from scratch, or a checkpoint further
+    (continual pretraining)."""
 
     preset: str | None = None
     """A name of ``megapack.training.model.presets.PRESETS``."""
     pretrained: str | None = None
     """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
     rows train right: it is tried at start."""
+    config: str | dict[str, Any] | None = None
+    """A transformers configuration to train from scratch: a config.json, a directory (or hub name)
+    with one, or its keys, as in ``{model_type: qwen3, hidden_size: 512}``. Keys that are left out
+    are those of transformers, dropouts 0, and ``vocab_size`` the dataset's."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``. A mixture
     of experts has its load-balancing loss with ``output_router_logits: true``."""
@@ -48,7 +53,11 @@ class ModelConfig:
     vocab_size: int | None = None
     """Tokens of the vocabulary; null takes the dataset's."""
     vocab_multiple: int = 128
-    """A preset's embedding rows are rounded up to this: aligned matrices are faster."""
+    """Embedding rows of a preset, and of a ``config`` without ``vocab_size``, are rounded up to
+    this: aligned matrices are faster."""
+    z_loss: float = 0.0
+    """This times the mean square of the logits' logsumexp, over the labels that the loss is a mean
+    of, is added to what is trained (PaLM took 1e-4); losses in the log are without it."""
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
     """One of ``megapack.attention.BACKENDS``, or auto: the first that can serve."""
     probe: bool = True
@@ -56,23 +65,41 @@ class ModelConfig:
     that another one changed. Not where ranks share micro batches (sequence parallelism)."""
 
     def __post_init__(self) -> None:
-        if (self.preset is None) == (self.pretrained is None):
+        if [self.preset, self.config, self.pretrained].count(None) != 2:
             raise ConfigError(
-                "model: give exactly one of preset (from scratch) and pretrained (a checkpoint)"
+                "model: give exactly one of preset and config (from scratch) and pretrained (a "
+                "checkpoint)"
             )
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ConfigError("model: config has no model_type; give one, as in model_type: qwen3")
         if self.allow_missing and self.pretrained is None:
             raise ConfigError("model: allow_missing is of a checkpoint, and there is no pretrained")
         if self.preset is not None:
             check_known("model", "preset", [self.preset], PRESETS)
+        check_range("model", at_least=0, z_loss=self.z_loss)
         check_positive("model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the model says how many tokens there are; else the dataset does."""
+        keys = {} if self.config is None else self.config
+        return self.pretrained is not None or isinstance(keys, str) or "vocab_size" in keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. Norms and biases are never decayed."""
+    """AdamW, or Muon with AdamW beside it. Norms and biases are never decayed."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """``muon``: DeepSpeed's (Jordan et al. 2024), for the matrices of decoder layers; AdamW for
+    embeddings, the head, norms and biases. With ``engine.zero_stage`` 1 in bfloat16, or 0."""
     lr: float = 2e-4
     """Peak learning rate."""
+    muon_lr: float = 0.02
+    """That of the matrices with ``muon``, whose updates have singular values of about 1 (times the
+    root of rows / columns, if there are more rows); it rises and falls with ``lr``."""
+    muon_momentum: float = 0.95
+    """With ``muon``: decay of the running mean of the gradient, per step (Nesterov's)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square, per step."""
     eps: float = 1e-8
@@ -85,9 +112,15 @@ class OptimizerConfig:
     """Largest norm of the whole gradient; 0 clips nothing."""
     max_skipped: int = 10
     """Updates in a row that may be skipped because the gradient is not finite."""
+    ema_decay: float | None = None
+    """What is left, after a step, of an exponential average of the weights, as in 0.999. It is
+    evaluated beside them (``average`` in evaluation.jsonl), part of checkpoints, and exported to
+    ``run_dir/model_average``; null keeps none."""
 
     def __post_init__(self) -> None:
-        check_positive("optimizer", lr=self.lr, eps=self.eps)
+        check_positive("optimizer", lr=self.lr, eps=self.eps, muon_lr=self.muon_lr)
+        check_range("optimizer", at_least=0, below=1, muon_momentum=self.muon_momentum)
+        check_range("optimizer", above=0, below=1, ema_decay=self.ema_decay)
         check_range(
             "optimizer",
             at_least=0,
@@ -428,6 +461,8 @@ class PretrainConfig:
         check_positive(
             "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
         )
+        if self.optimizer.kind == "muon":
+            self._check_muon()
         if self.mixing.rule is not None and self.data.blend is None:
             raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
         every = self.checkpoint.every
@@ -435,4 +470,21 @@ class PretrainConfig:
             raise ConfigError(
                 "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
                 "back to; set checkpoint.every"
+            )
+
+    def _check_muon(self) -> None:
+        """Refuse what DeepSpeed 0.19 takes and does otherwise: in other stages it clips Muon's
+        updates, which are orthogonal already, in place of the gradient."""
+        engine = self.engine
+        stage, offload = engine.stage, "offload_optimizer"
+        if stage != 0 and (stage, engine.precision) != (1, "bf16"):
+            raise ConfigError(
+                f"optimizer: kind is muon and engine.zero_stage {stage} in {engine.precision}, "
+                "where DeepSpeed would clip the update and not the gradient; set engine.zero_stage "
+                "to 1 with engine.precision bf16, or to 0"
+            )
+        if offload in engine.deepspeed.get("zero_optimization", {}):
+            raise ConfigError(
+                f"optimizer: kind is muon and engine.deepspeed.zero_optimization.{offload} is set, "
+                "where DeepSpeed would clip the update and not the gradient; leave it out"
             )

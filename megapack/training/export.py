@@ -14,11 +14,12 @@ import argparse
 import logging
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 
 from megapack.config import load_config
-from megapack.errors import ResumeError
+from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore
@@ -48,7 +49,8 @@ def export_checkpoint(args: argparse.Namespace) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
         try:
-            tag = export(config, here, step=args.step, output=output, scratch=scratch)
+            how = {"step": args.step, "output": output, "scratch": scratch}
+            tag = export(config, here, average=args.average, **how)
         finally:
             if here.is_first:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -58,9 +60,18 @@ def export_checkpoint(args: argparse.Namespace) -> int:
 
 
 def export(
-    config: PretrainConfig, here: World, *, step: int | None, output: Path, scratch: Path
+    config: PretrainConfig,
+    here: World,
+    *,
+    step: int | None,
+    output: Path,
+    scratch: Path,
+    average: bool = False,
 ) -> str:
-    """Load a checkpoint into an engine as a resumed run would, and write its model; its name."""
+    """Load a checkpoint into an engine as a resumed run would, and write its model, or the average
+    of its weights; its name."""
+    if average and config.optimizer.ema_decay is None:
+        raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     zero_3 = zero_3_configuration(config, here.size)
@@ -76,7 +87,8 @@ def export(
     engine = start_engine(model, config, here)
     store.load(engine, found)
     end = end_token(inputs.data.datasets)
-    export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)
+    with engine.weight_average.in_model() if average else nullcontext():
+        export_model(engine, output, here, tokenizer=tokenizer_of(config.model), end=end)
     return found.tag
 
 
@@ -84,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
     add("run_dir", type=Path, help="directory of the run")
+    add("--average", action="store_true", help="of the weights (optimizer.ema_decay)")
     add("--step", type=int, help="of the checkpoint; the newest one when not given")
     add("--output", type=Path, metavar="DIR", help="is replaced; RUN_DIR/model if not given")
     add_overrides(parser)

@@ -196,6 +196,10 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
         end = end_token(trainer.inputs.data.datasets)
         export_model(trainer.engine, run.model, here, tokenizer=tokenizer, end=end)
         logger.info("model for from_pretrained: %s", run.model)
+        if (average := trainer.engine.weight_average) is not None:
+            with average.in_model():
+                export_model(trainer.engine, run.model_average, here, tokenizer=tokenizer, end=end)
+            logger.info("average of its weights: %s", run.model_average)
     if here.is_first:
         run.end(reason)
     return PREEMPTED if reason == "signal" else 0

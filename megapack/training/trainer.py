@@ -365,7 +365,8 @@ class Trainer:
         if not self.inputs.held_out:
             return
         self.monitor.flush()
-        result = evaluate_sources(
+        evaluate = partial(
+            evaluate_sources,
             self.engine,
             self.inputs.valid,
             self.inputs.valid_sources,
@@ -374,12 +375,17 @@ class Trainer:
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
         )
+        result = evaluate()
+        report = result.report()
+        if (average := self.engine.weight_average) is not None:
+            with average.in_model():
+                report["average"] = evaluate().report()
         named = [f"{name} {part.perplexity:.4f}" for name, part in result.sources.items()]
         logger.info(
             "after step %d: validation perplexity %.4f%s",
             *(self.done - 1, result.perplexity, f" ({', '.join(named)})" if named else ""),
         )
-        self.monitor.evaluation(self.done, self.tokens_seen, result.report())
+        self.monitor.evaluation(self.done, self.tokens_seen, report)
         self.monitor.skip_time()
 
     def save(self) -> None:

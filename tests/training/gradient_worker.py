@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch.autograd.graph import save_on_cpu
@@ -44,6 +45,8 @@ class CountedOffload(save_on_cpu):
 def main() -> None:
     engine_module.save_on_cpu = CountedOffload  # type: ignore[misc]
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
+    if config.optimizer.kind == "muon":
+        torch.compiler.set_stance("force_eager")  # DeepSpeed's kernels, a minute each
     join()
     shared = config.engine.sequence_parallel_size
     with world(timeout_minutes=20, sequence_parallel_size=shared) as here:
@@ -73,6 +76,15 @@ def main() -> None:
                 balances.append(mean(result.balance_sum, result.label_weight))
             norms.append(float(result.grad_norm))
         weights = {name: full(p).detach().float().clone() for name, p in model.named_parameters()}
+        averages: dict[str, torch.Tensor] = {}
+        if engine.weight_average is not None:
+            with engine.weight_average.in_model():
+                for name, parameter in model.named_parameters():
+                    with deepspeed.zero.GatheredParameters([parameter], enabled=held == 0):
+                        averages[name] = parameter.detach().float().clone()
+            for name, parameter in model.named_parameters():
+                with deepspeed.zero.GatheredParameters([parameter], enabled=held == 0):
+                    assert (parameter - weights[name]).abs().max() < 1e-2, f"{name} is not back"
         buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
             result = {"grads": grads, "losses": losses, "norms": norms, "weights": weights}
@@ -83,6 +95,7 @@ def main() -> None:
                 "num_buckets": len(capacities),
                 "held": held,
                 "balances": balances,
+                "averages": averages,
                 "capacities": capacities,
                 "offloaded": CountedOffload.num_bytes,
             }

@@ -59,7 +59,7 @@ def tiny_model(
 
 
 def losses_one_by_one(
-    model: TrainingModel, inputs: Inputs, step: int, window: int = 10**9
+    model: TrainingModel, inputs: Inputs, step: int, window: int = 10**9, z_loss: float = 0.0
 ) -> list[tuple[int, Tensor, int]]:
     """(source, summed loss, labels) of every segment of a step, each alone through transformers,
     cut at multiples of the window.
@@ -82,5 +82,6 @@ def losses_one_by_one(
                     inputs_of = tokens[:-1].unsqueeze(0)
                     logits = model.model(input_ids=inputs_of, use_cache=False).logits[0]
                     loss = F.cross_entropy(logits, tokens[1:], reduction="sum")
+                    loss = loss + z_loss * logits.exp().sum(1).log().square().sum()
                     found.append((source, loss, len(tokens) - 1))
     return found

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from megapack.attention import choose_backend
+from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.training.config import ModelConfig
+from megapack.training.config import ModelConfig, PretrainConfig
+from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import attention_needs, model_configuration
 from megapack.training.model.opening import try_model
 
@@ -57,23 +60,78 @@ def test_an_architecture_that_is_not_is_refused(name: str, reason: str) -> None:
         attempt(AutoConfig.for_model(name))
 
 
-def test_qwen3_trains_and_bloom_is_refused(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    for name, more in (("qwen3", {"num_key_value_heads": 2}), ("bloom", {})):
-        configuration = AutoConfig.for_model(name, **small, **more)
-        AutoModelForCausalLM.from_config(configuration).save_pretrained(tmp_path / name)
-        config = corpus.config(
-            tmp_path / f"run_{name}",
-            num_steps=2,
-            model={"preset": None, "pretrained": str(tmp_path / name)},
-        )
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN3 = {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_qwen3_trains_from_its_keys_and_bloom_is_refused_by_name(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    AutoConfig.for_model("bloom", vocab_size=64, **SMALL).save_pretrained(tmp_path / "bloom")
+    for name, given in (("qwen3", QWEN3), ("bloom", str(tmp_path / "bloom"))):
+        model = {"preset": None, "config": given}
+        config = corpus.config(tmp_path / f"run_{name}", num_steps=2, model=model)
         argv = [str(PRETRAIN), "--config", str(config)]
-        ranks = zygote.start(argv, 1, tmp_path / name, {0: {"env": {}}})
+        ranks = zygote.start(argv, 1, tmp_path / f"log_{name}", {0: {"env": {}}})
         if name == "qwen3":
             assert "step 2/2" in ranks.succeed()
+            assert "documents of a micro batch are kept apart" in ranks.output()
         else:
             assert ranks.wait() != [0]
             assert "'bloom'" in ranks.output() and "changes logits before it" in ranks.output()
+
+
+def test_a_transformers_configuration_is_given_as_keys_file_or_directory(tmp_path: Path) -> None:
+    """GPT-2's drops out by default, and names tokens of its own vocabulary."""
+    keys: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": 640}
+    AutoConfig.for_model(**keys).save_pretrained(tmp_path)
+    sources = [keys, str(tmp_path), str(tmp_path / "config.json")]
+    overrides = {"n_layer": 3}
+    made = [model_configuration(ModelConfig(config=s, overrides=overrides), 600) for s in sources]
+    trees = [{**c.to_dict(), "_name_or_path": "", "architectures": None} for c in made]
+    assert trees[0] == trees[1] == trees[2]
+    tree = trees[0]
+    assert (tree["n_embd"], tree["n_layer"], tree["vocab_size"]) == (32, 3, 640)
+    assert tree["attn_pdrop"] == tree["resid_pdrop"] == 0 and tree["eos_token_id"] is None
+    asked = {**keys, "resid_pdrop": 0.25}
+    assert model_configuration(ModelConfig(config=asked), 600).resid_pdrop == 0.25
+    with pytest.raises(ConfigError, match="the vocabulary has 640 tokens, the dataset 700"):
+        model_configuration(ModelConfig(config=str(tmp_path)), 700)
+    del keys["vocab_size"]
+    assert model_configuration(ModelConfig(config=keys), 700).vocab_size == 768, "a multiple of 128"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "lama"}, "no causal language model of model_type 'lama'.*mean 'llama'"),
+        ({"model_type": "t5"}, "no causal language model of model_type 't5'"),
+        ({**QWEN3, "hiden_size": 8}, r"model\.config\.hiden_size: no field.*mean 'hidden_size'"),
+        ({**QWEN3, "num_key_value_heads": 3}, r"model\.config.*num_key_value_heads: .*no multiple"),
+        ({**QWEN3, "attention_dropout": 0.1}, "attention_dropout is set"),
+        ({"model_type": "mamba"}, "'mamba' has no num_attention_heads"),
+        ({"model_type": "gemma3"}, "'gemma3' has no vocab_size"),
+    ],
+    ids=str,
+)
+def test_keys_that_are_no_model_are_refused_by_name(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_configuration(ModelConfig(config=keys), 64)
+
+
+def test_a_dry_run_counts_what_a_configuration_describes(corpus: Corpus, tmp_path: Path) -> None:
+    """Parameters, work and memory of a mixture of experts, of which a token goes through two."""
+    sizes = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+    keys = {**QWEN3, "model_type": "qwen3_moe", **sizes, "tie_word_embeddings": False}
+    config = corpus.config(tmp_path / "run", num_steps=1, model={"preset": None, "config": keys})
+    plan = dry_run(load_config(PretrainConfig, config))
+    layer = 32 * 8 * (4 + 2 + 2 + 4) + 2 * 8 + 2 * 32 + 32 * 8  # attention, norms, router
+    total = 2 * 128 * 32 + 32 + 2 * (layer + 8 * 3 * 32 * 16)
+    assert f"model: qwen3_moe, {total:,} parameters, without 0.001 times" in plan
+    active = 128 * 32 + 2 * (layer - 2 * 8 - 2 * 32 + 2 * 3 * 32 * 16)
+    (flop,) = re.findall(r"arithmetic: (\S+) FLOP", plan)
+    assert 6 * active * 1024 < float(flop) < 1.5 * 6 * active * 1024, "attention is the rest"
+    assert "together" in plan
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from megapack.errors import ConfigError
 from megapack.training.command import join
 
-from .processes import ROOT
+from .conftest import Corpus
+from .processes import ROOT, environment
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -66,6 +68,44 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         join()
 
 
+class SlurmScript:
+    """launch/slurm.sh where srun, sbatch and scontrol only write down how they were called;
+    test_slurm.py has the real ones."""
+
+    def __init__(self, folder: Path, code: int = 0, *, checkpoint: str | None = None) -> None:
+        self.folder, newest = folder, folder / "run" / "checkpoints" / "latest"
+        newest.parent.mkdir(parents=True, exist_ok=True)
+        newest.write_text("step_00000003_tokens_9")
+        saved = f"echo {checkpoint} > {newest};" if checkpoint else ""
+        calls = f"{folder}/calls"
+        for tool, text in {
+            "srun": f'echo "srun $MASTER_ADDR $*" >> {calls}; case $* in *training.command*) '
+            f"echo {folder}/run;; *) {saved} exit {code};; esac",
+            "scontrol": f'echo "scontrol $*" >> {calls}; echo first-node; echo second-node',
+            "sbatch": f'echo "sbatch $*" >> {calls}',
+        }.items():
+            (folder / tool).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / tool).chmod(0o755)
+
+    def run(self, **more: str) -> tuple[int, str]:
+        """Its exit code, and what was called."""
+        env = {
+            "PATH": f"{self.folder}:/usr/bin:/bin",
+            "CONFIG": "x.yaml",
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": "77",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **more,
+        }
+        command = ["bash", str(ROOT / "launch" / "slurm.sh"), "--set", "seed=3"]
+        done = subprocess.run(command, check=False, env=env, cwd=self.folder, capture_output=True)
+        return done.returncode, (self.folder / "calls").read_text()
+
+    def lines(self, name: str) -> int:
+        path = self.folder / f"megapack-7.{name}"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 @pytest.mark.parametrize(
     ("code", "lost", "again"),
     [
@@ -81,33 +121,48 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: Path) -> None:
-    """srun and scontrol only write down how they were called; test_slurm.py has the real ones."""
-    for tool, text in {
-        "srun": f'echo "srun $MASTER_ADDR $*" >> {tmp_path}/calls; exit {code}',
-        "scontrol": f'echo "scontrol $*" >> {tmp_path}/calls; echo first-node; echo second-node',
-    }.items():
-        path = tmp_path / tool
-        path.write_text(f"#!/bin/bash\n{text}\n")
-        path.chmod(0o755)
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "CONFIG": "x.yaml",
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": "77",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
-    script = ROOT / "launch" / "slurm.sh"
-    command = ["bash", str(script), "--set", "seed=3"]
-    times = tmp_path / "megapack-7.lost"
-    times.write_text("before\n" * lost)
-    done = subprocess.run(
-        command, check=False, env=env, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stderr
-    calls = (tmp_path / "calls").read_text()
+    script = SlurmScript(tmp_path, code, checkpoint="step_00000006_tokens_18")
+    (tmp_path / "megapack-7.lost").write_text("before\n" * lost)
+    found, calls = script.run()
+    assert found == code
     # A rank that ends must not make Slurm kill the others, whose code would become 143.
     srun = "srun first-node --kill-on-bad-exit=0 --wait=600 .venv/bin/python"
-    assert f"{srun} -m megapack.training.pretrain" in calls
-    assert "--config x.yaml --set seed=3" in calls
+    assert f"{srun} -m megapack.training.pretrain --config x.yaml --set seed=3" in calls
     assert calls.count("requeue 7") == again
-    assert len(times.read_text().splitlines()) == lost + (code in (76, 137, 138))
+    assert script.lines("lost") == lost + (code in (76, 137, 138))
+    assert script.lines("stalled") == 0
+
+
+def test_starts_without_a_newer_checkpoint_are_queued_again_only_so_often(tmp_path: Path) -> None:
+    """Also after 75, which nothing else bounds; one that gets on begins to count anew."""
+    script = SlurmScript(tmp_path, 75)
+    for start, again in enumerate([1, 2, 2], 1):
+        found, calls = script.run()
+        assert (found, calls.count("requeue 7"), script.lines("stalled")) == (75, again, start)
+    (tmp_path / "megapack-7.stalled").write_text("before\n" * 2)
+    found, calls = SlurmScript(tmp_path, 75, checkpoint="step_00000004_tokens_12").run()
+    assert (found, calls.count("requeue 7"), script.lines("stalled")) == (75, 3, 0)
+
+
+def test_slurm_script_has_a_container_and_gpus_per_node_as_settings(tmp_path: Path) -> None:
+    script = SlurmScript(tmp_path)
+    _, calls = script.run(CONTAINER_IMAGE="reg#a/b:1", CONTAINER_MOUNTS="/data:/data")
+    box = f"--container-image=reg#a/b:1 --container-workdir={tmp_path}"
+    box += " --container-mounts=/data:/data python3 -m megapack.training"
+    assert f"srun first-node --kill-on-bad-exit=0 --wait=600 {box}.pretrain" in calls
+    assert f"--ntasks=1 {box}.command" in calls
+    _, calls = script.run(
+        SLURM_JOB_ID="", NODES="4", GPUS_PER_NODE="2", TASK_OPTIONS="--mem=0 -C x"
+    )
+    sizes = "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --mem=0 -C x "
+    assert f"{sizes}{ROOT}/launch/slurm.sh --set seed=3" in calls
+
+
+def test_launchers_are_told_where_a_run_lies(corpus: Corpus, tmp_path: Path) -> None:
+    config = corpus.config(tmp_path / "run")
+    command = [sys.executable, "-m", "megapack.training.command", "--config", str(config)]
+    command += ["--branch-from", "x", "--set", "run_dir=there"]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment(), cwd=ROOT
+    )
+    assert done.stdout == "there\n"

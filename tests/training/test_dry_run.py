@@ -113,3 +113,18 @@ def test_the_mix_of_a_recipe_is_by_micro_step_where_its_ranks_have_several(name:
     several = data.tokens_per_step > 64 * data.micro_batch_tokens
     assert (data.mix == "micro_step") == several
     assert not several or data.draw_tokens == 64 * data.micro_batch_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [("qwen3_0.6b_bucket", 596_049_920, 596e6), ("qwen3_30b_a3b_bucket", 30_532_122_624, 3.04e9)],
+)
+def test_qwen3_is_planned_before_there_are_data(name: str, parameters: int, active: float) -> None:
+    """Sizes as published; of the experts, eight in 128 count as work, and embeddings do not."""
+    config = read_config(name, ["model.vocab_size=151936"])
+    plan = dry_run(config, world_size=64, device="H100", lengths="lognormal:999,603,1e4")
+    assert f"{parameters:,} parameters" in plan and "GiB" in plan and "hours" not in plan
+    (flop,) = re.findall(r"\((\S+) per step\)", plan)[-1:]
+    per_token = float(flop) / config.data.tokens_per_step / 6
+    assert active < per_token < 1.35 * active, "attention is the rest"
+    assert ("load-balancing loss of 128 experts" in plan) == ("a3b" in name)

@@ -40,11 +40,12 @@ def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor
     return hidden, weight, labels
 
 
-def _plain(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Tensor:
+def _plain(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z: float = 0) -> Tensor:
     logits = hidden @ weight.T
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    penalty = z * logits[labels >= 0].exp().sum(1).log().square().sum()
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) + penalty
 
 
 @settings(max_examples=40)
@@ -53,22 +54,24 @@ def _plain(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float) -> Te
     chunk=st.integers(1, 64),
     softcap=st.sampled_from([0.0, 0.5, 30.0]),
     scale=st.sampled_from([1.0, 0.01]),
+    z_loss=st.sampled_from([0.0, 0.3]),
 )
-def test_equals_cross_entropy(num_tokens: int, chunk: int, softcap: float, scale: float) -> None:
+def test_equals_cross_entropy_and_z_loss(
+    num_tokens: int, chunk: int, softcap: float, scale: float, z_loss: float
+) -> None:
     hidden, weight, labels = _inputs(num_tokens)
-    expected = _plain(hidden, weight, labels, softcap) * scale
+    options: Any = {"softcap": softcap, "chunk_tokens": chunk, "scale": scale, "z_loss": z_loss}
+    expected = _plain(hidden, weight, labels, softcap, z_loss) * scale
     expected_grads = torch.autograd.grad(expected * 3, (hidden, weight))
-    loss, _ = linear_cross_entropy(
-        hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, scale=scale
-    )
+    loss, losses = linear_cross_entropy(hidden, weight, labels, **options)
+    without = _plain(hidden, weight, labels, softcap, 0.0)
+    assert torch.allclose(losses.sum(), without, rtol=1e-12), "the log has the cross entropy alone"
     grads = torch.autograd.grad(loss * 3, (hidden, weight))
     assert torch.allclose(loss, expected, rtol=1e-12)
     for mine, theirs in zip(grads, expected_grads, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
     with torch.no_grad():
-        again, _ = linear_cross_entropy(
-            hidden, weight, labels, softcap=softcap, chunk_tokens=chunk, scale=scale
-        )
+        again, _ = linear_cross_entropy(hidden, weight, labels, **options)
     assert torch.allclose(again, expected, rtol=1e-12)
 
 
@@ -120,6 +123,7 @@ def test_no_more_logits_than_a_chunk_has_ever_exist() -> None:
                 None,
                 scale=1.0,
                 softcap=0.0,
+                z_loss=0.0,
                 chunk_tokens=chunk,
                 gradients=gradients,
                 fused=False,

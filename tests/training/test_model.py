@@ -272,13 +272,18 @@ def test_alibi_reaches_documents_longer_than_the_position_table_would_be() -> No
         ("llama_350m", 357),
         ("llama_1b", 1236),
         ("llama_3b", 3213),
+        ("qwen3_0.6b", 596),
+        ("qwen3_1.7b", 1721),
+        ("qwen3_4b", 4022),
+        ("qwen3_8b", 8191),
+        ("qwen3_30b_a3b", 30532),
         ("gpt2_124m", 124),
         ("gpt2_124m_alibi", 124),
         ("gpt2_xl_1.5b_alibi", 1556),
     ],
 )
 def test_presets_have_the_size_of_their_name(preset: str, millions: int) -> None:
-    vocab = 128256 if preset.startswith("llama") else 50257
+    vocab = {"llama": 128256, "qwen3": 151936, "gpt2": 50257}[preset.partition("_")[0]]
     config = ModelConfig(preset=preset)
     with torch.device("meta"):
         model = build_model(config, model_configuration(config, vocab), backend="sdpa", seed=0)

@@ -79,7 +79,8 @@ class Job:
 
     def kill_a_rank(self) -> None:
         """SIGKILL for rank 1, which is what a machine without memory does."""
-        lines = self.slurm.call("scontrol", "listpids", f"{self.id}.0").splitlines()[1:]
+        # Step 0 asked for run_dir.
+        lines = self.slurm.call("scontrol", "listpids", f"{self.id}.1").splitlines()[1:]
         [pid] = {int(line.split()[0]) for line in lines if line.split()[4] == "1"}
         os.kill(pid, signal.SIGKILL)
 
@@ -137,6 +138,20 @@ def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
     again = slurm.submit(*SIZE, cwd=tmp_path, **job.env)
     assert slurm.wait_until_over(again)["JobState"] == "COMPLETED", job.output()[-4000:]
     job.check_result(undisturbed)
+
+
+def test_a_job_that_saves_nothing_is_queued_again_only_so_often(
+    slurm: Slurm, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Its rank is lost before the first checkpoint, each time."""
+    never = {"checkpoint": {"every": None, "export": False}, "num_steps": 10**6}
+    job = Job(slurm, corpus, tmp_path, sections=never, MAX_STALLED="2")
+    for start in (1, 2):
+        wait_for(lambda start=start: len(job.starts()) == start, f"start {start}")
+        job.kill_a_rank()
+    facts = slurm.wait_until_over(job.id)
+    assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "1"), job.output()[-4000:]
+    assert "2 starts in a row without a checkpoint" in job.output()
 
 
 def test_time_limit_meets_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megapack.training.engine.directory import read_jsonl
 from .conftest import Corpus
 from .processes import PRETRAIN, ROOT, Zygote, environment
 
-SCRIPT = ROOT / "launch" / "two_nodes.sh"
+SCRIPT = Path(__file__).with_name("two_nodes.sh")
 BIN = Path(sys.executable).parent
 SECTIONS: dict[str, object] = {
     "learning_rate": {"kind": "constant", "warmup_steps": 2},

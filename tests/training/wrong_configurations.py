@@ -145,6 +145,7 @@ CASES = [
     ),
     # names of which there are a few
     *_cases("preset", "model.preset=llama_tny", "model.preset=null", "model.pretrained=x"),
+    *_cases("config", "model.config=x", "model.preset=null model.config.hidden_size=64"),
     *_cases("order", "data.order=propotional"),
     *_cases("mix", "data.mix=micro"),
     *_cases("positions", "data.positions=documents"),
@@ -264,6 +265,13 @@ CASES = [
     *_cases("communication_data_type", "engine.deepspeed.communication_data_type=x", needs="model"),
     *_cases("AMP", "engine.deepspeed.amp.enabled=true", needs="model"),
     *_cases("model", "model.preset=null model.pretrained=./nowhere", needs="model"),
+    *_cases("nowhere", "model.preset=null model.config=./nowhere", needs="model"),
+    *_cases("'qwen3'", "model.preset=null model.config.model_type=qwen33", needs="model"),
+    *_cases(
+        "model.config.hiden_size",
+        "model.preset=null model.config.model_type=qwen3 model.config.hiden_size=64",
+        needs="model",
+    ),
     *_cases("tokenizer", "model.tokenizer=./nowhere", needs="model"),
     *_cases("vocabulary", "model.vocab_size=10 model.vocab_multiple=1", needs="model"),
     *_cases(

@@ -38,6 +38,8 @@ def run_child(request: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["env"])
+    if "TORCH_STANCE" in os.environ:  # as in force_eager: nothing is compiled
+        torch.compiler.set_stance(os.environ["TORCH_STANCE"])
     sys.argv = request["argv"]
     for fault, arguments in request.get("faults", {}).items():
         sabotage.FAULTS[fault](*arguments)

@@ -273,6 +273,8 @@ class CheckpointStore:
             )
         finally:
             theirs.save = original
+        if engine.weight_average is not None:
+            engine.weight_average.save(files.save, partial)
         files.start()
         self._begun = tag, files, {"step": step, "state": state}
 
@@ -432,6 +434,12 @@ class CheckpointStore:
             ResumeError: DeepSpeed refuses it (another model, optimizer or precision).
         """
         place = self.directory / resume.tag
+        if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
+            raise ResumeError(
+                f"{place}: DeepSpeed's universal checkpoints have no place for Muon's momentum; go "
+                f"on with {resume.manifest.world_size} ranks and "
+                f"ZeRO-{resume.manifest.zero_stage}, or begin anew from the exported model"
+            )
         if resume.universal:
             place = self.scratch / f"{resume.tag}.universal"
             self.world.on_first(lambda: self._convert(resume.tag, place))
@@ -443,6 +451,8 @@ class CheckpointStore:
         except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
             problem = f"{type(error).__name__}: {error}"
         self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
+        if engine.weight_average is not None:
+            engine.weight_average.load(self.directory / resume.tag)
         if resume.universal:
             self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))

@@ -41,7 +41,7 @@ def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # one stream of micro_batch_tokens
         "gradient_accumulation_steps": micro_steps,
-        # Without ZeRO DeepSpeed clips, and forgets the norm: our optimizer does it (_ClippedAdamW).
+        # Without ZeRO DeepSpeed clips, and forgets the norm: our optimizer does it (clip_and_skip).
         "gradient_clipping": config.optimizer.clip if engine.stage else 0.0,
         "steps_per_print": 10**9,  # the monitor prints
         "zero_allow_untested_optimizer": True,

@@ -2,10 +2,10 @@
 
 ``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
-``checkpoints/``, ``tensorboard/``, ``model/`` (what ``from_pretrained`` loads), ``end.json`` (why
-and where the run ended), and when asked for ``batches/``, what every rank was fed, ``profile/``,
-traces of steps, and ``run_id``, the name of its curves on a server. ``flight/`` has the collectives
-of every rank after a timeout of NCCL.
+``checkpoints/``, ``tensorboard/``, ``model/`` and ``model_average/`` (what ``from_pretrained``
+loads), ``end.json`` (why and where the run ended), and when asked for ``batches/``, what every rank
+was fed, ``profile/``, traces of steps, and ``run_id``, the name of its curves on a server.
+``flight/`` has the collectives of every rank after a timeout of NCCL.
 
 Whoever reads a run, as ``megapack-build report`` does, needs no torch.
 """
@@ -48,6 +48,7 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.model_average = self.path / "model_average"
         self.log = self.path / "log.jsonl"
         self.evaluation = self.path / "evaluation.jsonl"
         self.batches = self.path / "batches"

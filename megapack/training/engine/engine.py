@@ -9,9 +9,10 @@ batches, and clipping sees the gradient of the mean. The load-balancing loss of 
 goes the same way, and counts as often as its micro batch has labels
 (``megapack.attention.experts``).
 
-``start_engine`` makes the engine, ``train_step`` takes a step, ``StepResult`` is what a rank knows
-of it. With 2 ranks and micro batches of 100 and 50 label tokens on each, 300 in the step, every
-loss is a sum times 2 / 300, and DeepSpeed's mean over the ranks the sum of all losses over 300.
+``start_engine`` makes the engine (AdamW or Muon, and the average of weights), ``train_step`` takes
+a step, ``StepResult`` is what a rank knows of it. With 2 ranks and micro batches of 100 and 50
+label tokens on each, 300 in the step, every loss is a sum times 2 / 300, and DeepSpeed's mean over
+the ranks the sum of all losses over 300.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.autograd.graph import save_on_cpu
 
 from megapack.data import Batch
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
+from megapack.training.engine.average import WeightAverage
 from megapack.training.engine.deepspeed_config import deepspeed_configuration
 from megapack.training.engine.world import World
 from megapack.training.model.sharding import whole_shape
@@ -92,25 +94,33 @@ class StepResult:
     """The gradient was not finite: the weights are those of before, on all ranks."""
 
 
-def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices with weight decay; norms, biases and (if asked) embeddings without."""
+def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay; norms, biases and (if asked) embeddings without; with Muon the
+    matrices of decoder layers apart from the others (``use_muon``)."""
     embeddings = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
+    muon = model.hidden_matrices if optimizer.kind == "muon" else []
+    taken = {id(parameter) for parameter in muon}
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or id(parameter) in taken:
             continue
         spared = id(parameter) in embeddings and not optimizer.decay_embeddings
         (kept if len(whole_shape(parameter)) < 2 or spared else decayed).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
+    if optimizer.kind == "muon":
+        aside = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
+        groups = [{**group, **aside, "use_muon": False} for group in groups]
+        how = {"lr": optimizer.muon_lr, "momentum": optimizer.muon_momentum, "use_muon": True}
+        groups.append({"params": muon, "weight_decay": optimizer.weight_decay, **how})
     return [group for group in groups if group["params"]]
 
 
@@ -132,10 +142,15 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
         "fused": world.device.type == "cuda",
     }
     groups = parameter_groups(model, config.optimizer)
-    if config.engine.stage:
-        optimizer = torch.optim.AdamW(groups, **options)
+    optimizer: torch.optim.Optimizer
+    if config.optimizer.kind == "muon":
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
+
+        optimizer = MuonWithAuxAdam(groups, torch.optim.AdamW, options)
     else:
-        optimizer = _ClippedAdamW(groups, clip=config.optimizer.clip, **options)
+        optimizer = torch.optim.AdamW(groups, **options)
+    if config.engine.stage == 0:
+        clip_and_skip(optimizer, config.optimizer.clip)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -157,36 +172,36 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in model.layers:
             layer.compile(fullgraph=config.engine.stage < 3, dynamic=False)
+    engine.muon_lr_ratio = config.optimizer.muon_lr / config.optimizer.lr
+    decay = config.optimizer.ema_decay
+    engine.weight_average = None if decay is None else WeightAverage(engine, decay)
     return engine
 
 
-class _ClippedAdamW(torch.optim.AdamW):
-    """Clips, skips and tells what DeepSpeed's ZeRO optimizers do; without ZeRO it asks the
-    optimizer for ``overflow`` and ``_global_grad_norm`` only.
+def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
+    """Make an optimizer clip, skip and tell what DeepSpeed's ZeRO optimizers do; without ZeRO it
+    asks the optimizer for ``overflow`` and ``_global_grad_norm`` only.
 
     Args:
-        groups, options: of AdamW.
+        optimizer: changed.
         clip: largest norm of the gradient; 0 clips nothing.
     """
-
-    overflow = False
-    _global_grad_norm: Tensor
-
-    def __init__(self, groups: list[dict[str, Any]], *, clip: float, **options: Any) -> None:
-        super().__init__(groups, **options)
-        self._clip = clip
+    told: Any = optimizer
+    update = optimizer.step
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"]]
+    def step(closure: Any = None) -> Any:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        self._global_grad_norm = norm
-        self.overflow = not bool(torch.isfinite(norm))
-        if self.overflow:
+        told._global_grad_norm = norm
+        told.overflow = not bool(torch.isfinite(norm))
+        if told.overflow:
             return None
-        if self._clip > 0:
-            nn.utils.clip_grads_with_norm_(params, self._clip, norm)
-        return super().step(closure)
+        if clip > 0:
+            nn.utils.clip_grads_with_norm_(params, clip, norm)
+        return update(closure)
+
+    told.step, told.overflow = step, False
 
 
 def train_step(
@@ -201,7 +216,7 @@ def train_step(
         lr: learning rate of this step.
     """
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * (engine.muon_lr_ratio if group.get("use_muon") else 1.0)
     sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
     balances: list[Tensor] = []
     for batch in micro_batches:
@@ -226,6 +241,9 @@ def train_step(
         source.append(batch["source"].numpy())
     skipped_before = engine.skipped_steps
     engine.step()
+    skipped = engine.skipped_steps > skipped_before
+    if engine.weight_average is not None and not skipped:
+        engine.weight_average.update()
     return StepResult(
         loss_sum=torch.stack(sums).sum(),
         balance_sum=torch.stack(balances).sum() if balances else None,
@@ -234,7 +252,7 @@ def train_step(
         source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
         forward=forward,
-        skipped=engine.skipped_steps > skipped_before,
+        skipped=skipped,
     )
 
 

@@ -33,6 +33,7 @@ from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
 )
+from megapack.training.model.flops import num_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def _valid_positions(positions: str) -> Literal["segment", "document"]:
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
-    """The configuration's vocabulary, else the data's; 1 where only the checkpoint knows it.
+    """The configuration's vocabulary, else the data's; 1 where only the model knows it.
 
     Raises:
         ConfigError: nobody knows it.
@@ -123,7 +124,7 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
         return config.model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
     known = {dataset.prefix: dataset.vocab_size for dataset in datasets}
-    if config.model.pretrained is None and (None in known.values() or not known):
+    if not config.model.has_vocabulary and (None in known.values() or not known):
         nameless = [prefix for prefix, size in known.items() if size is None]
         raise ConfigError(
             f"{nameless[0]}.meta.json does not tell the size of the vocabulary; set "
@@ -179,6 +180,11 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
     check_checkpoint(config.model, architecture)
+    if config.optimizer.kind == "muon" and num_experts(architecture) is not None:
+        raise ConfigError(
+            f"optimizer: kind is muon and {architecture.model_type!r} has experts, whose matrices "
+            "are stacked; DeepSpeed's Muon takes single ones: set optimizer.kind to adamw"
+        )
     positions = config.data.positions
     try:
         indices = run.schedule.samples.indices

@@ -1,9 +1,10 @@
 """Which model: its transformers configuration and its checkpoint, and what both ask for.
 
-``model_configuration`` of a preset or a checkpoint with overrides; ``check_checkpoint`` tensor by
-tensor; ``attention_needs``; ``position_limit``, how long a document may be. transformers takes what
-it is given: a field that no architecture has, sizes that fit no layer, a checkpoint of another
-model, whose missing tensors begin at random. Here all of that is refused, before a model is built.
+``model_configuration`` of a preset, a checkpoint or any transformers configuration, with overrides;
+``check_checkpoint`` tensor by tensor; ``attention_needs``; ``position_limit``, how long a document
+may be. transformers takes what it is given: a field that no architecture has, sizes that fit no
+layer, a checkpoint of another model, whose missing tensors begin at random. Here all of that is
+refused, before a model is built.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from megapack.attention import AttentionNeeds, alibi_slopes
 from megapack.config import nearest
@@ -29,6 +32,9 @@ from megapack.training.model.flops import num_experts
 from megapack.training.model.presets import PRESETS
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What published files say and models with RoPE take, whether their class declares it or not.
+_TAKEN = ("rope_theta", "rope_scaling", "head_dim")
 # Fields that count something of which there is at least one, if the architecture has any.
 _SIZES = re.compile(
     r"(size|dim|rank|inner|embd|positions|embeddings|layers?|heads?|experts|per_tok)$"
@@ -41,19 +47,20 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     """The transformers configuration of a run.
 
     Args:
-        config: preset or checkpoint, and overrides.
-        vocab_size: tokens of the dataset's vocabulary; a preset gets it, rounded up to
-            ``vocab_multiple``; a checkpoint must hold it.
+        config: preset, checkpoint or transformers configuration, and overrides.
+        vocab_size: tokens of the dataset's vocabulary; a preset, and keys without a ``vocab_size``,
+            get it, rounded up to ``vocab_multiple``; others must hold it.
 
     Raises:
         ConfigError: unknown preset, overrides that name no field or fit no model, a vocabulary too
             small, or attention dropout.
     """
     vocab_size = config.vocab_size or vocab_size
-    if config.preset is not None:
-        result = _preset_configuration(config, vocab_size)
+    register_architectures()
+    if config.preset is not None or isinstance(config.config, dict):
+        result = _new_configuration(config, vocab_size)
     else:
-        result = _pretrained_configuration(config)
+        result = _loaded_configuration(config)
     if result.vocab_size < vocab_size:
         raise ConfigError(
             f"model: the vocabulary has {result.vocab_size} tokens, the dataset {vocab_size}; "
@@ -65,41 +72,55 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     return result
 
 
-def _preset_configuration(config: ModelConfig, vocab_size: int) -> Any:
+def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
+    """Of a preset, or of the keys of ``model.config``."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    from megapack.training.model.modeling_gpt2_alibi import GPT2AlibiConfig  # noqa: PLC0415
-
-    preset = PRESETS[str(config.preset)]
+    keys = dict(config.config if isinstance(config.config, dict) else PRESETS[str(config.preset)])
+    kind = keys.pop("model_type")
+    _check_kind(kind)
     rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-    # Boundaries come from the index, never from token values.
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    values = {**preset.fields, "vocab_size": rows, **special}
-    before = AutoConfig.for_model(preset.model_type, **values)
+    values = {"vocab_size": rows, **keys}
 
     def make() -> Any:
-        values.update(config.overrides)
-        if not preset.alibi:
-            return AutoConfig.for_model(preset.model_type, **values)
-        result = GPT2AlibiConfig(**values)
-        result.alibi_slopes = alibi_slopes(result.n_head).tolist()
+        result = AutoConfig.for_model(kind, **values)
+        _begin_anew(result, given=values)
+        if kind == "gpt2_alibi":
+            result.alibi_slopes = alibi_slopes(result.n_head).tolist()
         return result
 
-    return _overridden(config.overrides, before, make, known=(*preset.fields,))
+    def change() -> Any:
+        values.update(config.overrides)
+        return make()
+
+    try:
+        before = AutoConfig.for_model(kind)
+    except Exception as error:  # whatever the validators of its class raise
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.config: model_type {kind} has no configuration: {text}"
+        ) from error
+    _check_decoder(before)
+    if isinstance(config.config, dict):
+        before = _overridden({"vocab_size": rows, **keys}, before, make, where="model.config")
+    return _overridden(config.overrides, before, change, known=(*keys,))
 
 
-def _pretrained_configuration(config: ModelConfig) -> Any:
-    """The checkpoint's own, with every dropout at 0 unless an override asks for it."""
+def _loaded_configuration(config: ModelConfig) -> Any:
+    """A checkpoint's, with every dropout at 0 unless an override asks for it, or that of a file."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    register_architectures()
+    source = config.pretrained or config.config
     try:
-        result = AutoConfig.from_pretrained(config.pretrained)
+        result = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {config.pretrained!r} cannot be loaded: {error}") from error
-    for name in _DROPOUTS:
-        if hasattr(result, name):
-            setattr(result, name, 0.0)
+        text = " ".join(str(error).split())
+        raise ConfigError(f"model: {source!r} cannot be loaded: {text}") from error
+    _check_decoder(result)
+    if config.pretrained is None:
+        _check_kind(result.model_type)
+        _begin_anew(result)
+    _without_dropout(result)
 
     def change() -> Any:
         for name, value in config.overrides.items():
@@ -110,11 +131,54 @@ def _pretrained_configuration(config: ModelConfig) -> Any:
     return _overridden(config.overrides, result, change)
 
 
+def _check_kind(kind: Any) -> None:
+    """Refuse a type of which transformers has no causal language model. Raises ConfigError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
+
+    known = [one.model_type for one in MODEL_FOR_CAUSAL_LM_MAPPING]  # ours among them
+    if kind not in known:
+        raise ConfigError(
+            f"model.config: transformers has no causal language model of model_type {kind!r}"
+            + nearest(str(kind), known)
+        )
+
+
+def _begin_anew(configuration: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Without dropouts and special tokens that are not given: boundaries come from the index, and
+    an embedding does not train the row of a ``pad_token_id``."""
+    for name in set(_SPECIAL) - set(given):
+        with suppress(StrictDataclassError):  # of the few classes that must have one
+            setattr(configuration, name, None)
+    _without_dropout(configuration, given)
+
+
+def _without_dropout(configuration: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+    for name in set(_DROPOUTS) - set(given):
+        if hasattr(configuration, name):
+            setattr(configuration, name, 0.0)
+
+
+def _check_decoder(configuration: Any) -> None:
+    """Refuse what is no decoder of text with attention, alike in all layers. Raises ConfigError."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    kind = f"model: architecture {configuration.model_type!r}"
+    try:
+        *sizes, _ = (getattr(configuration, name, None) for name in names)
+    except RuntimeError as error:  # sizes that vary by layer
+        raise ConfigError(
+            f"{kind} cannot be trained here: {' '.join(str(error).split())}"
+        ) from error
+    for name, size in zip(names, sizes, strict=False):
+        if not isinstance(size, int):
+            raise ConfigError(f"{kind} has no {name}; it must be a decoder of text with attention")
+
+
 def _overridden(
     overrides: Mapping[str, Any],
     before: Any,
     change: Callable[[], Any],
     known: tuple[str, ...] = (),
+    where: str = "model.overrides",
 ) -> Any:
     """The configuration with the overrides, if they are fields, sizes, and agree.
 
@@ -123,10 +187,11 @@ def _overridden(
         before: the configuration without them.
         change: gives the one with them; it may change ``before``.
         known: further names that the class takes.
+        where: the overrides stand, for messages.
     """
     if not overrides:
         return change()
-    _check_names_and_values(overrides, before, known)
+    _check_names_and_values(overrides, before, known, where)
     said: list[str] = []
     try:
         with _warnings_of_rope(said):
@@ -140,17 +205,22 @@ def _overridden(
             name for name in overrides if name.removeprefix("num_").replace("_", " ") in text
         ]
         names = [name for name in overrides if name in text] or said_of or list(overrides)
-        raise ConfigError(f"model.overrides.{', '.join(names)}: {text}")
+        raise ConfigError(f"{where}.{', '.join(names)}: {text}")
     return result
 
 
 def _check_names_and_values(
-    overrides: Mapping[str, Any], before: Any, known: tuple[str, ...]
+    overrides: Mapping[str, Any], before: Any, known: tuple[str, ...], section: str
 ) -> None:
-    names = {*known, *before.to_dict(), *type(before).attribute_map}
+    names = {
+        *known,
+        *(_TAKEN if hasattr(before, "rope_parameters") else ()),
+        *before.to_dict(),
+        *type(before).attribute_map,
+    }
     names |= {field.name for field in dataclasses.fields(before)}
     for name, value in overrides.items():
-        where = f"model.overrides.{name}"
+        where = f"{section}.{name}"
         if name not in names or name.startswith("_"):
             hint = nearest(name, sorted(names))
             raise ConfigError(f"{where}: no field of a {before.model_type} configuration{hint}")

@@ -28,6 +28,7 @@ def linear_cross_entropy(
     label_weights: Tensor | None = None,
     scale: float = 1.0,
     softcap: float = 0.0,
+    z_loss: float = 0.0,
     chunk_tokens: int = 2048,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -44,13 +45,15 @@ def linear_cross_entropy(
         label_weights: ``[T]`` float32, a factor on the loss of every label; None: 1.
         scale: factor on the loss; here, so that it meets the gradient in float32, before bfloat16.
         softcap: with c > 0, logits become ``c * tanh(logits / c)`` (Gemma-2).
+        z_loss: this times the square of the logits' logsumexp is added to the loss of every label
+            (PaLM, arXiv 2204.02311, section 5), under the same weights and scale.
         chunk_tokens: positions whose logits exist at once.
         fused: compile the elementwise part of a chunk.
 
     Returns:
-        The scaled and weighted sum, a scalar, and the loss of every position ``[T]``, neither
-        scaled nor weighted, 0 where there is no label and without a gradient; both float32 (float64
-        for float64 inputs).
+        The scaled and weighted sum, a scalar, and the cross entropy of every position ``[T]``,
+        neither scaled nor weighted, 0 where there is no label and without a gradient; both float32
+        (float64 for float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
@@ -65,6 +68,7 @@ def linear_cross_entropy(
         label_weights,
         scale=scale,
         softcap=softcap,
+        z_loss=z_loss,
         chunk_tokens=chunk_tokens,
         gradients=wanted,
         fused=fused,
@@ -72,24 +76,30 @@ def linear_cross_entropy(
     return loss, losses.detach()
 
 
-def _loss_and_slope(logits: Tensor, labels: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    """Losses ``[chunk]``, and d loss / d logits written over ``logits`` ``[chunk, vocabulary]``."""
+def _loss_and_slope(
+    logits: Tensor, labels: Tensor, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropies and trained losses ``[chunk]``, and d of these / d logits written over
+    ``logits`` ``[chunk, vocabulary]``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL
     target = labels.where(real, 0).unsqueeze(1)
     log_sum = scores.logsumexp(1, keepdim=True)
     losses = (log_sum - scores.gather(1, target)).squeeze(1)
+    trained = losses + z_loss * log_sum.squeeze(1).square() if z_loss else losses
     slope = scores.sub_(log_sum).exp_()
+    if z_loss:
+        slope *= 1 + 2 * z_loss * log_sum
     slope.scatter_add_(1, target, torch.full_like(log_sum, -1.0))
     if squashed is not None:
         slope *= 1 - squashed.square()
     slope *= real.unsqueeze(1)
-    return losses.where(real, 0), slope
+    return losses.where(real, 0), trained.where(real, 0), slope
 
 
 @functools.cache
-def _loss_and_slope_function(fused: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _loss_and_slope_function(fused: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(_loss_and_slope) if fused else _loss_and_slope
 
 
@@ -102,6 +112,7 @@ def _linear_cross_entropy(
     *,
     scale: float,
     softcap: float,
+    z_loss: float,
     chunk_tokens: int,
     gradients: bool,
     fused: bool,
@@ -115,11 +126,13 @@ def _linear_cross_entropy(
         rows = slice(begin, min(begin + chunk_tokens, hidden.shape[0]))
         logits = (hidden[rows] @ weight.T).to(accumulator)
         if not gradients:
-            losses[rows] = _loss_only(logits, labels[rows], softcap)
-            loss += _weighted_sum(losses, label_weights, rows)
+            losses[rows], trained = _loss_only(logits, labels[rows], softcap, z_loss)
+            loss += _weighted_sum(trained, label_weights, rows)
             continue
-        losses[rows], slope = _loss_and_slope_function(fused)(logits, labels[rows], softcap)
-        loss += _weighted_sum(losses, label_weights, rows)
+        losses[rows], trained, slope = _loss_and_slope_function(fused)(
+            logits, labels[rows], softcap, z_loss
+        )
+        loss += _weighted_sum(trained, label_weights, rows)
         del logits
         if label_weights is not None:
             slope *= label_weights[rows].unsqueeze(1)
@@ -129,17 +142,22 @@ def _linear_cross_entropy(
     return loss * scale, losses, grad_hidden, grad_weight.to(weight.dtype)
 
 
-def _weighted_sum(losses: Tensor, label_weights: Tensor | None, rows: slice) -> Tensor:
-    part = losses[rows]
+def _weighted_sum(part: Tensor, label_weights: Tensor | None, rows: slice) -> Tensor:
     return part.sum() if label_weights is None else (part * label_weights[rows]).sum()
 
 
-def _loss_only(logits: Tensor, labels: Tensor, softcap: float) -> Tensor:
+def _loss_only(
+    logits: Tensor, labels: Tensor, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
-    return torch.nn.functional.cross_entropy(
+    losses = torch.nn.functional.cross_entropy(
         logits, labels, ignore_index=IGNORED_LABEL, reduction="none"
     )
+    if not z_loss:
+        return losses, losses
+    penalty = z_loss * logits.logsumexp(1).square()
+    return losses, losses + penalty.where(labels != IGNORED_LABEL, 0)
 
 
 def _accumulator(hidden: Tensor) -> torch.dtype:
@@ -155,11 +173,12 @@ def _linear_cross_entropy_fake(
     *,
     scale: float,
     softcap: float,
+    z_loss: float,
     chunk_tokens: int,
     gradients: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del labels, label_weights, scale, softcap, chunk_tokens, fused
+    del labels, label_weights, scale, softcap, z_loss, chunk_tokens, fused
     loss = hidden.new_empty((), dtype=_accumulator(hidden))
     losses = hidden.new_empty(hidden.shape[:1], dtype=_accumulator(hidden))
     if not gradients:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megapack.training.config import PretrainConfig
+from megapack.training.model.flops import num_experts
 from megapack.training.model.training_model import TrainingModel
 
 _GATHERED = 10**9  # stage3_max_live_parameters
@@ -83,10 +84,13 @@ def estimate_memory(
     own = low and stage == 1
     each = 1 if own or stage == 0 else world_size
     micro_steps = config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
+    muon = model.hidden_matrices if config.optimizer.kind == "muon" else []
+    momentum_alone = sum(p.numel() for p in muon)
     held = {
         "parameters": count * width // over[3],
         "master weights": count * 4 // over[1] if stage else 0,
-        "optimizer state": count * 8 // over[1],
+        "optimizer state": (count * 8 - momentum_alone * 4) // over[1],
+        "average of weights": count * 4 // over[1] if config.optimizer.ema_decay else 0,
     }
     gathered = min(count, int(zero.get("stage3_max_live_parameters", _GATHERED))) * width
     buckets = 0
@@ -119,8 +123,10 @@ def _activations(
     """Bytes beside parameters: when the loss is computed (activations, and what it holds), at most
     in forward and backward, and on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
-    dtype = torch.bfloat16 if engine.precision == "bf16" else None
-    if dtype is not None and engine.stage > 0:
+    # torch has no grouped product of fake float32 tensors: experts are counted in half of it.
+    in_half = engine.precision != "bf16" and num_experts(model.configuration) is not None
+    dtype = torch.bfloat16 if engine.precision == "bf16" or in_half else None
+    if dtype is not None and (engine.stage > 0 or in_half):
         model.cast(dtype)
     offloaded = _Offloaded()
     if engine.activation_checkpointing:
@@ -130,7 +136,7 @@ def _activations(
         model.train()
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
-        autocast = dtype is not None and engine.stage == 0
+        autocast = dtype is not None and engine.stage == 0 and not in_half
         tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
         cu_seqlens = torch.zeros(2, dtype=torch.int32)
         live = _Live()
@@ -139,10 +145,12 @@ def _activations(
                 loss, losses, _ = model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
             head = model.model.get_output_embeddings().weight  # type: ignore[operator]
             chunk = min(engine.loss_chunk_tokens, num_tokens)
-            in_loss = live.now, loss_temporaries(chunk, *head.shape, half=dtype is not None)
+            half = dtype is not None and not in_half
+            in_loss = live.now, loss_temporaries(chunk, *head.shape, half=half)
             loss.backward()
             del loss, losses
-    return in_loss, live.peak, offloaded.num_bytes
+    times = 2 if in_half else 1
+    return (times * in_loss[0], in_loss[1]), times * live.peak, times * offloaded.num_bytes
 
 
 def loss_temporaries(chunk_tokens: int, vocab_size: int, width: int, *, half: bool) -> int:

@@ -275,7 +275,11 @@ def build_model(
                 _check_tied(model, config)
     # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
     return TrainingModel(
-        model, chunk_tokens=chunk_tokens, fused_loss=fused_loss, sequence_group=sequence_group
+        model,
+        chunk_tokens=chunk_tokens,
+        fused_loss=fused_loss,
+        z_loss=config.z_loss,
+        sequence_group=sequence_group,
     ).train()
 
 

@@ -2,7 +2,8 @@
 
 The scaled sum is the architecture's own training loss, ``model(labels=...).loss`` of transformers,
 times the labels of the stream: with the load-balancing loss of a mixture of experts, where the
-architecture adds one (``megapack.attention.experts``); ``check_architecture`` compares the two.
+architecture adds one (``megapack.attention.experts``); ``check_architecture`` compares the two. A
+z-loss may be added to it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class TrainingModel(nn.Module):
         model: of transformers.
         chunk_tokens: positions whose logits exist at once.
         fused_loss: compile the elementwise part of the loss.
+        z_loss: coefficient of the z-loss (``linear_cross_entropy``).
         sequence_group: process group of the ranks that share long samples.
     """
 
@@ -45,6 +47,7 @@ class TrainingModel(nn.Module):
         *,
         chunk_tokens: int,
         fused_loss: bool = False,
+        z_loss: float = 0.0,
         sequence_group: Any = None,
     ) -> None:
         super().__init__()
@@ -52,6 +55,7 @@ class TrainingModel(nn.Module):
         tell_recurrent_layers(model)
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
+        self.z_loss = z_loss
         self.sequence_group = sequence_group
         found = LoadBalancing.of(model)
         wanted = getattr(model.config, "output_router_logits", False)
@@ -72,6 +76,8 @@ class TrainingModel(nn.Module):
     def description(self) -> str:
         """For people: architecture, size, and what is trained besides the loss of the labels."""
         text = f"{self.configuration.model_type}, {self.num_parameters:,} parameters"
+        if self.z_loss:
+            text += f", with {self.z_loss:g} times the z-loss"
         if self.balancing is not None:
             return f"{text}, with {self.balancing}"
         if self.left_out is not None:
@@ -84,6 +90,11 @@ class TrainingModel(nn.Module):
         count = self.configuration.num_hidden_layers
         lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         return next(layers for layers in lists if len(layers) == count)
+
+    @property
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """The trained matrices of the decoder layers: what Muon is for."""
+        return [p for p in self.layers.parameters() if p.requires_grad and p.ndim == 2]
 
     def hidden_states(self, tokens: Tensor, position_ids: Tensor, *segments: Any) -> Tensor:
         """``[T, width]``: the states before the head, of ``tokens [1, T]``; ``segments`` as of
@@ -148,6 +159,7 @@ class TrainingModel(nn.Module):
             label_weights=None if label_weights is None else label_weights.flatten(),
             scale=scale,
             softcap=getattr(self.configuration, "final_logit_softcapping", None) or 0.0,
+            z_loss=self.z_loss,
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )

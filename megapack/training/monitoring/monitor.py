@@ -358,6 +358,8 @@ class Monitor:
             file.write(json.dumps(line) + "\n")
         for writer in self._writers:
             scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
+            if "average" in result:
+                scalars["valid/average_loss"] = result["average"]["loss"]
             for name, loss in result.get("source_loss", {}).items():
                 scalars[f"valid_source_loss/{name}"] = loss
             writer.write(scalars, step)

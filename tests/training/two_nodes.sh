@@ -2,9 +2,9 @@
 # Two (or more) nodes on one machine: network namespaces joined by a bridge, an sshd in each, and
 # DeepSpeed's own multi-node launcher (hostfile, pdsh). For trying out what a cluster will do.
 #
-#   launch/two_nodes.sh launch/pretrain.py --config x.yaml         # root; Linux
-#   NODES=2 SLOTS=2 launch/two_nodes.sh launch/pretrain.py ...     # two ranks on each
-#   KILL_NODE=1 KILL_WHEN=file launch/two_nodes.sh ...             # node 1 dies once `file` exists
+#   tests/training/two_nodes.sh launch/pretrain.py --config x.yaml         # root; Linux
+#   NODES=2 SLOTS=2 tests/training/two_nodes.sh launch/pretrain.py ...     # two ranks on each
+#   KILL_NODE=1 KILL_WHEN=file tests/training/two_nodes.sh ...             # node 1 dies once `file` exists
 #
 # Needs iproute2, openssh-server and pdsh. Everything it makes is removed when it ends; `--probe`
 # only says whether it could run here (exit code 0) or why not (exit code 3).

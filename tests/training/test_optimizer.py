@@ -1,0 +1,205 @@
+"""Muon, the z-loss and the average of weights are those of a plain loop of torch, on any ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megapack.config import load_config
+from megapack.errors import ConfigError
+from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
+from megapack.training.engine.engine import parameter_groups
+from megapack.training.engine.inputs import check_run, open_inputs
+from megapack.training.model.architecture import model_configuration
+from megapack.training.model.opening import build_model
+
+from .conftest import Corpus
+from .packing_helpers import losses_one_by_one, tiny_model
+from .processes import Zygote, run_worker, start_run
+
+STEPS, LR, Z_LOSS, DECAY = 3, 0.01, 0.02, 0.75
+OPTIMIZER: dict[str, Any] = {"lr": 0.003, "muon_lr": 0.006, "clip": 0.5, "ema_decay": DECAY}
+
+
+def plain_loop(config: PretrainConfig) -> dict[str, Any]:
+    """Documents one by one, one process, whole gradients: none of our loss, attention, optimizer
+    settings, or DeepSpeed."""
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    weights = dict(model.named_parameters())
+    is_muon = config.optimizer.kind == "muon"
+    muon = {n: torch.zeros_like(p) for n, p in weights.items() if ".layers." in n and p.ndim == 2}
+    muon = muon if is_muon else {}
+    others = {n: p for n, p in weights.items() if n not in muon}
+    groups = [
+        {"params": [p for p in others.values() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in others.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    average = {name: p.detach().clone() for name, p in weights.items()}
+    norms = []
+    for step in range(STEPS):
+        found = losses_one_by_one(model, inputs, step, z_loss=Z_LOSS)
+        loss = torch.stack([loss for _, loss, _ in found]).sum() / sum(n for *_, n in found)
+        model.zero_grad()
+        loss.backward()
+        grads = {name: p.grad for name, p in weights.items()}
+        norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+        norms.append(norm.item())
+        torch._foreach_mul_(list(grads.values()), min(1.0, 0.5 / (norm.item() + 1e-6)))
+        adamw.step()
+        with torch.no_grad():
+            for name, momentum in muon.items():
+                momentum.add_(grads[name] - momentum, alpha=0.05)
+                update = orthogonal(0.05 * grads[name] + 0.95 * momentum)
+                weights[name] *= 1 - 2 * LR * 0.1
+                weights[name] -= 2 * LR * update
+            for name, p in weights.items():
+                average[name] = DECAY * average[name] + (1 - DECAY) * p
+    return {"weights": weights, "averages": average, "norms": norms}
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five steps of Newton and Schulz (Jordan et al. 2024), and the scale of a tall matrix."""
+    rows, columns = matrix.shape
+    x = matrix / (matrix.norm() + 1e-7)
+    x = x.T if rows > columns else x
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    x = x.T if rows > columns else x
+    return x * max(1.0, rows / columns) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [
+        ("adamw", [(1, 1, "fp32"), (2, 0, "fp32"), (2, 2, "fp32"), (2, 3, "fp32")]),
+        ("muon", [(1, 0, "fp32"), (2, 0, "fp32"), (1, 1, "bf16"), (2, 1, "bf16")]),
+    ],
+)
+def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, kind: str, cases: list[Any]
+) -> None:
+    sections: dict[str, Any] = {
+        "num_steps": STEPS,
+        "model": {"z_loss": Z_LOSS},
+        "optimizer": {**OPTIMIZER, "kind": kind},
+    }
+    engine = {"precision": "fp32", "zero_stage": 0}
+    plain = corpus.config(tmp_path / "plain", engine=engine, **sections)
+    expected = plain_loop(load_config(PretrainConfig, plain))
+    for ranks, stage, precision in cases:
+        case = f"{ranks}_{stage}_{precision}"
+        engine = {"precision": precision, "zero_stage": stage}
+        found = run_worker(zygote, corpus.config(tmp_path / case, engine=engine, **sections), ranks)
+        exact = precision == "fp32"
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4 if exact else 5e-2)
+        for part in ("weights", "averages"):
+            for name, theirs in expected[part].items():
+                ours, begin = found[part][name], found["initial"][name]
+                moved = (theirs - begin).norm()
+                assert moved > 0, f"{name} was not trained: nothing was compared"
+                rounding = 0.0 if exact else 2**-8 * theirs.norm()  # of what is exported
+                error = ((ours - theirs).norm() - rounding) / moved
+                assert error < (1e-2 if exact else 0.2), f"{case} {part} {name}: {error:.1e}"
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_others() -> None:
+    model = tiny_model("llama_tiny")
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = parameter_groups(model, OptimizerConfig(kind="muon", muon_lr=0.5, muon_momentum=0.9))
+    taken = [{names[id(p)] for p in group["params"]} for group in groups]
+    assert set().union(*taken) == set(names.values()) and sum(map(len, taken)) == len(names)
+    assert [group["use_muon"] for group in groups] == [False, False, True]
+    assert (groups[-1]["lr"], groups[-1]["momentum"]) == (0.5, 0.9)
+    assert taken[-1] == {n for n in names.values() if n.endswith("_proj.weight")} != set()
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"precision": "bf16"}, "zero_stage 2 in bf16"),
+        ({"precision": "fp32", "zero_stage": 1}, "zero_stage 1 in fp32"),
+        ({"precision": "bf16", "zero_stage": 3}, "zero_stage 3 in bf16"),
+        (
+            {
+                "zero_stage": 1,
+                "precision": "bf16",
+                "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            },
+            "offload_optimizer is set",
+        ),
+    ],
+    ids=str,
+)
+def test_muon_is_refused_where_deepspeed_clips_its_updates(
+    corpus: Corpus, tmp_path: Path, engine: dict[str, Any], said: str
+) -> None:
+    tree = {"zero_stage": "auto", **engine}
+    config = corpus.config(tmp_path / "run", optimizer={"kind": "muon"}, engine=tree)
+    with pytest.raises(ConfigError, match=f"kind is muon and .*{said}"):
+        load_config(PretrainConfig, config)
+    assert EngineConfig(precision="bf16").stage == 2
+
+
+def test_muon_of_experts_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    keys = {"model_type": "mixtral", **sizes, "num_key_value_heads": 2}
+    config = corpus.config(
+        tmp_path / "run",
+        model={"preset": None, "config": keys},
+        optimizer={"kind": "muon"},
+        engine={"zero_stage": 0},
+    )
+    loaded = load_config(PretrainConfig, config)
+    with pytest.raises(ConfigError, match="'mixtral' has experts"):
+        check_run(loaded, open_inputs(loaded), 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision"), [("adamw", 2, "fp32"), ("muon", 1, "bf16")]
+)
+def test_a_resumed_run_has_the_same_average(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, kind: str, stage: int, precision: str
+) -> None:
+    """Evaluated, exported, the same bits after a stop; and, with AdamW, on other ranks alike."""
+    sections: dict[str, Any] = {
+        "num_steps": 6,
+        "optimizer": {"kind": kind, "ema_decay": 0.9, "lr": 0.003},
+        "checkpoint": {"every": 3, "export": True},
+        "engine": {"precision": precision, "zero_stage": stage},
+    }
+    losses, models = {}, {}
+    for name, ranks in (("whole", [2]), ("stopped", [2, 2]), ("others", [2, 1])):
+        run = tmp_path / name
+        config = corpus.config(run, **sections)
+        outputs = []
+        for turn, count in enumerate(ranks):
+            stop = [f"stop_at={3 if turn + 1 < len(ranks) else 6}"]
+            eager = {"TORCH_STANCE": "force_eager"}  # DeepSpeed compiles Muon's kernels
+            started = start_run(zygote, config, f"{name}_{turn}", *stop, ranks=count, env=eager)
+            if name == "others" and turn and kind == "muon":
+                assert started.wait() != [0]
+                assert "no place for Muon's momentum; go on with 2 ranks" in started.output()
+                return
+            outputs.append(started.succeed())
+        (*_, line) = map(json.loads, (run / "evaluation.jsonl").read_text().splitlines())
+        losses[name] = line["loss"], line["average"]["loss"]
+        model = AutoModelForCausalLM.from_pretrained(run / "model_average")
+        models[name] = dict(model.named_parameters())
+    live, averaged = losses["whole"]
+    assert averaged > live, "in six steps an average lags behind: they were not the same weights"
+    assert losses["stopped"] == losses["whole"]
+    assert losses["others"] == pytest.approx(losses["whole"], rel=1e-4)
+    for name, weight in models["whole"].items():
+        assert torch.equal(models["stopped"][name], weight), name
+        assert torch.allclose(models["others"][name], weight, atol=1e-4), name
