@@ -181,6 +181,8 @@ def ranks_per_micro_batch(
     return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
 
 
+Loss = Literal["token_mean", "sequence_mean", "longalign"]
+
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
 
@@ -205,6 +207,8 @@ class Mixture:
     """A run that would repeat a source more often is refused; None: no limit."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
+    loss: Loss = "token_mean"
+    """What a step's loss is the mean of (``megapack.data.sampler``)."""
     attention_window: int | None = None
     """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
 

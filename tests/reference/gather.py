@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
 
 NO_LABEL = -100
 
@@ -20,10 +23,16 @@ class Batch:
     lengths: list[int] = field(default_factory=list)  # of attention segments, without padding
     rooms: list[int] = field(default_factory=list)  # with the padding that aligns the next one
 
-    def write(self, tokens: list[int], labels: list[int], positions: list[int]) -> None:
+    def write(
+        self,
+        tokens: list[int],
+        labels: list[int],
+        positions: list[int],
+        mask: list[float] | None = None,
+    ) -> None:
         self.tokens += tokens
         self.labels += labels
-        self.loss_mask += [float(label != NO_LABEL) for label in labels]
+        self.loss_mask += mask or [float(label != NO_LABEL) for label in labels]
         self.position_ids += positions
 
     def cu_seqlens(self, which: str = "lengths") -> list[int]:
@@ -56,6 +65,9 @@ def gather(
     alignment: int = 1,
     pad_token: int = 0,
     chosen: list[list[int]] | None = None,
+    weights: list[list[float]] | None = None,
+    factors: list[float] | None = None,
+    loss: str = "token_mean",
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
 
@@ -63,6 +75,9 @@ def gather(
         documents: the tokens of every document.
         samples: the segments of every sample, for the slots in order; missing ones are padding.
         chosen: per document, a label for every token (not shifted), negative where it has none.
+        weights: per document, the factor on the loss of predicting each of its tokens.
+        factors: of every sample, on its loss mask.
+        loss: but for token_mean the weights of a sequence (a segment) are divided by their sum.
     """
     batch = Batch()
     slots = row_tokens // capacity
@@ -82,6 +97,9 @@ def gather(
                 alignment=alignment,
                 pad_token=pad_token,
                 chosen=chosen or documents,
+                weights=weights or [[1.0] * len(document) for document in documents],
+                factor=factors[i] if factors else 1.0,
+                loss=loss,
             )
         if used < room:
             first = used if positions == "sample" else 0
@@ -105,15 +123,21 @@ def _write_sample(
     alignment: int,
     pad_token: int,
     chosen: list[list[int]],
+    weights: list[list[float]],
+    factor: float,
+    loss: str,
 ) -> int:
     used = 0
     for s, (document, begin, length) in enumerate(sample):
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
+        weighed = weights[document][begin + 1 : end + 1]
         if len(wanted) < length:
             crosses = label_boundary == "sample" and s + 1 < len(sample)
             following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
+            weighed.append(0.0 if following is None else weights[following[0]][following[1]])
+        weighed = [w if label >= 0 else 0.0 for w, label in zip(weighed, wanted, strict=True)]
         fill = 0
         if attention == "document" or s + 1 == len(sample):
             fill = -(used + length) % alignment
@@ -123,6 +147,7 @@ def _write_sample(
             documents[document][begin:end] + [pad_token] * fill,
             [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill,
             list(range(first, first + room)),
+            loss_mask_of(weighed, factor, loss) + [0.0] * fill,
         )
         if attention == "document":
             batch.lengths.append(length)
@@ -132,3 +157,25 @@ def _write_sample(
         batch.lengths.append(sum(length for _, _, length in sample))
         batch.rooms.append(used)
     return used
+
+
+def loss_mask_of(weights: list[float], factor: float, loss: str) -> list[float]:
+    """The loss mask of a sequence, whose tokens without a label weigh 0, in float32."""
+    total = sum(map(Fraction, weights))
+    if loss != "token_mean":
+        factor = float(np.float32(factor)) / float(total) if total else 0.0
+    return [float(np.float32(w) * np.float32(factor)) for w in weights]
+
+
+def denominator_of(
+    sequences: list[tuple[float, list[float]]], loss: str
+) -> tuple[Fraction, Fraction]:
+    """What a step's losses times loss masks are divided by, and the unit of its loss masks.
+
+    Args:
+        sequences: of the step, each its source's factor and the weights of its labels.
+    """
+    num_labels = sum((Fraction(f) * Fraction(w) for f, of in sequences for w in of), Fraction(0))
+    num_sequences = sum((Fraction(f) for f, of in sequences if sum(of) > 0), Fraction(0))
+    unit = num_labels / num_sequences if loss == "longalign" and num_sequences else Fraction(1)
+    return num_sequences if loss == "sequence_mean" else num_labels, unit

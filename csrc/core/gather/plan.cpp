@@ -43,7 +43,7 @@ class Planner {
 
     void add_padding(std::int64_t room, std::int64_t first_position) {
         if (room == 0) return;
-        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1});
+        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1, 1.0F});
         plan_.segments.push_back({room, room, -1});
     }
 
@@ -68,7 +68,7 @@ class Planner {
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
-            add_piece(shard, i, next - placed, whole ? used - segment.length : placed);
+            add_piece(shard, i, next - placed, whole ? used - segment.length : placed, ref.factor);
             if (!whole) {
                 add_segment(segment.length, next - placed, shard);
             }
@@ -85,7 +85,7 @@ class Planner {
     }
 
     void add_piece(const Shard& shard, std::int64_t i, std::int64_t room,
-                   std::int64_t position_in_sample) {
+                   std::int64_t position_in_sample, float factor) {
         const Segment& segment = segments_[i];
         std::int64_t first_position = 0;
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
@@ -93,7 +93,7 @@ class Planner {
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const std::int64_t label_at = last_label_position(segment, next, options_.label_boundary);
         plan_.pieces.push_back(
-            {&shard, segment.token_begin, segment.length, room, first_position, label_at});
+            {&shard, segment.token_begin, segment.length, room, first_position, label_at, factor});
     }
 
     Span<const Shard> shards_;

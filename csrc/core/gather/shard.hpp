@@ -31,12 +31,14 @@ struct Shard {
     IndexView documents;      // the mapped .idx: no table per process, nothing to build
     TokenArray tokens;        // the mapped .bin
     TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
+    TokenArray weights;       // of their losses, beside the tokens: bits of float16; may be absent
     SampleView samples;       // without bucket_sample_offsets
     Span<const std::int64_t> excluded;     // documents that some list masks, ascending
     Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
+    bool has_weights() const { return weights.data != nullptr; }
 };
 
 // A segment that has been checked: it lies inside its document, and the document inside the file.
@@ -53,6 +55,7 @@ struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
     std::int64_t lists = 0;
+    float factor = 1.0F;  // on the loss of its labels
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
