@@ -5,11 +5,11 @@ labels, loss mask and one position count per row; ``positions`` resets positions
 at every end of document, the nearest GPTDataset comes to documents. Ours writes tokens, labels,
 loss mask, positions per document, cu_seqlens and max_seqlen: as single samples, and as micro
 batches into reused buffers; of concatenated documents (as theirs), and of whole documents
-(``bucket``), whose samples gather from many places. The samples come in random order out of a file
-that no cache of a core holds. ``memcpy`` is the limit: as many bytes (28 per token) in the same
-four arrays, copied into such buffers from others like them, every time the same. Source and target
-of 4 samples (459 kB each) stay in the caches of a core, of 12 (1.4 MB each) they may not. It reads
-no file, looks nothing up and makes no cu_seqlens.
+(``bucket``), whose samples gather from many places, and these with a loss weight per token. The
+samples come in random order out of a file that no cache of a core holds. ``memcpy`` is the limit:
+as many bytes (28 per token) in the same four arrays, copied into such buffers from others like
+them, every time the same. Source and target of 4 samples (459 kB each) stay in the caches of a
+core, of 12 (1.4 MB each) they may not. It reads no file, looks nothing up and makes no cu_seqlens.
 
 Then loaders, micro batches of 4 rows of a shuffled epoch, each in a process of its own and at its
 best setting: 0, 1 and 2 workers are tried of every one (of OLMo-core also its 4 threads), ours with
@@ -67,7 +67,7 @@ from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
@@ -467,6 +467,12 @@ def main() -> None:
             strategy: PackedDataset(dataset, pack(dataset.document_lengths, strategy, buckets=ROW))
             for strategy in ("concat", "bucket")
         }
+        with IndexedDatasetBuilder(folder / "weights", np.float16) as builder:
+            ones = np.ones(dataset.num_tokens, np.float16)
+            builder.add_documents(ones, dataset.document_offsets)
+        packed["bucket, loss weights"] = PackedDataset(
+            dataset, packed["bucket"].samples.indices, weight_dataset=str(folder / "weights")
+        )
         gpt = {
             kind: megatron_train(
                 None, folder / "text", folder / kind, positions=kind == POSITIONS,

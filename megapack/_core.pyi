@@ -168,6 +168,7 @@ class Gatherer:
         positions: str,
         attention: str,
         label_boundary: str,
+        loss: str,
         alignment: int,
         pad_token: int,
     ) -> None: ...
@@ -180,6 +181,7 @@ class Gatherer:
         *,
         tokens: NDArray[Any],
         labels: NDArray[Any] | None,
+        weights: NDArray[Any] | None,
         index_bytes: NDArray[np.uint8],
         index_name: str,
         sample_segment_offsets: NDArray[np.int64],
@@ -196,7 +198,7 @@ class Gatherer:
     # those of these samples; all else is for samples of open ones
     def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen;
-    # num_lists: of excluded documents, those in force
+    # num_lists: of excluded documents, those in force; factors: of samples, on their loss masks
     def gather(
         self,
         sample_ids: NDArray[np.int64],
@@ -210,8 +212,12 @@ class Gatherer:
         per_row: bool,
         num_cu_seqlens: int,
         num_lists: int,
+        factors: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
-    def count_labels(self, sample_ids: NDArray[np.int64], num_lists: int) -> NDArray[np.int64]: ...
+    # -> of every sample labels, their weight, and sequences that have some
+    def count_labels(
+        self, sample_ids: NDArray[np.int64], num_lists: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]: ...
     def token_ranges(
         self, sample_ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

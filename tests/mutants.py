@@ -467,11 +467,11 @@ empty_segments: verify passes segments without a token
 
 megapack/data/sampler.py: dealing tests/data/test_stages.py
 step_denominator: losses are averaged per micro batch instead of per step
-- num_step_label_tokens=num_labels,
-+ num_step_label_tokens=int(labels[: len(mine)].sum()),
+- num_step_label_tokens=weights.num_labels,
++ num_step_label_tokens=weights.num_labels // num_micro_steps,
 step_label_weight: weighted losses are divided by labels that are not weighted
-- label_weight = float(labels @ factors.astype(float))
-+ label_weight = float(labels.sum())
+- float(of_samples @ totals.weight), float
++ float(totals.labels.sum()), float
 
 megapack/training/model/loss.py: tests/training/test_loss.py
 weights_of_gradients: the loss is weighted and its gradient is not

@@ -41,7 +41,7 @@ def gatherer(**changed: Any) -> _core.Gatherer:
     zero = np.zeros(1, np.int64)
     given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
-    rest = {"alignment": 1, "pad_token": 0}
+    rest = {"loss": "token_mean", "alignment": 1, "pad_token": 0}
     return _core.Gatherer(**{**given, **runs, **rest, **changed})
 
 
@@ -119,6 +119,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
             lambda: gatherer(label_boundary="file"),
             "label_boundary is 'file'; it must be one of docu",
         ),
+        (lambda: gatherer(loss="mean"), "loss is 'mean'; it must be one of token_mean"),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: gatherer(alignment=2.0), "alignment is 2.0; it must be an integer"),
         (lambda: packed("decompose", buckets=[8, 32]), "bucket 32 follows 8"),
@@ -292,6 +293,7 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
         0,
         tokens=np.arange(1000, dtype=np.uint16),
         labels=None,
+        weights=None,
         index_bytes=idx,
         index_name="x.idx",
         sample_segment_offsets=np.arange(len(samples) + 1),

@@ -40,6 +40,14 @@ Extent extent(const py::object& value, const char* name) {
         {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
 }
 
+// "longalign" is the sequence mean in another unit, which is in the factors of the samples.
+Loss loss(const py::object& value) {
+    return choice<Loss>(value, "loss",
+                        {{"token_mean", Loss::kTokenMean},
+                         {"sequence_mean", Loss::kSequenceMean},
+                         {"longalign", Loss::kSequenceMean}});
+}
+
 Positions positions(const py::object& value) {
     return choice<Positions>(value, "positions",
                              {{"segment", Positions::kSegment},
@@ -116,10 +124,13 @@ class Gatherer {
     Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
              const py::object& positions_name, const py::object& attention,
-             const py::object& label_boundary, const py::object& alignment,
-             const py::object& pad_token)
-        : options_{positions(positions_name), extent(attention, "attention"),
-                   extent(label_boundary, "label_boundary"), integer(alignment, "alignment", 1),
+             const py::object& label_boundary, const py::object& loss_name,
+             const py::object& alignment, const py::object& pad_token)
+        : options_{positions(positions_name),
+                   extent(attention, "attention"),
+                   extent(label_boundary, "label_boundary"),
+                   loss(loss_name),
+                   integer(alignment, "alignment", 1),
                    integer(pad_token, "pad_token")},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
@@ -135,17 +146,18 @@ class Gatherer {
 
     // A shard is opened once: others may be reading it from then on.
     void open(const py::object& shard, const py::array& tokens,
-              const std::optional<py::array>& labels, const py::object& index_bytes,
-              const py::object& index_name, const py::object& sample_segment_offsets,
-              const py::object& segment_document, const py::object& segment_begin,
-              const py::object& segment_length, const Array<std::int64_t>& excluded,
-              const Array<std::int64_t>& excluded_by,
+              const std::optional<py::array>& labels, const std::optional<py::array>& weights,
+              const py::object& index_bytes, const py::object& index_name,
+              const py::object& sample_segment_offsets, const py::object& segment_document,
+              const py::object& segment_begin, const py::object& segment_length,
+              const Array<std::int64_t>& excluded, const Array<std::int64_t>& excluded_by,
               const std::optional<Array<std::uint8_t>>& segment_joined) {
         Shard& place = shards_[integer(shard, "shard", 0, ssize(shards_) - 1)];
         if (place.is_open()) return;
         Shard opened(index_view(index_bytes, index_name));
         opened.tokens = token_array(tokens, "tokens");
         if (labels) opened.labels = token_array(*labels, "labels");
+        if (weights) opened.weights = token_array(*weights, "weights");
         opened.samples.sample_segment_offsets =
             integers(sample_segment_offsets, "sample_segment_offsets");
         opened.samples.segment_document = integers(segment_document, "segment_document");
@@ -159,7 +171,7 @@ class Gatherer {
         place = opened;
         if (reads_exactly_) megapack::read_exactly({&place, 1});
         --num_closed_;
-        kept_.push_back(py::make_tuple(tokens, labels, index_bytes, sample_segment_offsets,
+        kept_.push_back(py::make_tuple(tokens, labels, weights, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length, excluded,
                                        excluded_by, segment_joined));
     }
@@ -176,8 +188,12 @@ class Gatherer {
                      Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
                      Array<float>& loss_mask, Array<std::int64_t>& position_ids,
                      const py::object& per_row, const py::object& num_cu_seqlens,
-                     const py::object& num_lists) const {
+                     const py::object& num_lists,
+                     const std::optional<Array<float>>& factors) const {
         const auto samples = view(sample_ids, "sample_ids");
+        const auto weighed = factors ? view(*factors, "factors") : Span<const float>();
+        check(!factors || weighed.size() == samples.size(), weighed.size(), " factors for ",
+              samples.size(), " samples; give one for each");
         const GatherShape shape{integer(num_rows, "num_rows", 1),
                                 integer(row_tokens, "row_tokens", 1),
                                 integer(capacity, "capacity", 1)};
@@ -190,7 +206,9 @@ class Gatherer {
         const bool aligned = options_.alignment > 1;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
         const std::int64_t max_seqlen = unlocked([&] {
-            const GatherPlan plan = plan_gather(shards_, located(samples, lists), shape, options_);
+            std::vector<SampleRef> refs = located(samples, lists);
+            for (std::int64_t i = 0; i < weighed.size(); ++i) refs[i].factor = weighed[i];
+            const GatherPlan plan = plan_gather(shards_, refs, shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
             segment_sources = plan.sources();
@@ -203,13 +221,22 @@ class Gatherer {
                               to_numpy(std::move(segment_sources)), max_seqlen);
     }
 
-    py::array_t<std::int64_t> count(const Array<std::int64_t>& sample_ids,
-                                    const py::object& num_lists) const {
+    // Labels, their weight, and sequences that have some, of every sample.
+    py::tuple count(const Array<std::int64_t>& sample_ids, const py::object& num_lists) const {
         const auto samples = view(sample_ids, "sample_ids");
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
-        return computed([&] {
-            return count_labels(shards_, located(samples, lists), options_.label_boundary);
+        std::vector<std::int64_t> labels, sequences;
+        std::vector<double> weight;
+        unlocked([&] {
+            for (const LabelTotals& total :
+                 count_labels(shards_, located(samples, lists), options_.label_boundary)) {
+                labels.push_back(total.labels);
+                weight.push_back(total.weight);
+                sequences.push_back(total.sequences);
+            }
         });
+        return py::make_tuple(to_numpy(std::move(labels)), to_numpy(std::move(weight)),
+                              to_numpy(std::move(sequences)));
     }
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
@@ -261,13 +288,14 @@ void register_gather(py::module_& m) {
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
-                      const py::object&, const py::object&, const py::object&, const py::object&>(),
+                      const py::object&, const py::object&, const py::object&, const py::object&,
+                      const py::object&>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
-             py::arg("positions"), py::arg("attention"), py::arg("label_boundary"),
+             py::arg("positions"), py::arg("attention"), py::arg("label_boundary"), py::arg("loss"),
              py::arg("alignment"), py::arg("pad_token"))
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
-             py::arg("labels"), py::arg("index_bytes"), py::arg("index_name"),
+             py::arg("labels"), py::arg("weights"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none())
@@ -277,7 +305,7 @@ void register_gather(py::module_& m) {
              py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
              py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
              py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"),
-             py::arg("num_lists"))
+             py::arg("num_lists"), py::arg("factors").noconvert() = py::none())
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
              py::arg("num_lists"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())

@@ -34,7 +34,7 @@ from megapack.errors import ConfigError, require
 from megapack.packing import SampleIndex
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import open_labels
+from megapack.storage.dataset import open_labels, open_weights
 from megapack.storage.files import atomic_write, check_target
 from megapack.units import count
 
@@ -95,11 +95,17 @@ class PackedRows:
     Raises:
         ConfigError: the samples are aligned, and there is no `pad`.
         IndexMismatchError: labels of other documents.
+        ConfigError: there are loss weights, which its mask of 0 and 1 cannot say.
     """
 
     def __init__(self, dataset: IndexedDataset, index: SampleIndex, pad: int | None) -> None:
         self.dataset, self.index, self.pad = dataset, index, pad
         self.labels = open_labels(dataset)
+        if open_weights(dataset) is not None:
+            raise ConfigError(
+                f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
+                "train with megapack-pretrain or PackedTrainer, or move the weights away"
+            )
         self.largest = int(index.bucket_capacity[-1])
         if index.alignment > 1 and pad is None:
             raise ConfigError(

@@ -3,8 +3,9 @@
 An .idx (or the prefix of a dataset) shows what is stored and how long the documents are; a
 .samples file shows how it was packed and what the packing is worth; a shard manifest shows what
 its datasets hold together, with --shards also each. With --sample, one sample
-is shown as training sees it: its text, where documents begin and end, and which tokens have no
-label (PREFIX.labels, where it stands, decides that).
+is shown as training sees it: its text, where documents begin and end, which tokens have no label
+(PREFIX.labels, where it stands, decides that) and with which weight the others count
+(PREFIX.weights).
 
 examples:
   megapack-build inspect data/train
@@ -35,7 +36,7 @@ from megapack.packing.sample_index import IDX_CHECKSUMS
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import open_labels
+from megapack.storage.dataset import open_labels, open_weights
 from megapack.units import counted
 
 # ---- Token ids to text, by the tokenizer that made a dataset and no other -----------------------
@@ -84,6 +85,7 @@ class SegmentView:
     sample_offset: int
     token_ids: list[int]
     has_label: list[bool]  # of every token: is the loss of predicting its successor counted?
+    weights: list[float] | None  # with which weight, where there are loss weights
 
     @property
     def ends_document(self) -> bool:
@@ -99,6 +101,14 @@ class SegmentView:
         if self.num_labels == len(self.token_ids) - 1 and self.ends_document:
             return "last token has no label"
         return f"{self.num_labels:,} of {len(self.token_ids):,} tokens have a label"
+
+    def weighed(self) -> str:
+        """What its labels weigh, for its head line."""
+        if self.weights is None:
+            return ""
+        own = [w for w, is_label in zip(self.weights, self.has_label, strict=True) if is_label]
+        span = f" of {min(own):g} to {max(own):g}" if own else ""
+        return f", loss weights{span}, together {sum(own):g}"
 
     def extent(self) -> str:
         if self.begin == 0 and self.ends_document:
@@ -125,7 +135,7 @@ def view_sample(
         IndexMismatchError: the index or the labels are of another dataset.
     """
     index.check_source(dataset)
-    chosen = (open_labels(dataset) or dataset).tokens
+    chosen, weights = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
     segments = index.sample(sample)[1] if segments is None else segments
     offsets, lengths = dataset.document_offsets, dataset.document_lengths
     views: list[SegmentView] = []
@@ -134,7 +144,11 @@ def view_sample(
         start = first + begin
         document_length = int(lengths[document])
         # A token's label is its successor in the document; the last one has none.
-        labels = chosen[start + 1 : first + min(end + 1, document_length)]
+        of_labels = slice(start + 1, first + min(end + 1, document_length))
+        labels, weighed = chosen[of_labels], None
+        if weights is not None:
+            weighed = weights.tokens[of_labels].view(np.float16).astype(float).tolist()
+            weighed += [0.0] * (length - len(labels))
         views.append(
             SegmentView(
                 document=document,
@@ -144,6 +158,7 @@ def view_sample(
                 sample_offset=sum(len(view.token_ids) for view in views),
                 token_ids=dataset.tokens[start : start + length].tolist(),
                 has_label=(labels >= 0).tolist() + [False] * (length - len(labels)),
+                weights=weighed,
             )
         )
     return views
@@ -158,7 +173,8 @@ def print_sample(
     *,
     full: bool = False,
 ) -> None:
-    """Segments in turn, each in its colour; tokens without a label stand in reverse red."""
+    """Segments in turn, each in its colour; tokens without a label stand in reverse red. A run of
+    tokens that have another loss weight than 1 is followed by it."""
     bucket, _ = index.sample(sample)
     capacity = int(index.bucket_capacity[bucket])
     used = sum(len(view.token_ids) for view in segments)
@@ -178,7 +194,7 @@ def print_sample(
         console.write_line(
             f"--- segment {number}: document {view.document:,}, {view.extent()}; sample positions "
             f"[{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
-            f"{len(view.token_ids) - 1:,}; {view.labelled()}",
+            f"{len(view.token_ids) - 1:,}; {view.labelled()}{view.weighed()}",
             style=f"bold {colour}",
         )
         console.print(_body(view, decode, colour, full=full), soft_wrap=True)
@@ -189,14 +205,17 @@ def print_sample(
 def _body(
     view: SegmentView, decode: Callable[[Sequence[int]], str] | None, colour: str, *, full: bool
 ) -> Text:
-    """Runs of tokens with and without a label; only whole runs can be decoded."""
+    """Runs of tokens with and without a label, of one weight; only whole runs can be decoded."""
     show = decode or (lambda ids: " ".join(map(str, ids)) + " ")
     body = Text()
-    for has_label, run in groupby(
-        zip(view.has_label, view.token_ids, strict=True), key=lambda token: token[0]
+    weights = view.weights or [1.0] * len(view.token_ids)
+    for (has_label, weight), run in groupby(
+        zip(view.has_label, weights, view.token_ids, strict=True), key=lambda token: token[:2]
     ):
-        text = show([token_id for _, token_id in run])
+        text = show([token_id for _, _, token_id in run])
         body.append(_shorten(text, full=full), style=colour if has_label else MASKED)
+        if has_label and weight != 1:
+            body.append(f"<{weight:g}>", style="dim")
     return body
 
 

@@ -118,10 +118,10 @@ def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -
     if each:
         print()
         print_table(
-            ("shard", "documents", "tokens", "samples", "type", "labels"),
+            ("shard", "documents", "tokens", "samples", "type", "labels", "weights"),
             [
                 (s.prefix, *map(count, (s.num_documents, s.num_tokens, sum(s.samples_per_bucket))))
-                + (s.dtype, "yes" if s.labels else "")
+                + (s.dtype, "yes" if s.labels else "", "yes" if s.weights else "")
                 for s in index.shards
             ],
         )
@@ -160,8 +160,9 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     if args.documents is not None:
         raise ConfigError("--documents is for one dataset; pack its rest by itself")
     found = dataset_prefixes(args.prefixes)
-    # Labels stand beside their dataset and are no dataset of their own.
-    prefixes = [p for p in found if p.removesuffix(".labels") not in {*found} - {p}]
+    # Labels and weights stand beside their dataset and are no dataset of their own.
+    beside = {p + end for p in found for end in (".labels", ".weights")}
+    prefixes = [p for p in found if p not in beside]
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
     )

@@ -232,6 +232,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         max_words={"metavar": "N", "help": "the same for more words"},
     )
     _add_tokens(parser.add_argument_group("tokens"))
+    add_fields(
+        parser.add_argument_group("loss weights"),
+        weights_key={
+            "metavar": "KEY",
+            "help": "KEY holds the loss weights of a text: a number per token, spans [begin, end, "
+            "weight] of its characters, or the path of a .npy; writes a second dataset, "
+            "PREFIX.weights",
+        },
+    )
     _add_chats(parser.add_argument_group("conversations"))
     add_fields(
         parser.add_argument_group("training, validation and test documents"),

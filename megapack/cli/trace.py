@@ -67,6 +67,7 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
         "tokens_before": schedule.tokens_before(step),
         "stage_from_step": schedule.stage_at(step).begin,
         "num_label_tokens": content.num_label_tokens,
+        **_weights(run, step),
         "samples": [
             {
                 **place,
@@ -81,14 +82,27 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
     }
 
 
+def _weights(run: OpenRun, step: int) -> dict[str, Any]:
+    """How losses of a step count, where not all alike."""
+    from megapack.data.sampler import weigh_step  # noqa: PLC0415 (torch)
+
+    samples = run.data.samples
+    weight = weigh_step(run.schedule, run.schedule.step(step), samples).label_weight
+    return {} if weight is None else {"loss": samples.mixture.loss, "step_label_weight": weight}
+
+
 def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -> None:
     schedule, content = run.schedule, run.schedule.step(facts["step"])
     console = Screen()
+    weight = ""
+    if "step_label_weight" in facts:
+        weight = f" of weight {facts['step_label_weight']:,.6g} ({facts['loss']})"
     stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
     console.write_line(
         f"step {content.index:,}: {len(content.sample_ids):,} samples of "
         f"{' and '.join(f'{draw.capacity:,}' for draw in content.draws)} tokens, "
-        f"{content.num_label_tokens:,} labels; {facts['tokens_before']:,} tokens before it{stage}",
+        f"{content.num_label_tokens:,} labels{weight}; {facts['tokens_before']:,} tokens before it"
+        f"{stage}",
         style="bold",
     )
     if args.tokenizer is None:

@@ -4,10 +4,10 @@
   megapack-build upload shards/*.idx gs://bucket/folder
   megapack-build upload web.shards.json s3://bucket/folder
 
-Each takes its name along, and with it its .samples and its labels where they lie beside it. Beside
-every dataset come checksums of its blocks, by which readers know that what arrives is right. The
-.idx comes last: a dataset is there in whole or not at all. A shard manifest comes behind all its
-shards, which keep their places beside it.
+Each takes its name along, and with it its .samples, labels and loss weights where they lie beside
+it. Beside every dataset come checksums of its blocks, by which readers know that what arrives is
+right. The .idx comes last: a dataset is there in whole or not at all. A shard manifest comes behind
+all its shards, which keep their places beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     prefixes, _, manifests = named_files(args.prefixes)
     for prefix in prefixes:
         target = f"{folder}/{Path(prefix).name}"
-        _upload(prefix, target, labels=IndexedDataset.exists(f"{prefix}.labels"))
+        beside = [end for end in (".labels", ".weights") if IndexedDataset.exists(prefix + end)]
+        _upload(prefix, target, beside)
         if Path(f"{prefix}.samples").exists():
             _put(f"{prefix}.samples", f"{target}.samples")
     for manifest in manifests:
@@ -63,14 +64,16 @@ def _upload_source(manifest: str, folder: str) -> None:
     remove_object(target)  # it speaks of shards that are replaced now
     for shard in shards:
         if not is_remote(shard.prefix):
-            _upload(shard.prefix, f"{folder}/{places[shard.prefix]}", labels=shard.labels)
+            beside = {".labels": shard.labels, ".weights": shard.weights}
+            target_of = f"{folder}/{places[shard.prefix]}"
+            _upload(shard.prefix, target_of, [end for end, is_there in beside.items() if is_there])
         if not is_remote(shard.samples):
             _put(shard.samples, f"{folder}/{places[shard.samples]}")
     _put(manifest, target)
 
 
-def _upload(prefix: str, target: str, *, labels: bool) -> None:
-    for suffix in ("", ".labels") if labels else ("",):
+def _upload(prefix: str, target: str, beside: list[str]) -> None:
+    for suffix in ("", *beside):
         upload_dataset(f"{prefix}{suffix}", f"{target}{suffix}")
         print(f"{prefix}{suffix} -> {target}{suffix}")
 

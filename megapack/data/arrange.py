@@ -72,9 +72,9 @@ class Pieces(NamedTuple):
 
 def cut_pieces(
     data: PackedDataset, chosen: PackedDataset | None, capacity: int, ids: Ids
-) -> tuple[Pieces, Ids, Ids | None]:
+) -> tuple[Pieces, Ids, Ids | None, NDArray[np.float32] | None]:
     """Samples of one capacity as documents of their own: where they are, their tokens, and their
-    labels: as those of ``chosen``, not shifted."""
+    labels and loss weights: as those of ``chosen``, not shifted."""
     shards, owners, parts = data.samples.shards, [], []
     for shard, mine, local in shards.by_shard(ids):
         segments, owner = segments_of(shards.index(shard), local)
@@ -95,11 +95,13 @@ def cut_pieces(
     tokens[offsets[1:][goes_on] - 1] = following[goes_on]
     pieces = Pieces(offsets, lengths, counts)
     if chosen is None:
-        return pieces, tokens, None
-    shifted = chosen.micro_batch(ids, capacity=capacity)["labels"].numpy()[0]
-    labels = np.concatenate([[-100], shifted])[at]
-    labels[offsets[:-1]] = -100  # the first token of a segment is nobody's label in its sample
-    return pieces, tokens, labels
+        return pieces, tokens, None, None
+    shifted = chosen.micro_batch(ids, capacity=capacity)
+    labels = np.concatenate([[-100], shifted["labels"].numpy()[0]])[at]
+    weights = np.concatenate([[0], shifted["loss_mask"].numpy()[0]])[at]
+    # The first token of a segment is nobody's label in its sample.
+    labels[offsets[:-1]], weights[offsets[:-1]] = -100, 0
+    return pieces, tokens, labels, weights
 
 
 BLOCK_TOKENS = 1 << 20  # of one bucket: 2 to 4 MB
@@ -171,7 +173,7 @@ class Arranger:
         found: list[Pieces] = []
         with ExitStack() as stack:
             documents = data.datasets[0]
-            said, said_of_labels = self._said
+            said, *said_beside = self._said
             builder = stack.enter_context(
                 IndexedDatasetBuilder(
                     prefix,
@@ -181,20 +183,29 @@ class Arranger:
                     overwrite=True,
                 )
             )
-            if chosen is not None:
-                beside = stack.enter_context(
+            kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
+                (".labels", "labels", {"allow_negative": True}),
+                (".weights", "weights", {"dtype": np.float16}),
+            )
+            beside = [
+                stack.enter_context(
                     IndexedDatasetBuilder(
-                        f"{prefix}.labels",
-                        allow_negative=True,
-                        metadata={**said_of_labels, "arranged": made_of},
+                        f"{prefix}{end}",
+                        **options,
+                        metadata={**told, "arranged": made_of},
                         overwrite=True,
                     )
                 )
+                if any(getattr(shard, name) for shard in self.source.shards)
+                else None
+                for (end, name, options), told in zip(kinds, said_beside, strict=True)
+            ]
             for capacity, ids in self._chunks(number):
-                pieces, tokens, labels = cut_pieces(data, chosen, capacity, ids)
+                pieces, tokens, *more = cut_pieces(data, chosen, capacity, ids)
                 builder.add_documents(tokens, pieces.offsets)
-                if labels is not None:
-                    beside.add_documents(labels, pieces.offsets)
+                for own, values in zip(beside, more, strict=True):
+                    if own is not None:
+                        own.add_documents(values, pieces.offsets)
                 found.append(pieces)
         dataset = IndexedDataset(prefix)
         index = self._index(number, found, dataset)
@@ -205,14 +216,14 @@ class Arranger:
 
     @cached_property
     def _data(self) -> tuple[PackedDataset, PackedDataset | None]:
-        """The source without the labels beside its shards, and with them if it has some."""
-        has_labels = any(shard.labels for shard in self.source.shards)
-        plain = PackedDataset(None, self.source, label_dataset=None)
-        return plain, PackedDataset(None, self.source) if has_labels else None
+        """The source without labels and weights beside its shards, and with them if it has some."""
+        has_more = any(shard.labels or shard.weights for shard in self.source.shards)
+        plain = PackedDataset(None, self.source, label_dataset=None, weight_dataset=None)
+        return plain, PackedDataset(None, self.source) if has_more else None
 
     @cached_property
     def _said(self) -> list[dict[str, Any]]:
-        """Metadata of tokens and of labels that stays true: above all the tokenizer."""
+        """Metadata of tokens, labels and weights that stays true: above all the tokenizer."""
         said = ShardedDocuments(self.source, with_labels=True).metadata()
         return [{k: value for k, value in of.items() if k not in _NOT_KEPT} for of in said]
 

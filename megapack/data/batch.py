@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.config import check_positive
@@ -57,9 +57,9 @@ class MicroBatch:
         imbalance: max / mean attention work over the ranks, of this draw, as dealt.
         imbalance_undealt: the same had the samples been dealt in the order of the schedule.
         source: (samples,) int64, number of the source (dataset) of every sample.
-        loss_weight: (samples,) float32, factors on the loss of their labels; None: 1.
-        step_label_weight: their sum over the label tokens of the whole step, over all ranks; None:
-            ``num_step_label_tokens``.
+        loss_weight: (samples,) float32, factors on their loss masks; None: 1.
+        step_label_weight: what losses times loss masks are divided by: the sum of the loss mask
+            over the whole step and all ranks; None: ``num_step_label_tokens``.
         attention_window: of the step, tokens; None: there is none.
         num_lists: of excluded documents in force (``megapack.data.sources``).
         sequence_parallel_size: ranks that share this micro batch, each a slice of its tokens.
@@ -182,15 +182,6 @@ def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]
     slots = row_tokens // capacity
     slot = row_tokens // slots // alignment * alignment
     return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
-
-
-def weigh(loss_mask: NDArray[np.float32], loss_weight: ArrayLike, slots: Sequence[int]) -> None:
-    """Multiply a loss mask (rows, row_tokens) in place by the factor (samples,) of each sample."""
-    rows = len(loss_mask)
-    factors = np.ones(rows * len(slots), np.float32)
-    given = np.asarray(loss_weight, np.float32)
-    factors[: len(given)] = given
-    loss_mask *= factors.reshape(rows, len(slots)).repeat(slots, axis=1)
 
 
 class Bounds(NamedTuple):

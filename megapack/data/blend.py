@@ -64,6 +64,10 @@ class Source:
     labels: str = "auto"
     """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
     ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
+    token_weights: str = "auto"
+    """Prefix of a dataset of loss weights, token by token beside the tokens: of every token the
+    factor on the loss of predicting it. ``auto``: <prefix>.weights where that exists; ``none``: 1
+    for all."""
     loss_weight: float = 1.0
     """Factor on the loss of its labels: each counts like so many in the mean over a step. The loss
     denominator is the sum of these factors, so equal factors change nothing."""
@@ -107,12 +111,14 @@ class Source:
 
     def relative_to(self, folder: Path) -> Source:
         """The source with paths relative to the manifest's folder; addresses stay."""
-        names = ("prefix", "index", "labels", "valid_prefix", "valid_index", "scores")
+        names = ["prefix", "index", "labels", "token_weights", "valid_prefix", "valid_index"]
+        names += ["scores"]
         given = {name: getattr(self, name) for name in names}
         paths: dict[str, Any] = {
             name: joined(folder, path)
             for name, path in given.items()
-            if path is not None and not (name == "labels" and path in ("auto", "none"))
+            if path is not None
+            and not (name in ("labels", "token_weights") and path in ("auto", "none"))
         }
         return replace(self, **paths)
 

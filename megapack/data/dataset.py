@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
@@ -28,8 +29,6 @@ from megapack.data.batch import (
     Buffers,
     allocate,
     cut_bounds,
-    slot_tokens,
-    weigh,
 )
 from megapack.data.blend import BlendConfig
 from megapack.data.documents import (
@@ -44,6 +43,7 @@ from megapack.data.program import Mixture
 from megapack.data.sources import (
     Attention,
     Exclusions,
+    LabelTotals,
     SampleSource,
     Shards,
     check_has_groups,
@@ -82,15 +82,18 @@ class PackedDataset(Dataset[Batch]):
             token beside the documents, not shifted, negative where there is none. ``auto`` takes
             ``<prefix>.labels`` when it is there; None ignores it. For a blend also a list, one of
             these per dataset.
+        weight_dataset: of every token the factor on the loss of predicting it
+            (``megapack.storage.dataset.open_weights``); ``auto``: ``<prefix>.weights``, as above.
         pad_token: written where there is no token.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
             this ``alignment``; otherwise rows must be longer than the capacity.
         mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
-            stages, scores, max_epochs, run_tokens, loss_weights, attention_window.
+            stages, scores, max_epochs, run_tokens, loss_weights, loss, attention_window.
 
     Attributes:
-        datasets, label_datasets: the documents of every source, and the labels beside them.
+        datasets, label_datasets, weight_datasets: the documents of every source, and the labels and
+            loss weights beside them.
         samples: what is known of the samples, gathered or not.
         remote_reads: of its documents in object stores, for whoever has them fetched ahead.
 
@@ -108,6 +111,7 @@ class PackedDataset(Dataset[Batch]):
         attention: Attention = "document",
         label_boundary: Literal["document", "sample"] = "document",
         label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
+        weight_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
         **mixture: Any,
@@ -125,8 +129,8 @@ class PackedDataset(Dataset[Batch]):
             "alignment": alignment,
             "pad_token": pad_token,
         }
-        self.datasets, self.label_datasets, indices = open_sources(
-            dataset, index, label_dataset, positions=positions
+        self.datasets, self.label_datasets, self.weight_datasets, indices = open_sources(
+            dataset, index, label_dataset, weight_dataset, positions=positions
         )
         if attention == "group":
             check_has_groups(indices)
@@ -147,6 +151,7 @@ class PackedDataset(Dataset[Batch]):
             exclusions=self._exclusions,
             attention=self._options["attention"],
             counter=self._count_labels,
+            token_weights=list(map(_digest_of_weights, self.datasets, self.weight_datasets)),
         )
         alignment = self._options["alignment"]
         for window in self.samples.windows:
@@ -160,6 +165,7 @@ class PackedDataset(Dataset[Batch]):
             shards=shards.shards,
             first_samples=shards.first_samples,
             sources=shards.sources,
+            loss=self.samples.mixture.loss,
             **self._options,
         )
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
@@ -173,7 +179,8 @@ class PackedDataset(Dataset[Batch]):
                 self.documents(shard)
 
     def __getstate__(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in ("_options", "datasets", "label_datasets")}
+        names = ("_options", "datasets", "label_datasets", "weight_datasets")
+        given = {name: getattr(self, name) for name in names}
         own = (self.samples.indices, self.samples.mixture, self._exclusions)
         return {"given": given, "own": own}
 
@@ -233,7 +240,8 @@ class PackedDataset(Dataset[Batch]):
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
                 views of them, overwritten by the next call that is given them. None: new ones.
             pin_memory: new tensors in page-locked memory.
-            loss_weight: (samples,) factors on the loss of their labels, float; None: 1.
+            loss_weight: (samples,) factors on the loss of their labels, float; None: 1. What a
+                ``MicroBatch`` has: for ``loss: longalign`` the unit is in it.
             attention_window: segments of cu_seqlens, padding too, are cut at multiples of so many
                 tokens, all else stays; None: they are whole.
             num_lists: documents of the first so many lists of excluded documents are padding; that
@@ -241,7 +249,9 @@ class PackedDataset(Dataset[Batch]):
 
         Returns:
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
-            which is the ``loss_weight`` of a sample where there is a label, and 0 elsewhere;
+            which is 0 where there is no label, else ``loss_weight`` of the sample times the weight
+            of the token, and with another ``loss`` than token_mean over what these weights add up
+            to in the sequence;
             ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
             ``cu_seqlens_padded``); ``dataset_ids`` int32, number of the dataset of every segment,
             -1 for padding; ``max_seqlen`` int, longest segment with its padding.
@@ -269,6 +279,9 @@ class PackedDataset(Dataset[Batch]):
             )
         self._open_for(ids)
         arrays = buffers.arrays
+        factors = None
+        if loss_weight is not None:
+            factors = np.ascontiguousarray(loss_weight, np.float32)
 
         def gather() -> Any:  # arguments by position: keywords cost a microsecond
             return self._gatherer.gather(
@@ -283,6 +296,7 @@ class PackedDataset(Dataset[Batch]):
                 layout.cu_seqlens_per_row,
                 0 if attention_window else entries,
                 num_lists,
+                factors,
             )
 
         bounds = self.remote_reads.read(ids, gather)
@@ -291,9 +305,6 @@ class PackedDataset(Dataset[Batch]):
             whole = Bounds(*bounds)
             bounds = cut_bounds(whole, attention_window, num_lists=num_lists, entries=entries)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = bounds
-        if loss_weight is not None:
-            slots = slot_tokens(capacity, row_tokens, self._options["alignment"])
-            weigh(buffers.arrays["loss_mask"].reshape(rows, row_tokens), loss_weight, slots)
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
         batch["cu_seqlens"] = layout.listed(cu_seqlens, rows)
@@ -329,15 +340,16 @@ class PackedDataset(Dataset[Batch]):
         self._gatherer.read_exactly()
 
     def count_labels(self, sample_ids: ArrayLike, num_lists: int = 0) -> Ids:
-        """Tokens of every sample that have a label (the sum of its loss_mask), int64.
+        """Tokens of every sample that have a label, int64.
 
         Arguments are those of ``micro_batch``.
         """
         return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists)
 
-    def _count_labels(self, ids: Ids, num_lists: int) -> Ids:
+    def _count_labels(self, ids: Ids, num_lists: int) -> LabelTotals:
         self._open_for(ids)
-        return self._remote_labels.read(ids, partial(self._gatherer.count_labels, ids, num_lists))
+        count = partial(self._gatherer.count_labels, ids, num_lists)
+        return LabelTotals(*self._remote_labels.read(ids, count))
 
     def documents(self, shard: int) -> IndexedDataset:
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be.
@@ -361,8 +373,9 @@ class PackedDataset(Dataset[Batch]):
         shards = self.samples.shards
         source = int(shards.sources[shard])
         found, labels = self.datasets[source], self.label_datasets[source]
+        weights = self.weight_datasets[source]
         if isinstance(found, ShardedDocuments):
-            dataset, labels = found.open(shards.number_in_source(shard))
+            dataset, labels, weights = found.open(shards.number_in_source(shard))
         else:
             dataset = found
         index = shards.index(shard)
@@ -376,6 +389,7 @@ class PackedDataset(Dataset[Batch]):
             shard,
             tokens=dataset.mapped_tokens,
             labels=None if labels is None else labels.mapped_tokens,
+            weights=None if weights is None else weights.mapped_tokens,
             index_bytes=dataset.index_bytes,
             index_name=f"{dataset.prefix}.idx",
             sample_segment_offsets=index.sample_segment_offsets,
@@ -386,9 +400,18 @@ class PackedDataset(Dataset[Batch]):
             excluded_by=excluded_by,
             segment_joined=joined if self.samples.attention == "group" else None,
         )
-        self.remote_reads.add(shard, dataset, labels)
-        self._remote_labels.add(shard, labels)
+        self.remote_reads.add(shard, dataset, labels, weights)
+        self._remote_labels.add(shard, labels, weights)
         return dataset
+
+
+def _digest_of_weights(documents: SourceDocuments, weights: IndexedDataset | None) -> str | None:
+    """What tells the loss weights of a source from others; None: it has none."""
+    if weights is not None:
+        return xxhash.xxh3_64_hexdigest(repr((weights.meta or {}).get("bin")).encode())
+    if isinstance(documents, ShardedDocuments) and documents.has_weights:
+        return f"of {len(documents.index.shards)} shards"
+    return None
 
 
 def _is_remote(documents: SourceDocuments) -> bool:
@@ -480,6 +503,7 @@ def open_blend(
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
+        weight_dataset=[None if s.token_weights == "none" else s.token_weights for s in sources],
         max_epochs=blend.limits,
         run_tokens=blend.run_tokens,
         stages=blend.stages,

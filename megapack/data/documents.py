@@ -1,6 +1,6 @@
 """The documents of sources, near or far, opened when they are needed.
 
-- ``open_sources``: what ``PackedDataset`` is given -> documents, labels, samples of every source.
+- ``open_sources``: what ``PackedDataset`` is given -> documents, labels, weights, samples.
 - ``ShardedDocuments``: of one of many shards what is known of all; each is opened when needed.
 - ``RemoteReads``: what a gather reads of object stores: fetched before, looked at again after.
 """
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -22,7 +22,7 @@ from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import LabelDocuments, label_list, open_labels
+from megapack.storage.dataset import LabelDocuments, label_list, open_labels, open_weights
 from megapack.storage.metadata import common_metadata
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
@@ -40,11 +40,13 @@ class ShardedDocuments:
 
     Args:
         index: their samples.
-        with_labels: whether labels beside shards are used.
+        with_labels, with_weights: whether labels and loss weights beside shards are used.
     """
 
-    def __init__(self, index: ShardedIndex, *, with_labels: bool) -> None:
-        self.index, self.with_labels = index, with_labels
+    def __init__(
+        self, index: ShardedIndex, *, with_labels: bool, with_weights: bool = True
+    ) -> None:
+        self.index, self.with_labels, self.with_weights = index, with_labels, with_weights
 
     @property
     def prefix(self) -> str:
@@ -90,18 +92,25 @@ class ShardedDocuments:
         end = ends.pop() if len(ends) == 1 else None
         return {"max_token_id": max(known), "document_end_token": end}
 
-    def metadata(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the builders of all shards, and of the labels beside some, were told alike; every
-        shard is opened. Raises as ``open``."""
-        metas, of_labels = [], []
-        for number in range(len(self.index.shards)):
-            dataset, labels = self.open(number)
-            metas.append(dataset.meta)
-            of_labels += [] if labels is None else [labels.meta]
-        return common_metadata(metas), common_metadata(of_labels or [None])
+    @property
+    def has_weights(self) -> bool:
+        """Whether loss weights beside some shard are used."""
+        return self.with_weights and any(shard.weights for shard in self.index.shards)
 
-    def open(self, number: int) -> tuple[IndexedDataset, IndexedDataset | None]:
-        """The documents of one shard and their labels, mapped.
+    def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """What the builders of all shards, and of the labels and weights beside some, were told
+        alike; every shard is opened. Raises as ``open``."""
+        metas: tuple[list[Any], list[Any], list[Any]] = [], [], []
+        for number in range(len(self.index.shards)):
+            for of_kind, dataset in zip(metas, self.open(number), strict=True):
+                of_kind.extend([] if dataset is None else [dataset.meta])
+        tokens, labels, weights = (common_metadata(of_kind or [None]) for of_kind in metas)
+        return tokens, labels, weights
+
+    def open(
+        self, number: int
+    ) -> tuple[IndexedDataset, IndexedDataset | None, IndexedDataset | None]:
+        """The documents of one shard, their labels and their loss weights, mapped.
 
         Raises:
             IndexMismatchError: they are not those that the manifest speaks of.
@@ -120,18 +129,29 @@ class ShardedDocuments:
                     f"{shard.prefix} has changed since {self.prefix} was written: {name} {now}, "
                     f"and it was {then}; restore it, or pack the shards again"
                 )
-        wanted = self.with_labels and shard.labels
-        return dataset, open_labels(dataset, f"{shard.prefix}.labels" if wanted else None)
+        labels = f"{shard.prefix}.labels" if self.with_labels and shard.labels else None
+        weights = f"{shard.prefix}.weights" if self.with_weights and shard.weights else None
+        return dataset, open_labels(dataset, labels), open_weights(dataset, weights)
+
+
+class OpenSources(NamedTuple):
+    """What a ``PackedDataset`` is of: one of each per source."""
+
+    documents: list[SourceDocuments]
+    labels: list[IndexedDataset | None]
+    weights: list[IndexedDataset | None]
+    indices: list[SourceIndex]
 
 
 def open_sources(
     documents: Documents | Sequence[Documents],
     indices: Index | Sequence[Index],
     labels: LabelDocuments | Sequence[LabelDocuments],
+    weights: LabelDocuments | Sequence[LabelDocuments],
     *,
     positions: str,
-) -> tuple[list[SourceDocuments], list[IndexedDataset | None], list[SourceIndex]]:
-    """Documents, labels and samples of one source or several, as given to ``PackedDataset``.
+) -> OpenSources:
+    """Documents, labels, weights, samples of one source or several, as ``PackedDataset`` is given.
 
     Raises as ``PackedDataset`` does.
     """
@@ -148,11 +168,10 @@ def open_sources(
                 f"{index.path} is an arranged source, whose segments do not tell where in their "
                 "document they began: use positions: segment, or the source that it was made of"
             )
-    sources = [
-        _open_source(*source)
-        for source in zip(given, found, label_list(labels, len(given)), strict=True)
-    ]
-    return [source[0] for source in sources], [source[1] for source in sources], found
+    lists = label_list(labels, len(given)), label_list(weights, len(given), "weight")
+    sources = [_open_source(*source) for source in zip(given, found, *lists, strict=True)]
+    opened, own_labels, own_weights = (list(of) for of in zip(*sources, strict=True))
+    return OpenSources(opened, own_labels, own_weights, found)
 
 
 def _as_list(items: Any) -> list[Any]:
@@ -160,28 +179,31 @@ def _as_list(items: Any) -> list[Any]:
 
 
 def _open_source(
-    documents: Documents, samples: SourceIndex, labels: LabelDocuments
-) -> tuple[SourceDocuments, IndexedDataset | None]:
-    """The documents of a source and the labels beside them; of shards, each opens its own later.
+    documents: Documents, samples: SourceIndex, labels: LabelDocuments, weights: LabelDocuments
+) -> tuple[SourceDocuments, IndexedDataset | None, IndexedDataset | None]:
+    """The documents of a source, the labels and weights beside them; of shards, each opens its own
+    later.
 
     Raises:
-        ConfigError: documents, or labels of their own, for a shard manifest; none for an index.
+        ConfigError: documents, or labels or weights of their own, for a shard manifest; none for an
+            index.
         IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
     """
     if isinstance(documents, ShardedDocuments):
-        return documents, None
+        return documents, None, None
     if isinstance(samples, ShardedIndex):
-        if documents is not None or labels not in ("auto", None):
+        if documents is not None or not {labels, weights} <= {"auto", None}:
             raise ConfigError(
-                f"{samples.path} names the documents of its shards, and labels stand beside them "
-                "(PREFIX.labels): leave out the prefix and the labels"
+                f"{samples.path} names the documents of its shards, and labels and weights stand "
+                "beside them (PREFIX.labels, PREFIX.weights): leave out prefix, labels and weights"
             )
-        return ShardedDocuments(samples, with_labels=labels is not None), None
+        used = {"with_labels": labels is not None, "with_weights": weights is not None}
+        return ShardedDocuments(samples, **used), None, None
     if documents is None:
         raise ConfigError(f"{samples.path or samples} does not name its documents; give a prefix")
     opened = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
     samples.check_source(opened)
-    return opened, open_labels(opened, labels)
+    return opened, open_labels(opened, labels), open_weights(opened, weights)
 
 
 T = TypeVar("T")
@@ -206,7 +228,7 @@ class RemoteReads:
         self._tokens: dict[int, list[RemoteTokens]] = {}
 
     def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
-        """A shard that was opened: what is read of it, tokens or labels or both."""
+        """A shard that was opened: what is read of it: tokens, labels, weights."""
         arrays = [dataset.tokens for dataset in datasets if dataset is not None]
         remote = [array for array in arrays if isinstance(array, RemoteTokens)]
         if remote:

@@ -292,7 +292,7 @@ def build_loader(
     sampler = BucketBatchSampler(
         schedule,
         micro_batch_tokens=micro_batch_tokens,
-        count_labels=dataset.count_labels,
+        samples=dataset.samples,
         **dealt,
     )
     if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):

@@ -183,6 +183,8 @@ def ranks_per_micro_batch(
     return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
 
 
+Loss = Literal["token_mean", "sequence_mean", "longalign"]
+
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
 
@@ -209,6 +211,8 @@ class Mixture:
     """Tokens for which weights keep to ``max_epochs``; None: a run that does not is refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
+    loss: Loss = "token_mean"
+    """What a step's loss is the mean of (``megapack.data.sampler``)."""
     attention_window: int | None = None
     """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
 

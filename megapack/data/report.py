@@ -263,6 +263,8 @@ class RunPlan:
     num_steps: int
     stages: tuple[StagePlan, ...]
     datasets: SourceShares
+    loss: str
+    """What the loss is the mean of, and whose tokens have weights; "" where all count alike."""
 
     def __str__(self) -> str:
         lines = []
@@ -276,7 +278,7 @@ class RunPlan:
                 if len(self.stages) > 1:
                     lines.append(f"steps {stage.begin:,} to {stage.end - 1:,}:")
                 lines.append(str(stage))
-        return "\n".join([*lines, self.table()])
+        return "\n".join([*lines, self.table(), *([f"loss: {self.loss}"] if self.loss else [])])
 
     def table(self) -> str:
         """One line per source: shares of the tokens, and how often each is repeated."""
@@ -324,7 +326,16 @@ def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
         num_steps=num_steps,
         stages=tuple(_plan_stage(stage, end) for stage, end in schedule.spans(num_steps)),
         datasets=_shares(schedule, num_steps),
+        loss=_loss(schedule),
     )
+
+
+def _loss(schedule: Schedule) -> str:
+    samples = schedule.samples
+    weighed = [n for n, of in zip(samples.names, samples.token_weights, strict=True) if of]
+    if not samples.weighs_tokens:
+        return ""
+    return samples.mixture.loss + f", weights per token of {', '.join(weighed)}" * bool(weighed)
 
 
 def _plan_stage(stage: StageDraws, end: int) -> StagePlan:

@@ -44,6 +44,8 @@ _WHOLE_RUN = (
     *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
     "indices",
 )
+# Of the whole run, written only where there are some, and not of the order of samples either.
+_OF_LOSS = ("loss", "token_weights")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
@@ -54,6 +56,8 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), 
     "weights": "sources are taken in other proportions; " + _RESHUFFLED,
     "exclude": "documents are masked that were not, or seen that were masked",
     "loss_weights": "the same samples are drawn, and their losses count otherwise",
+    "loss": "the same samples are drawn, and their losses count otherwise",
+    "token_weights": "the same samples are drawn, and their losses count otherwise",
     "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
 }
 
@@ -76,6 +80,10 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
         "weights": first["weights"] if samples.mixture.run_tokens else samples.mixture.weights,
         **{name: first[name] for name in _TRAINING if name in first},
     }
+    if samples.mixture.loss != "token_mean":
+        whole["loss"] = samples.mixture.loss
+    if any(samples.token_weights):
+        whole["token_weights"] = samples.token_weights
     return {**whole, "stages": later} if later else whole
 
 
@@ -134,7 +142,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
         elif past and len(refused) == len(past[0][1]):
             remedy += f", make the change a stage from step {step} on"
-        trained = {name for name, _ in refused} <= set(_TRAINING)
+        trained = {name for name, _ in refused} <= {*_TRAINING, *_OF_LOSS}
         differs = "train otherwise on" if trained else "not see"
         raise ResumeError(
             f"this run would {differs} the samples the checkpoint's run would have seen: "
@@ -157,12 +165,18 @@ def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]
     """Differences that concern the whole run; of sources, only those drawn before ``step``."""
     stages = (*_all_stages(current), *_all_stages(state))
     num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
-    for name in _WHOLE_RUN:
-        then: Any = state.get(name)
-        now = current[name]
-        same = then[:num_drawn] == now[:num_drawn] if name == "indices" else then == now
-        if not same:
+    for name in (*_WHOLE_RUN, *_OF_LOSS):
+        then, now = state.get(name), current.get(name)
+        if not _same(name, then, now, num_drawn):
             yield name, f"{name} was {then!r} and is {now!r}"
+
+
+def _same(name: str, then: Any, now: Any, num_drawn: int) -> bool:
+    if name == "token_weights":
+        then, now = (list(of or ()) + [None] * num_drawn for of in (then, now))
+    if name in ("indices", "token_weights"):
+        return bool(then[:num_drawn] == now[:num_drawn])
+    return bool(then == now)
 
 
 def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list[_Difference]]]:

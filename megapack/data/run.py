@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range, from_dict, to_dict
 from megapack.data.blend import BlendConfig, Stage, load_blend
-from megapack.data.program import ScheduleConfig, StepConfig, check_group
+from megapack.data.program import Loss, ScheduleConfig, StepConfig, check_group
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError
@@ -63,6 +63,10 @@ class DataConfig(StepConfig):
     packed with ``--groups``), or the whole sample (the baseline)."""
     label_boundary: Literal["document", "sample"] = "document"
     """Whether the last token of a document predicts the next document's first (the baseline)."""
+    loss: Loss = "token_mean"
+    """What the loss of a step is the mean of: all its label tokens; ``sequence_mean`` and
+    ``longalign``: the means of its sequences, each what a sample has of a document. Both of these
+    have the same gradients; they differ in the unit of the weights (``megapack.data.sampler``)."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
     verify: bool = True
@@ -298,6 +302,7 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
         "positions": section.positions,
         "attention": section.attention,
         "label_boundary": section.label_boundary,
+        "loss": section.loss,
     }
     if section.blend is not None:
         blend = load_blend(section.blend)

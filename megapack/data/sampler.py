@@ -2,6 +2,7 @@
 
 - ``BucketBatchSampler``: the steps of a schedule -> the micro batches of a rank.
 - ``deal``, ``equal_groups``: the samples of a draw -> ranks and micro batches.
+- ``weigh_step``: how the losses of a step count.
 
     deal([9, 4, 4, 1], num_ranks=2, num_micro_batches=2)
     # -> rank 0 has samples 0 and 3, rank 1 has 1 and 2: loads 10 and 8 (in order: 13 and 5)
@@ -9,12 +10,26 @@
 Within one bucket all samples cost the linear layers the same; their attention differs, with the sum
 of squared segment lengths. All ranks wait for the one that got most, so samples are dealt longest
 first to the least loaded rank. It costs nothing at run time and changes no gradient.
+
+The loss of a step is the sum of losses times ``loss_mask`` over ``step_label_weight``, over all
+micro batches and ranks. Both follow from the index and the weights alone, so they are known before
+the step and the same at any number of ranks. With w the weight of a token (``PREFIX.weights``; 1),
+f that of its source (``loss_weight``; 1), W what the w of a sequence's labels add up to, M the sum
+of f over the sequences of the step that have a label, and K that of f w over its labels:
+
+    loss             loss_mask       step_label_weight
+    token_mean       f w             K
+    sequence_mean    f w / W         M       # a sequence: what a sample has of a document
+    longalign        f w K / (W M)   K       # the same mean, for loops that divide by labels
+
+(LongAlign, Bai et al. 2024, arXiv 2401.18058, section 3.3, weighs sequences in the last of these
+ways, with all w and f 1.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +40,7 @@ from megapack.data.batch import MicroBatch
 from megapack.data.program import check_group, ranks_per_micro_batch
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
+from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 
 Ids = NDArray[np.int64]
@@ -147,10 +163,10 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             which keeps a run going on fewer nodes.
         sequence_parallel_size: consecutive ranks that share the samples longer than
             micro_batch_tokens (``ranks_per_micro_batch``).
-        count_labels: (sample ids, number of lists of excluded documents) -> labels of each; None:
-            the schedule's.
+        samples: of the dataset that gathers them; None: the schedule's.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
-            ``step_label_weight``. Without that a run with loss weights is refused.
+            ``step_label_weight``. Without that a run with loss weights, of sources or tokens, or
+            with another ``loss`` than token_mean is refused.
 
     Raises:
         ConfigError: the sizes do not fit; the message names those that do. Or the run has loss
@@ -169,7 +185,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         dealing: Literal["balanced", "in_order"] = "balanced",
         uneven: Literal["error", "pad"] = "error",
         sequence_parallel_size: int = 1,
-        count_labels: Callable[[Ids, int], Ids] | None = None,
+        samples: SampleSource | None = None,
         weighted_loss: bool = False,
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
@@ -189,18 +205,17 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
         )
         self.dealing = dealing
-        self._count_labels = count_labels or schedule.samples.count_labels
+        self._samples = samples or schedule.samples
         for stage in schedule.stages:
             self._check_sizes(stage, uneven)
         check_epochs(schedule, self.start_step + self.num_steps)
-        for settings in schedule.program:
-            if settings.loss_weights is not None and not weighted_loss:
-                raise ConfigError(
-                    f"from step {settings.begin} on sources have loss weights, and this loop takes "
-                    "the plain mean of its labels: leave loss_weight out, train with "
-                    "megapack-pretrain, or in a loop of your own multiply losses by loss_mask, "
-                    "divide by step_label_weight and say weighted_loss=True"
-                )
+        if not weighted_loss:
+            for settings in schedule.program:
+                if settings.loss_weights is not None:
+                    _refuse_weights(
+                        f"from step {settings.begin} on sources have loss weights", "loss_weight"
+                    )
+            refuse_token_weights(self._samples, _refuse_weights)
 
     def _check_sizes(self, stage: StageDraws, uneven: Literal["error", "pad"]) -> None:
         tokens = self.micro_batch_tokens
@@ -253,13 +268,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content, settings = self.schedule.step(step), self.schedule.settings_at(step)
-        labels = self._count_labels(content.sample_ids, content.num_lists)
-        num_labels = int(labels.sum())
         source, _ = self.schedule.samples.locate(content.sample_ids)
-        factors = label_weight = None
-        if settings.loss_weights is not None:
-            factors = np.asarray(settings.loss_weights, np.float32)[source]
-            label_weight = float(labels @ factors.astype(float))
+        weights = weigh_step(self.schedule, content, self._samples)
         num_micro_steps = self.num_micro_steps(step)
         per_draw = num_micro_steps // len(content.draws)
         result: list[MicroBatch] = []
@@ -279,12 +289,14 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     step=step,
                     micro_step=len(result) + m,
                     num_micro_steps=num_micro_steps,
-                    num_step_label_tokens=num_labels,
+                    num_step_label_tokens=weights.num_labels,
                     imbalance=imbalance.attention,
                     imbalance_undealt=imbalance.attention_undealt,
                     source=source[begin + mine],
-                    loss_weight=None if factors is None else factors[begin + mine],
-                    step_label_weight=label_weight,
+                    loss_weight=None
+                    if weights.of_samples is None
+                    else weights.of_samples[begin + mine],
+                    step_label_weight=weights.label_weight,
                     attention_window=settings.window_at(step),
                     num_lists=content.num_lists,
                     sequence_parallel_size=shared,
@@ -324,6 +336,65 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             shared = self.ranks_per_micro_batch(draw.capacity)
             rows.append(np.repeat(dealt.loads_of_micro_batches / shared, shared, axis=1))
         return np.concatenate(rows)
+
+
+class StepWeights(NamedTuple):
+    """How the losses of a step count."""
+
+    num_labels: int
+    of_samples: NDArray[np.float32] | None
+    """``MicroBatch.loss_weight`` of its samples, in the order of ``Step.sample_ids``."""
+    label_weight: float | None
+    """``MicroBatch.step_label_weight``."""
+
+
+def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> StepWeights:
+    """What losses of a step are multiplied with and divided by.
+
+    Args:
+        schedule: of the run.
+        content: of the step.
+        samples: of the dataset that gathers them.
+    """
+    totals = samples.label_totals(content.sample_ids, content.num_lists)
+    num_labels, loss = int(totals.labels.sum()), samples.mixture.loss
+    of_sources = schedule.settings_at(content.index).loss_weights
+    factors = None
+    if of_sources is not None:
+        factors = np.asarray(of_sources, np.float32)[samples.locate(content.sample_ids)[0]]
+    elif not samples.weighs_tokens:
+        return StepWeights(num_labels, None, None)
+    ones = np.ones(len(totals.labels))
+    of_samples = ones if factors is None else factors.astype(np.float64)
+    weight, sequences = float(of_samples @ totals.weight), float(of_samples @ totals.sequences)
+    if loss == "sequence_mean":
+        return StepWeights(num_labels, factors, sequences)
+    if loss == "longalign" and sequences:
+        factors = (of_samples * (weight / sequences)).astype(np.float32)
+    return StepWeights(num_labels, factors, weight)
+
+
+def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
+    """Have a run refused whose loss masks hold more than which labels there are.
+
+    Args:
+        samples: of the run.
+        refuse: raises, given what the run has and what to leave out.
+    """
+    having = [name for name, of in zip(samples.names, samples.token_weights, strict=True) if of]
+    if having:
+        refuse(f"source {having[0]!r} has loss weights per token (PREFIX.weights)", "token_weights")
+    if samples.mixture.loss != "token_mean":
+        refuse(f"loss is {samples.mixture.loss}", "loss")
+
+
+def _refuse_weights(what: str, option: str) -> NoReturn:
+    remedy = "say token_weights: none" if option == "token_weights" else f"leave {option} out"
+    raise ConfigError(
+        f"{what}, and this loop takes the plain mean of its labels: {remedy}, train with "
+        "megapack-pretrain, or in a loop of your own multiply losses by loss_mask, divide by "
+        "step_label_weight and say weighted_loss=True"
+    )
 
 
 class MicroBatchIterator(Iterator[MicroBatch]):

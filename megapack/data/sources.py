@@ -1,6 +1,7 @@
 """The samples of all sources of a run under one numbering, and what is known of them unread.
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
+  ``LabelTotals``: how many labels, and what they weigh.
 - ``Shards``: which shard of which source holds a sample; each is opened when it is asked for.
 - ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
 
@@ -17,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -239,6 +240,17 @@ def read_exclusions(
     return Exclusions(tuple(documents), tuple(lists))
 
 
+class LabelTotals(NamedTuple):
+    """What there is to learn in each of some samples: three arrays (samples,)."""
+
+    labels: Ids
+    """Tokens that have a label, int64."""
+    weight: NDArray[np.float64]
+    """Sum of the weights of these tokens."""
+    sequences: Ids
+    """Sequences (what the sample has of a document) with a label of some weight, int64."""
+
+
 class HasSamples(Protocol):
     """The part of a PackedDataset that a schedule needs (it imports torch; schedules do not)."""
 
@@ -259,6 +271,8 @@ class SampleSource:
         attention: what a token attends to, which decides the cost.
         counter: (global ids, num_lists) -> labels of each; None: derived from the indices, which
             works as long as no strategy dropped tokens.
+        token_weights: of every index what tells its loss weights per token from others; None, also
+            in the list: there are none.
     """
 
     def __init__(
@@ -269,11 +283,13 @@ class SampleSource:
         shards: Shards | None = None,
         exclusions: Exclusions | None = None,
         attention: Attention = "document",
-        counter: Callable[[Ids, int], Ids] | None = None,
+        counter: Callable[[Ids, int], LabelTotals] | None = None,
+        token_weights: Sequence[str | None] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices, self.attention, self._counter = list(indices), attention, counter
+        self.token_weights = list(token_weights or [None] * len(indices))
         self.shards = shards or Shards(self.indices)
         self.bases = self.shards.bases
         self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])
@@ -282,6 +298,11 @@ class SampleSource:
             self.mixture.stages, self.names, [index.num_documents for index in self.indices]
         )
         self._ends: dict[int, Ids] = {}
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether loss masks hold more than which labels there are, in every step of the run."""
+        return self.mixture.loss != "token_mean" or any(self.token_weights)
 
     @property
     def windows(self) -> list[int]:
@@ -471,13 +492,15 @@ class SampleSource:
         return costs
 
     def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
-        """Tokens of every sample that have a label, int64 (len(ids),).
+        """Tokens of every sample that have a label, int64 (len(ids),)."""
+        return self.label_totals(ids, num_lists).labels
 
-        All but the last one of each document that ends there, where nobody counted them.
-        """
+    def label_totals(self, ids: Ids, num_lists: int = 0) -> LabelTotals:
+        """The labels of every sample: all but the last token of each document that ends there,
+        where nobody counted them."""
         if self._counter is not None:
             return self._counter(ids, num_lists)
-        counts = np.empty(len(ids), np.int64)
+        counts, sequences = np.empty((2, len(ids)), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
             if shard not in self._ends:
@@ -488,8 +511,10 @@ class SampleSource:
             if self.attention == "group" and index.segment_joined is not None and len(segments):
                 joined = np.asarray(index.segment_joined[segments]) > 0  # and predicted before
                 last[:-1] &= ~(joined[1:] & (owner[1:] == owner[:-1]) & (lengths[1:] > 0))
-            counts[mine] = _sums(owner, np.maximum(lengths - last, 0), len(local))
-        return counts
+            labels = np.maximum(lengths - last, 0)
+            counts[mine] = _sums(owner, labels, len(local))
+            sequences[mine] = _sums(owner, labels > 0, len(local))
+        return LabelTotals(counts, counts.astype(np.float64), sequences)
 
     def _kept(
         self, shard: int, samples: Ids, num_lists: int, *, in_groups: bool = False
@@ -548,5 +573,5 @@ def _document_ends(index: SampleIndex) -> Ids:
     return ends
 
 
-def _sums(groups: Ids, values: Ids, num_groups: int) -> Ids:
+def _sums(groups: Ids, values: NDArray[Any], num_groups: int) -> Ids:
     return np.bincount(groups, values, num_groups).astype(np.int64)

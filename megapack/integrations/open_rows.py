@@ -180,7 +180,11 @@ def open_sources(manifest: Manifest) -> list[SourceDocuments]:
     Raises OSError or FormatError naming the file.
     """
     return [
-        ShardedDocuments(index, with_labels=source.labels != "none")
+        ShardedDocuments(
+            index,
+            with_labels=source.labels != "none",
+            with_weights=source.token_weights != "none",
+        )
         if source.prefix is None and isinstance(index := source.open_index(), ShardedIndex)
         else IndexedDataset(str(source.prefix))
         for source in manifest.sources

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.batch import Batch, ReusedBuffers
-from megapack.data.sampler import equal_groups
+from megapack.data.sampler import equal_groups, refuse_token_weights
 from megapack.errors import ConfigError
 
 # ---- Micro batches through torch's DataLoader, whoever builds it --------------------------------
@@ -160,6 +160,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         order: of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: how many there are; None: one epoch, rounded up to a whole block.
         finite: every sample once, whatever the weights; what is missing to ``num_rows`` is empty.
+
+    Raises:
+        ConfigError: samples have loss weights per token, which hosts cannot be told.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         num_rows: int | None = None,
         finite: bool = False,
     ) -> None:
+        refuse_token_weights(packed.samples, _refuse_weights)
         self.packed, self.options, self.order, self.finite = packed, options, order, finite
         self.key = new_key(self)
         self._connect()
@@ -325,6 +329,14 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
         return self._blocks[block]
+
+
+def _refuse_weights(what: str, option: str) -> NoReturn:
+    raise ConfigError(
+        f"{what}, and a host of rows counts its labels in whole numbers: say {option}: "
+        f"{'none' if option == 'token_weights' else 'token_mean'}, or train with megapack-pretrain "
+        "or PackedTrainer"
+    )
 
 
 def _longest(batch: Batch, bounds: str) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.integrations import deepspeed
 
@@ -82,9 +83,12 @@ class MicroBatches(Dataset[dict[str, Any]]):
     Attributes:
         with_token_mask: items say which tokens are no padding (``token_mask``, bool (tokens,)), for
             the load-balancing loss of a mixture of experts; ``PackedTrainer`` asks for it.
+        with_loss_weights: items of a step with loss weights have them, ``loss_weights`` float32
+            (1, tokens): the loss of the step is the sum of losses times these over all its items
+            and ranks. ``PackedTrainer`` asks for it; without it such an item is a ConfigError.
 
     Raises:
-        ConfigError: sizes that do not fit, or sources with loss weights.
+        ConfigError: sizes that do not fit.
     """
 
     # TRL asks datasets for their columns.
@@ -109,11 +113,12 @@ class MicroBatches(Dataset[dict[str, Any]]):
             data_parallel_size=data_parallel_size,
             micro_batch_tokens=micro_batch_tokens,
             num_steps=num_steps,
-            count_labels=dataset.count_labels,
+            samples=dataset.samples,
+            weighted_loss=True,
             **options,
         )
         self._options = options
-        self.with_token_mask = False
+        self.with_token_mask = self.with_loss_weights = False
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
@@ -173,23 +178,39 @@ class MicroBatches(Dataset[dict[str, Any]]):
         """See ``model_inputs``. Raises IndexError behind the last one."""
         batch = self.batch(i)
         inputs = model_inputs(batch)
+        weights = batch.get("loss_weights")
+        if weights is not None and not self.with_loss_weights:
+            raise ConfigError(
+                "the run has loss weights, and this loop would take the plain mean of its labels: "
+                "train with PackedTrainer, or say with_loss_weights and sum losses times the "
+                "items' loss_weights"
+            )
+        if weights is not None:
+            inputs["loss_weights"] = weights
         if self.with_token_mask:
             tokens = batch["tokens"].numel()
             inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
         return inputs
 
     def batch(self, i: int) -> Batch:
-        """The same as ``PackedDataset.micro_batch`` gives it."""
+        """The same as ``PackedDataset.micro_batch`` gives it, but that loss weights, if there are
+        some, are ``loss_weights`` and loss_mask says which labels there are."""
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
         chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
-        return self.dataset.micro_batch(
+        batch = self.dataset.micro_batch(
             chosen.sample_ids,
             layout=self.layout,
             capacity=chosen.capacity,
+            loss_weight=chosen.loss_weight,
             attention_window=chosen.attention_window,
             num_lists=chosen.num_lists,
         )
+        if chosen.step_label_weight is not None:
+            if not self.schedule.finite:  # what is held out is not weighted
+                batch["loss_weights"] = batch["loss_mask"] / (chosen.step_label_weight or 1.0)
+            batch["loss_mask"] = (batch["labels"] >= 0).float()
+        return batch
 
     def _chosen(self, i: int) -> MicroBatch:
         step, micro_step = divmod(i, self.num_micro_steps)
@@ -442,7 +463,13 @@ class PackedTrainerMixin:
             self._try(model, batches.batch(step * batches.num_micro_steps))
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = None  # the mean of this micro batch: prediction_step weights it
-        mask = inputs.pop("token_mask", None)
+        mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
+        if weights is not None:
+            loss, outputs = self._weighted_loss(model, inputs, weights, mask)
+            scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
+            if not (scaled or self.compute_loss_func):  # type: ignore[attr-defined]
+                loss = loss * self.args.gradient_accumulation_steps  # by which Trainer divides
+            return (loss, outputs) if return_outputs else loss
         options = {"num_items_in_batch": num_items_in_batch}
         if mask is None:
             return super().compute_loss(  # type: ignore[misc]
@@ -461,6 +488,25 @@ class PackedTrainerMixin:
         ours = balancing.loss(outputs["router_logits"], mask) * of_step
         loss = loss + ranks * balancing.coefficient * (ours - outputs["aux_loss"])
         return (loss, outputs) if return_outputs else loss
+
+    def _weighted_loss(
+        self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The sum of losses times weights, of the model's logits: Trainer counts labels. A mixture
+        of experts adds its load-balancing loss in the share of the step's weight that is here."""
+        labels = inputs.pop("shift_labels").flatten()
+        inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
+        )
+        loss = (losses * weights.flatten()).sum()
+        if mask is not None:
+            balancing = LoadBalancing.of(self.model)
+            assert balancing is not None  # only then are there masks
+            balance = balancing.loss(outputs.router_logits, mask)
+            loss = loss + balancing.coefficient * weights.sum() * balance
+        return loss * self.args.world_size, outputs  # of gradients ranks take the mean
 
     def _of_this_rank(
         self, batches: MicroBatches, num_steps: int | None, *, evaluated: bool = False
@@ -489,6 +535,7 @@ class PackedTrainerMixin:
         mine = batches.evaluated(*rank) if evaluated else batches.of_rank(*rank, num_steps)
         balanced = getattr(self.model.config, "output_router_logits", False)
         mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
+        mine.with_loss_weights = True
         return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:

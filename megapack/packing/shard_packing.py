@@ -40,7 +40,7 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import open_index, open_labels
+from megapack.storage.dataset import open_index, open_labels, open_weights
 from megapack.storage.files import check_target
 from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
@@ -196,7 +196,7 @@ def describe_shard(
     """The row of a manifest for a dataset and its samples, which stand at ``path``.
 
     Raises:
-        IndexMismatchError: the labels beside it are of other documents.
+        IndexMismatchError: the labels or weights beside it are of other documents.
     """
     labels = open_labels(dataset)
     streams = [dataset] if labels is None else [dataset, labels]
@@ -220,6 +220,7 @@ def describe_shard(
         vocab_size=meta.get("vocab_size"),
         document_end_token=meta.get("document_end_token"),
         labels=labels is not None,
+        weights=open_weights(dataset) is not None,
     )
 
 

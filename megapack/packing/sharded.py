@@ -80,6 +80,8 @@ class PackedShard:
     document_end_token: int | None
     labels: bool
     """Whether ``<prefix>.labels`` belongs to it."""
+    weights: bool = False
+    """Whether ``<prefix>.weights`` belongs to it."""
 
 
 def place(path: str) -> str:
@@ -228,6 +230,7 @@ def _offsets(counts: Ids) -> Ids:
 SUFFIX = ".shards.json"
 FORMAT = "megapack shards"
 VERSION = 2
+VERSION_OF_WEIGHTS = 3  # of a manifest some of whose shards have loss weights
 # How shards are packed: the same for all of them.
 PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")
 
@@ -281,7 +284,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         raise FormatError(f"{path} is no valid JSON ({error}); pack the shards again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is no shard manifest of megapack")
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):
         raise FormatError(
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}: pack "
             f"again, megapack-build pack PREFIX ... --output {path} --overwrite"
@@ -321,6 +324,7 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
+    row = {"weights": False, **row} if isinstance(row, dict) else row
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
@@ -386,13 +390,16 @@ def save_shards(
         OSError: it cannot be written.
     """
     path = manifest_path(path)
-    head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
+    weighed = any(shard.weights for shard in shards)
+    version = VERSION_OF_WEIGHTS if weighed else VERSION
+    head = {"format": FORMAT, "version": version, **{name: plan[name] for name in PLAN}}
     if arranged is not None:
         head["arranged"] = vars(arranged)
     rows = []
     for shard in shards:
         where = {name: related(path, getattr(shard, name)) for name in _PATHS}
-        rows.append({**vars(shard), **where})
+        row = {**vars(shard), **where}
+        rows.append(row if weighed else {name: row[name] for name in row if name != "weights"})
     digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')

@@ -61,8 +61,8 @@ def verify_shard(
     tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[Finding]]:
-    """Everything about one shard: its documents, their labels, its samples and, where these are
-    sound, what the manifest says of them.
+    """Everything about one shard: its documents, their labels and weights, its samples and, where
+    these are sound, what the manifest says of them.
 
     Args:
         index: of the manifest.
@@ -76,7 +76,8 @@ def verify_shard(
         OSError: a file exists but cannot be read.
     """
     shard = index.shards[number]
-    streams = [shard.prefix, *([f"{shard.prefix}.labels"] if shard.labels else [])]
+    beside = {".labels": shard.labels, ".weights": shard.weights}
+    streams = [shard.prefix, *(shard.prefix + end for end, is_there in beside.items() if is_there)]
     findings = {s: verify(s, tokens=tokens, progress=progress) for s in streams}
     if not has_errors(findings[shard.prefix]):
         findings[shard.samples] = verify_samples(shard.samples, shard.prefix)

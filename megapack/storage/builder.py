@@ -1,5 +1,7 @@
 """Documents to disk, byte for byte as megatron-core writes them: ``IndexedDatasetBuilder``.
 
+Beside it ``write_weights``: loss weights of documents that are there.
+
 Three documents, one by one and many at once::
 
     with IndexedDatasetBuilder("corpus", np.uint16) as builder:
@@ -11,15 +13,16 @@ Three documents, one by one and many at once::
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
+from megapack.storage.dataset import read_document_lengths
 from megapack.storage.files import WriterLock
-from megapack.storage.index_file import path_of, pick_dtype, prefix_of
+from megapack.storage.index_file import Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     MAX_SEQUENCE_LENGTH,
     DatasetContent,
@@ -28,7 +31,15 @@ from megapack.storage.index_writer import (
     publish_dataset,
 )
 from megapack.storage.metadata import check_metadata
-from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter, as_tokens
+from megapack.storage.tokens import (
+    LOSS_WEIGHTS,
+    NUM_LOSS_WEIGHTS,
+    InputDataset,
+    TokenLimits,
+    TokenWriter,
+    as_loss_weights,
+    as_tokens,
+)
 
 
 class IndexedDatasetBuilder:
@@ -45,7 +56,9 @@ class IndexedDatasetBuilder:
     Args:
         prefix: the files' common name.
         dtype: of the tokens on disk: int32 or uint16 (every host reads them), or int8, uint8,
-            int16, int64.
+            int16, int64. float16: what is added are loss weights, a number for each token of the
+            dataset that they shall stand beside (its prefix and ``.weights``); their bits are
+            stored as uint16 (``as_loss_weights``).
         multimodal: store a mode (int8) per sequence.
         vocab_size: number of token ids; larger ids are refused, and the number is written down.
         allow_negative: accept negative values, such as -100 in label datasets.
@@ -72,10 +85,14 @@ class IndexedDatasetBuilder:
         overwrite: bool = False,
     ) -> None:
         self.prefix = prefix_of(prefix)
-        self.dtype = pick_dtype(dtype)
         self.multimodal = multimodal
         self._durable = durable
         self.metadata = dict(metadata or {})
+        self._as_stored: Callable[[Any], Tokens] = as_tokens
+        if _is_float16(dtype):
+            dtype, vocab_size, self._as_stored = np.uint16, NUM_LOSS_WEIGHTS, as_loss_weights
+            self.metadata |= LOSS_WEIGHTS
+        self.dtype = pick_dtype(dtype)
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
         self._log = DocumentLog(multimodal)
@@ -112,7 +129,7 @@ class IndexedDatasetBuilder:
             DataError: an id outside of the dtype or the vocabulary.
         """
         self._require_open()
-        ids = as_tokens(tokens)
+        ids = self._as_stored(tokens)
         _check_length(ids.size)
         if self.multimodal:
             _check_modes([mode])
@@ -137,7 +154,7 @@ class IndexedDatasetBuilder:
             self.add_item(tokens)
         else:
             self._require_open()
-            ids = as_tokens(tokens)
+            ids = self._as_stored(tokens)
             lengths = [ids.size] if lengths is None else [int(length) for length in lengths]
             if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
                 raise DataError(
@@ -170,7 +187,7 @@ class IndexedDatasetBuilder:
         """
         self._require_open()
         self._log.require_closed()
-        ids, bounds = as_tokens(flat_tokens), np.asarray(offsets)
+        ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
         lengths = _lengths_between(bounds, ids.size)
         self._tokens.append(ids, bounds, first_document=self.num_documents)
         self._log.add_documents(lengths)
@@ -193,6 +210,11 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{dataset.prefix} has {dataset.dtype.name} tokens, this dataset "
                 f"{self.dtype.name}; merge(..., dtype=...) converts"
+            )
+        if dataset.holds_weights != (self._as_stored is as_loss_weights):
+            raise DataError(
+                f"{dataset.prefix} and {self.prefix} are of two kinds: one holds tokens, the other "
+                "loss weights"
             )
         self._tokens.append_dataset(dataset)
         self._log.add_layout(dataset.layout)
@@ -250,6 +272,13 @@ class IndexedDatasetBuilder:
             )
 
 
+def _is_float16(dtype: DTypeLike) -> bool:
+    try:
+        return np.dtype(dtype) == np.float16
+    except TypeError:
+        return False
+
+
 def _check_length(length: int) -> None:
     if length > MAX_SEQUENCE_LENGTH:
         raise DataError(
@@ -279,3 +308,37 @@ def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32
         raise DataError(f"offsets go back behind document {int(lengths.argmin())}")
     _check_length(int(lengths.max(initial=0)))
     return lengths.astype(np.int32)
+
+
+# ---- Loss weights, beside documents that are there -----------------------------------------------
+
+
+def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **options: Any) -> None:
+    """Write ``<prefix>.weights``, the loss weights of the documents at ``prefix``.
+
+        write_weights("corpus", map(numpy.load, sorted(Path("weights").glob("*.npy"))))
+
+    Args:
+        prefix: of the documents.
+        weights: of every document in order, a number for each token (``as_loss_weights``).
+        options: of ``IndexedDatasetBuilder``: metadata, overwrite.
+
+    Raises:
+        DataError: a document has another number of tokens than weights, or there are too few or too
+            many; a weight that cannot be stored.
+    """
+    lengths = read_document_lengths(prefix).tolist()
+    with IndexedDatasetBuilder(f"{prefix_of(prefix)}.weights", np.float16, **options) as builder:
+        for document, values in enumerate(weights):
+            if document >= len(lengths) or len(values) != lengths[document]:
+                wanted = f"has {lengths[document]} tokens" if document < len(lengths) else "is none"
+                raise DataError(
+                    f"there are {len(values)} weights for document {document}, which {wanted} in "
+                    f"{prefix}; give one for each token of each document"
+                )
+            builder.add_document(values)
+        if builder.num_documents < len(lengths):
+            raise DataError(
+                f"there are weights of {builder.num_documents} documents, and {prefix} has "
+                f"{len(lengths)}; give one array for each"
+            )

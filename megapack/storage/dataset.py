@@ -3,7 +3,8 @@
 - ``IndexedDataset``: Megatron's .bin/.idx pair, here or at an address
 - ``read_document_lengths``, ``open_index``, ``read_lengths_file``: lengths without documents
 - ``read_documents``: numbers of documents in a file, to mask or to pack
-- ``open_labels``, ``label_list``: a second dataset of labels, token by token beside the documents
+- ``open_labels``, ``open_weights``: datasets of labels and of loss weights, token by token beside
+  the documents
 
 Two documents, [7, 8, 0] and [9, 0] ::
 
@@ -38,6 +39,7 @@ from megapack.storage.index_file import (
 from megapack.storage.metadata import difference_from_files, read_meta
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
+from megapack.storage.tokens import LOSS_WEIGHTS
 
 
 class BinReader:
@@ -427,7 +429,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     return np.unique(found.astype(np.int64))
 
 
-# ---- Labels that somebody chose: a second dataset, token by token beside the documents ----------
+# ---- Labels that somebody chose, and loss weights: datasets token by token beside the documents --
 
 LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["auto"] | None
 
@@ -447,25 +449,58 @@ def open_labels(
         IndexMismatchError: the labels were written for other documents.
         FormatError, OSError: a file is damaged or missing.
     """
-    if labels == "auto":
-        labels = f"{documents.prefix}.labels"
-        if not IndexedDataset.exists(labels):
+    return _open_beside(documents, labels, "labels")
+
+
+def open_weights(
+    documents: IndexedDataset, weights: LabelDocuments = "auto"
+) -> IndexedDataset | None:
+    """The loss weights of these documents: of every token the factor on the loss of predicting it.
+
+    ``.tokens.view(numpy.float16)`` are the numbers (``as_loss_weights``).
+
+    Args:
+        weights: the dataset or its prefix; ``auto`` takes ``<prefix>.weights`` when it is there.
+
+    Returns:
+        None where there are none: every weight is 1.
+
+    Raises:
+        IndexMismatchError: the weights were written for other documents.
+        FormatError, OSError: a file is damaged or missing, or holds no weights.
+    """
+    found = _open_beside(documents, weights, "weights")
+    if found is not None and not LOSS_WEIGHTS.items() <= (found.meta or {}).items():
+        raise FormatError(
+            f"{found.prefix}.meta.json does not say loss_weights: float16, so what stands there "
+            "may be anything: write it with IndexedDatasetBuilder(prefix, numpy.float16), or take "
+            "its meta file along"
+        )
+    return found
+
+
+def _open_beside(
+    documents: IndexedDataset, given: LabelDocuments, what: Literal["labels", "weights"]
+) -> IndexedDataset | None:
+    if given == "auto":
+        given = f"{documents.prefix}.{what}"
+        if not IndexedDataset.exists(given):
             return None
-    if labels is None:
+    if given is None:
         return None
-    if not isinstance(labels, IndexedDataset):
-        labels = IndexedDataset(labels)
+    if not isinstance(given, IndexedDataset):
+        given = IndexedDataset(given)
     for name in ("num_documents", "num_tokens"):
-        theirs, ours = getattr(labels, name), getattr(documents, name)
+        theirs, ours = getattr(given, name), getattr(documents, name)
         if theirs != ours:
             raise IndexMismatchError(
-                f"labels {labels.prefix} and documents {documents.prefix} do not belong together: "
+                f"{what} {given.prefix} and documents {documents.prefix} do not belong together: "
                 f"{name} is {theirs} and {ours}; write both in one run"
             )
-    return labels
+    return given
 
 
-def label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
+def label_list(labels: Any, num_datasets: int, what: str = "label") -> list[LabelDocuments]:
     """One per dataset; "auto" and None stand for all of them. Raises ConfigError: too few."""
     if isinstance(labels, (list, tuple)):
         listed = list(labels)
@@ -473,7 +508,7 @@ def label_list(labels: Any, num_datasets: int) -> list[LabelDocuments]:
         listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
     if len(listed) != num_datasets:
         raise ConfigError(
-            f"{len(listed)} label datasets for {num_datasets} datasets; give a list with one for "
+            f"{len(listed)} {what} datasets for {num_datasets} datasets; give a list with one for "
             "each, 'auto' or None among them"
         )
     return listed

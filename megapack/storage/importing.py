@@ -19,6 +19,7 @@ A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -48,10 +49,16 @@ from megapack.storage.index_writer import (
     check_prefix_names,
     publish_dataset,
 )
-from megapack.storage.metadata import TokenFacts, check_metadata
+from megapack.storage.metadata import TokenFacts, check_metadata, read_meta
 from megapack.storage.remote.copies import local_output
 from megapack.storage.survey import survey
-from megapack.storage.tokens import TokenLimits, TokenWriter, as_tokens, scan_tokens
+from megapack.storage.tokens import (
+    LOSS_WEIGHTS,
+    TokenLimits,
+    TokenWriter,
+    as_tokens,
+    scan_tokens,
+)
 
 # First number of llm.c's header -> token type. Its uint32 ids are below 2^31: int32's bytes.
 LLM_C_DTYPES: dict[int, np.dtype[Any]] = {
@@ -133,6 +140,12 @@ def open_foreign(
 
 def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
     prefix = prefix_of(path)
+    with contextlib.suppress(FormatError):  # another tool's file of that name
+        if LOSS_WEIGHTS.items() <= (read_meta(prefix) or {}).items():
+            raise ConfigError(
+                f"{prefix} holds loss weights, which stand beside the documents that they are of: "
+                "copy its three files"
+            )
     facts = survey(path_of(prefix, ".idx"), path_of(prefix, ".bin"))
     layout = facts.layout
     dtype, text = facts.meaning()

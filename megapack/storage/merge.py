@@ -93,6 +93,7 @@ def merge(
         result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
         if not allow_mixed_tokenizers:
             _check_tokenizers(inputs)
+        _check_kinds(inputs, result_dtype)
         limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
         facts = {**common_metadata(dataset.meta for dataset in inputs), **(metadata or {})}
         check_metadata(facts)
@@ -171,6 +172,18 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
                 f"({_tokenizer(first) or 'none'} and {_tokenizer(dataset) or 'none'}); pass "
                 "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
             )
+
+
+def _check_kinds(inputs: list[InputDataset], dtype: np.dtype[Any]) -> None:
+    """Loss weights are bits of float16: with tokens, or as another type, they would be nothing."""
+    kinds = {dataset.holds_weights: dataset.prefix for dataset in inputs}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{kinds[True]} holds loss weights and {kinds[False]} tokens (or weights whose "
+            ".meta.json is gone); merge each with its like"
+        )
+    if True in kinds and dtype != np.uint16:
+        raise DataError(f"{kinds[True]} holds loss weights, which stay as they are: no dtype")
 
 
 def _tokenizer(dataset: InputDataset) -> Any:

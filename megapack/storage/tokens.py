@@ -1,6 +1,7 @@
 """Tokens on their way into a .bin: checked, narrowed, buffered, summed, written.
 
 - ``as_tokens``: ids from whatever holds them; ``TokenLimits``: those that a dataset accepts
+- ``as_loss_weights``: factors on the loss of tokens, as a dataset of weights stores them
 - ``scan_tokens``: what a file of them holds
 - ``TokenWriter``: a .bin without its name yet
 - ``InputDataset``: one dataset as the input of another
@@ -70,6 +71,45 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         except ValueError as error:
             raise TypeError(f"tokens are strings that are no numbers: {error}") from error
     return values
+
+
+LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata by which a dataset of them is known
+NUM_LOSS_WEIGHTS = 0x7C00  # bit patterns below those of infinity
+
+
+def as_loss_weights(weights: Any) -> Tokens:
+    """Factors on the loss of tokens as a dataset of weights stores them.
+
+    float16 because weights are factors around 1: it keeps 3 digits of them where bfloat16 keeps 2,
+    and numpy reads it. What is stored are its bits, as uint16: a type that token files have.
+
+        as_loss_weights([1, 0.5, 0]).view(np.float16)     # -> [1, 0.5, 0]
+
+    Args:
+        weights: numbers from 0 to 65504: an array, a tensor, a list.
+
+    Returns:
+        uint16, one dimension.
+
+    Raises:
+        DataError: a weight is no number, below 0 or too large; or above 0 and so small that it
+            would be stored as 0 (below 3e-8).
+    """
+    if hasattr(weights, "detach"):  # torch.Tensor, without importing torch
+        weights = weights.detach().cpu().numpy()
+    try:
+        values = np.asarray(weights, np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"loss weights are no numbers: {error}") from error
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        halves = values.astype(np.float16)
+    fits = np.isfinite(halves) & (values >= 0) & ((halves > 0) == (values > 0))
+    if not fits.all():
+        at = int(np.flatnonzero(~fits)[0])
+        raise DataError(
+            f"loss weight {at} is {values[at]}; weights are 0, or from 6e-08 to 65504 (float16)"
+        )
+    return np.abs(halves).view(np.uint16)  # -0 has a bit that 0 has not
 
 
 def scan_tokens(
@@ -183,6 +223,11 @@ class InputDataset:
         self.meta = self._trusted_meta()
         # What .bin holds, None when nobody vouches for it.
         self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether its meta file says that it holds loss weights."""
+        return LOSS_WEIGHTS.items() <= (self.meta or {}).items()
 
     def open_tokens(self) -> io.FileIO:
         """The .bin that belongs to the index.

@@ -12,6 +12,8 @@ from commands import printed
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect import view_sample
 from megapack.cli.main import main
+from megapack.data import PackedDataset
+from megapack.storage.builder import write_weights
 from tests.reference.gather import NO_LABEL, gather
 
 EOD = 256
@@ -105,6 +107,19 @@ def test_chosen_labels_are_those_of_training(corpus: Path, labels: list[list[int
         )
         seen += sum(shown)
     assert 0 < seen < dataset.num_tokens - len(TEXTS)
+
+
+def test_loss_weights_stand_behind_the_tokens_that_have_them(corpus: Path) -> None:
+    dataset = IndexedDataset(corpus)
+    lengths = dataset.document_lengths.tolist()
+    write_weights(corpus, ([1] * (n // 2) + [0.25] * (n - n // 2) for n in lengths))
+    index = SampleIndex.load(f"{corpus}.samples")
+    packed = PackedDataset(dataset, index)
+    for sample in range(index.num_samples):
+        shown = [w for view in view_sample(dataset, index, sample) for w in view.weights or ()]
+        assert shown == packed[sample]["loss_mask"][: len(shown)].tolist()
+    text = printed("inspect", f"{corpus}.samples", "--sample", 0)
+    assert "<0.25>" in text and "loss weights of 0.25 to 1, together " in text
 
 
 def test_foreign_labels_are_refused(corpus: Path) -> None:

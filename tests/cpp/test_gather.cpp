@@ -100,6 +100,37 @@ void test_values() {
     check_is_complete(batch);
 }
 
+// Weights below and above the least normal float16, 0 and the largest; sums are exact.
+void test_weights() {
+    const Corpus corpus;
+    const std::vector<std::uint16_t> halves{0x3c00, 0x3800, 1,      0x7bff, 0, 0, 0x0400, 0, 0,
+                                            0,      0,      0x4000, 0,      0, 0, 0,      0, 0};
+    Shard shard = corpus.shard();
+    shard.weights = {halves.data(), 18, TokenType::kUint16};
+    check_shard(shard);
+    const std::vector<Shard> shards{shard};
+    std::vector<SampleRef> refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1});
+    refs[1].factor = 0.5F;
+    for (const Loss loss : {Loss::kTokenMean, Loss::kSequenceMean}) {
+        GatherOptions options;
+        options.loss = loss;
+        const GatherPlan plan = plan_gather(shards, refs, {1, 14, 7}, options);
+        std::vector<std::int64_t> tokens(14), labels(14), positions(14);
+        std::vector<float> mask(14, -7.0F);
+        fill_gather(plan, options, {tokens, labels, mask, positions});
+        const bool whole = loss == Loss::kTokenMean;
+        const float sum = whole ? 1.0F : static_cast<float>(1 / (0.5 + 0x1p-24 + 65504));
+        const float other = whole ? 0.5F : static_cast<float>(0.5 / 2);
+        REQUIRE(mask[0] == 0.5F * sum && mask[1] == 0x1p-24F * sum && mask[2] == 65504.0F * sum);
+        REQUIRE(mask[3] == 0.0F && mask[4] == 0.0F && mask[11] == 2.0F * other);
+    }
+    const auto totals = count_labels(shards, refs, Extent::kDocument);
+    REQUIRE(totals[0].labels == 4 && totals[0].weight == 0.5 + 0x1p-24 + 65504);
+    REQUIRE(totals[0].sequences == 1 && totals[1].weight == 2 && totals[1].sequences == 1);
+    shard.weights.size = 17;
+    REQUIRE(refuses<FormatError>([&] { check_shard(shard); }));
+}
+
 // What is asked for is whole pages, each once however many segments lie in it.
 void test_will_need() {
     const Corpus corpus;
@@ -217,6 +248,7 @@ void test_refused_shapes() {
 
 int main() {
     test_values();
+    test_weights();
     test_will_need();
     test_excluded_documents();
     test_shards();

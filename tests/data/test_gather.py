@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import tempfile
 from dataclasses import replace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.data import (
@@ -29,6 +30,7 @@ from megapack.data import dataset as vocabulary
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.builder import write_weights
 from tests.data.corpora import index_of, random_documents, write_documents
 from tests.reference import gather as reference
 
@@ -75,6 +77,9 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
         "index_dtype": draw(st.sampled_from(["int32", "int64"])),
         "chosen": draw(st.booleans()),
         "joined": {(i, s) for i, s in joined if s},
+        "weighed": draw(st.booleans()),
+        "factors": draw(st.none() | st.permutations([0.0, 0.5, 2.0, 3.0, 1.25, 0.3])),
+        "loss": draw(st.sampled_from(["token_mean", "sequence_mean"])),
         "options": {
             "positions": draw(st.sampled_from(["segment", "sample"]))
             if attention == "group"
@@ -92,12 +97,32 @@ def _choose(documents: list[list[int]]) -> list[list[int]]:
     return [[t % 5 if t % 3 else -100 for t in document] for document in documents]
 
 
+def _weigh(documents: list[list[int]]) -> list[list[float]]:
+    """Weights of float16, of all sizes, 0 among them."""
+    sizes = [0.0, 1.0, 0.5, 3.25, 2.0**-24, 65504.0, 2.0**-14, float(np.float16(0.1))]
+    return [[sizes[(t + i) % 8] for i, t in enumerate(document)] for document in documents]
+
+
+def _beside(case: dict[str, Any]) -> dict[str, Any]:
+    """What a case has beside its documents, for the definition."""
+    documents = case["documents"]
+    return {
+        "chosen": _choose(documents) if case["chosen"] else None,
+        "weights": _weigh(documents) if case["weighed"] else None,
+        "factors": case["factors"],
+        "loss": case["loss"],
+        "joined": case["joined"],
+    }
+
+
 def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
     if case["chosen"]:
         write_documents(folder / "docs.labels", _choose(documents), "int32")
-    return PackedDataset(dataset, samples_of(case), **case["options"])
+    if case["weighed"]:
+        write_weights(folder / "docs", _weigh(documents))
+    return PackedDataset(dataset, samples_of(case), loss=case["loss"], **case["options"])
 
 
 def samples_of(case: dict[str, Any]) -> SampleIndex:
@@ -112,6 +137,8 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
     return replace(index, segment_joined=joined, groups={"ids": "by hand"})
 
 
+# As many random batches as MEGAPACK_GATHER_CASES says.
+@settings(max_examples=int(os.environ.get("MEGAPACK_GATHER_CASES", settings().max_examples)))
 @given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
 def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: int | None) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
@@ -121,8 +148,7 @@ def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: in
         num_rows=rows,
         row_tokens=row_tokens,
         capacity=case["capacity"],
-        chosen=_choose(case["documents"]) if case["chosen"] else None,
-        joined=case["joined"],
+        **_beside(case),
         **case["options"],
     )
     cu_seqlens = expected.cu_seqlens()
@@ -137,8 +163,16 @@ def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: in
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
         ids = np.arange(len(case["samples"]))
-        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"])
-        assert dataset.count_labels(ids).sum() == sum(expected.loss_mask)
+        factors = case["factors"] and case["factors"][: len(ids)]
+        batch = dataset.micro_batch(
+            ids, layout=layout, capacity=case["capacity"], loss_weight=factors
+        )
+        totals = dataset.samples.label_totals(ids)
+    assert totals.labels.sum() == sum(label >= 0 for label in expected.labels)
+    of_samples = totals.weight if case["loss"] == "token_mean" else totals.sequences
+    assert np.dot(factors or np.ones(len(ids)), of_samples) == pytest.approx(
+        sum(expected.loss_mask)
+    )
     shape = (1, rows * row_tokens) if stream else (rows, row_tokens)
     for name in TENSORS:
         assert batch[name].shape == shape
@@ -185,40 +219,12 @@ def test_cu_seqlens_per_row_count_from_the_beginning_of_each_row(case: dict[str,
         cu_seqlens="padded",
     )
     with tempfile.TemporaryDirectory() as folder:
-        dataset = _open(Path(folder), {**case, "chosen": False})
+        dataset = _open(Path(folder), {**case, "chosen": False, "weighed": False})
         ids = np.arange(len(case["samples"]))
         result = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"])["cu_seqlens"]
         assert result.shape == (rows, dataset.max_cu_seqlens(layout, case["capacity"]))
     for found, wanted in zip(result.tolist(), expected, strict=True):
         assert found == wanted + [wanted[-1]] * (len(found) - len(wanted))
-
-
-@given(case=corpora(), data=st.data())
-def test_loss_weight_meets_its_samples_labels(case: dict[str, Any], data: st.DataObject) -> None:
-    """Rows may be longer than their samples; then these lie apart."""
-    count = len(case["samples"])
-    factors = data.draw(st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=count, max_size=count))
-    expected = np.zeros(case["rows"] * case["row_tokens"])
-    for i, factor in enumerate(factors):
-        alone = reference.gather(
-            case["documents"],
-            [sample if j == i else [] for j, sample in enumerate(case["samples"])],
-            num_rows=case["rows"],
-            row_tokens=case["row_tokens"],
-            capacity=case["capacity"],
-            joined=case["joined"],
-            **case["options"],
-        )
-        expected += factor * np.array(alone.loss_mask)
-    layout = BatchLayout(
-        micro_batch_tokens=case["rows"] * case["row_tokens"], row_tokens=case["row_tokens"]
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        dataset = _open(Path(folder), {**case, "chosen": False})
-        batch = dataset.micro_batch(
-            np.arange(count), layout=layout, capacity=case["capacity"], loss_weight=factors
-        )
-    assert batch["loss_mask"].flatten().tolist() == expected.tolist()
 
 
 def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -> None:

@@ -16,13 +16,23 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule, build_loader
+from megapack.data import (
+    BatchLayout,
+    BucketBatchSampler,
+    PackedDataset,
+    Schedule,
+    build_loader,
+    resume,
+)
 from megapack.data.batch import slot_tokens
 from megapack.data.loader import ThreadPrefetcher
-from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.data.schedule import Step
+from megapack.errors import ConfigError, FormatError, IndexMismatchError, ResumeError
 from megapack.packing import SampleIndex, pack
+from megapack.storage.builder import write_weights
 from tests.data.corpora import STEP_TOKENS, packed_lengths, random_documents, write_documents
 from tests.data.corpora import small_loader as loader
+from tests.reference.gather import denominator_of, loss_mask_of
 
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "sample_ids")
 
@@ -160,6 +170,91 @@ def test_the_loss_mask_holds_loss_weights_for_those_who_ask_for_them(tmp_path: P
                 total += float(batch["loss_mask"].sum())
                 announced = batch["step_label_weight"]
     assert seen == {12, 24} and total == announced
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
+def test_step_weights_are_the_sum_of_loss_masks_at_any_number_of_ranks(
+    tmp_path: Path, loss: str
+) -> None:
+    """One source has weights per token, of which some are 0, and both count by their own factor."""
+    documents = [random_documents(packed_lengths(100, 24, seed=s), s) for s in (3, 4)]
+    weights = [
+        [[t % 5 / 4 for t in d] for d in documents[0]],
+        [[1.0] * len(d) for d in documents[1]],
+    ]
+    datasets = [write_documents(tmp_path / n, d) for n, d in zip("ab", documents, strict=True)]
+    write_weights(tmp_path / "a", weights[0])
+    indices = [pack(d.document_lengths, "bucket", buckets=[12, 24]) for d in datasets]
+    data = PackedDataset(datasets, indices, weights=[1, 1], loss_weights=[0.3, 2], loss=loss)
+    schedule = Schedule(data, tokens_per_step=256, row_tokens=32)
+    options = {"schedule": schedule, "num_steps": 3, "row_tokens": 32}
+    with pytest.raises(ConfigError, match="sources have loss weights"):
+        loader(data, **options)
+    seen = {}
+    for size in (1, 2):
+        masks: dict[int, list[float]] = {}
+        for rank in range(size):
+            for batch in loader(data, rank, size, weighted_loss=True, **options):
+                masks.setdefault(batch["step"], []).extend(batch["loss_mask"].flatten().tolist())
+                seen[size, batch["step"]] = batch["step_label_weight"]
+        for step, found in masks.items():
+            sequences, expected = sequences_of(data, schedule.step(step), weights, loss)
+            wanted, unit = denominator_of(sequences, loss)
+            assert seen[size, step] == pytest.approx(float(wanted), rel=1e-12)
+            unscaled = sorted(value * float(unit) for value in expected)
+            np.testing.assert_allclose(sorted(v for v in found if v), unscaled, rtol=1e-6)
+            assert sum(found) == pytest.approx(seen[size, step], rel=1e-6)
+    assert all(seen[1, step] == seen[2, step] for step in range(3))
+
+
+def sequences_of(
+    data: PackedDataset, content: Step, weights: list[list[list[float]]], loss: str
+) -> tuple[list[tuple[float, list[float]]], list[float]]:
+    """The sequences of a step, and the loss masks of their labels before the step's unit."""
+    found, masks = [], []
+    for sample in content.sample_ids.tolist():
+        source, segments = data.samples.segments(sample)
+        factor = float(np.float32([0.3, 2][source]))
+        for document, begin, length in segments:
+            own = weights[source][document][begin + 1 : begin + length + 1]
+            own = [float(np.float16(w)) for w in own]
+            found.append((factor, own))
+            masks += [value for value in loss_mask_of(own, factor, loss) if value]
+    return found, masks
+
+
+def test_weights_of_tokens_are_refused_where_nobody_uses_them(tmp_path: Path) -> None:
+    data = write_documents(tmp_path / "d", random_documents([8, 8, 8]))
+    write_weights(tmp_path / "d", [[2.0] * 8] * 3)
+    index = pack(data.document_lengths, "bucket", buckets=[8])
+    options: dict[str, Any] = {"micro_batch_tokens": 8, "size": 1, "num_steps": 1}
+    for packed, message in (
+        (
+            PackedDataset(data, index),
+            r"weights per token \(PREFIX.weights\), .* token_weights: none",
+        ),
+        (
+            PackedDataset(data, index, weight_dataset=None, loss="longalign"),
+            "loss is longalign, and",
+        ),
+    ):
+        schedule = Schedule(packed, tokens_per_step=24)
+        with pytest.raises(ConfigError, match=message):
+            loader(packed, schedule=schedule, **options)
+        assert len(loader(packed, schedule=schedule, weighted_loss=True, **options)) == 3
+    assert (
+        Schedule(index, tokens_per_step=24).identity().keys().isdisjoint({"loss", "token_weights"})
+    )
+    states = [
+        Schedule(PackedDataset(data, index, **how), tokens_per_step=24).state_dict(1)
+        for how in ({}, {"weight_dataset": None}, {"weight_dataset": None, "loss": "longalign"})
+    ]
+    for one, other in ((0, 1), (1, 2), (2, 0)):
+        with pytest.raises(ResumeError, match="would train otherwise on the samples"):
+            resume.check_state(states[one], states[other])
+        names = ("loss", "token_weights")
+        [change, *_] = resume.check_state(states[one], states[other], allow_change=names)
+        assert change.endswith("count otherwise")
 
 
 def test_a_schedule_of_another_index_is_refused(packed: PackedDataset) -> None:

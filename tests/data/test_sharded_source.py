@@ -40,6 +40,7 @@ from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import PackedShard, ShardedIndex, load_shards
 from megapack.packing.verify import verify_shard
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from megapack.storage.metadata import own_metadata
 from megapack.storage.verify import has_errors, verify
@@ -338,7 +339,7 @@ def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
     assert (chosen.count_labels(ids) < every.count_labels(ids)).all()
     labels = chosen[0]["labels"]
     assert (labels[labels >= 0] % 2 == 1).all() and (labels >= 0).any()
-    with pytest.raises(ConfigError, match="labels stand beside them"):
+    with pytest.raises(ConfigError, match="labels and weights stand beside them"):
         PackedDataset(None, index, label_dataset=str(tmp_path / "a.labels"))
 
 
@@ -398,16 +399,21 @@ def test_documents_and_samples_that_do_not_fit_together_are_refused(corpus: Corp
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three datasets with documents longer than the largest bucket, one of them with labels."""
+    """Three datasets with documents longer than the largest bucket, one of them with labels, and
+    another with loss weights."""
     folder = tmp_path_factory.mktemp("source")
     for seed, name in enumerate("abc"):
         documents = random_documents(packed_lengths(150, 64, seed), seed)
         write_documents(folder / name, documents)
+        if name == "b":
+            write_weights(folder / "b", [[t % 5 / 4 for t in d] for d in documents])
     chosen = [[t if t % 2 else -100 for t in document] for document in documents]
     write_documents(folder / "c.labels", chosen, "int32")
     manifest = str(folder / "web.shards.json")
     plan = plan_packing(manifest, [str(folder / name) for name in "abc"], {"buckets": BUCKETS})
-    pack_shards(plan, lambda _: None)
+    shards = pack_shards(plan, lambda _: None)
+    assert [shard.weights for shard in shards] == [False, True, False]
+    assert json.loads(Path(manifest).read_text())["version"] == 3  # older ones read past weights
     return manifest
 
 
@@ -434,7 +440,8 @@ def test_samples_are_those_of_the_source_with_their_labels(source: str, tmp_path
                                            side="right"), kind="stable")  # fmt: skip
     order = order[by_bucket]
     assert sorted(order.tolist()) == list(range(len(theirs))) != order.tolist()
-    cut = 0
+    cut, weights = 0, {float(w) for sample in range(len(ours)) for w in ours[sample]["loss_mask"]}
+    assert weights == {0, 0.25, 0.5, 0.75, 1}
     for sample in range(len(ours)):
         assert same(ours[sample], theirs[int(order[sample])]), sample
         last = ours[sample]["cu_seqlens"][1] - 1
@@ -535,9 +542,8 @@ def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path
     assert facts["num_samples"] == load_shards(source).num_samples and facts["num_shards"] == 2
     packed = PackedDataset(None, output)
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS)
-    loader = build_loader(
-        packed, schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=128
-    )
+    rank = {"data_parallel_rank": 0, "data_parallel_size": 1}
+    loader = build_loader(packed, schedule, micro_batch_tokens=128, weighted_loss=True, **rank)
     assert (
         sum(batch["tokens"].numel() for batch in loader)
         >= IndexedDataset(load_shards(output).shards[0].prefix).num_tokens

@@ -338,6 +338,18 @@ def test_options_that_cannot_be_are_refused(
         rows_of(corpus, manifest=manifest, **options)
 
 
+def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
+        for length in corpus.document_lengths.tolist():
+            builder.add_document(np.ones(length))
+    source = Source(prefix=corpus.prefix, name="web", token_weights=str(tmp_path / "w"))
+    manifest = Manifest(sources=(source,), buckets=(ROW,), cache_directory=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"'web' has loss weights per token .* token_weights: none"
+    ):
+        open_rows(manifest, open_sources(manifest), OPTIONS)
+
+
 def test_labels_of_every_source_of_a_blend_are_its_own(
     corpus: IndexedDataset, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from megapack.integrations.transformers import (
     sft_trainer,
 )
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_dataset
 
@@ -73,8 +73,10 @@ def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(fold
 
     with pytest.raises(ConfigError, match=r"micro steps\) take {0: 4, 2: 8}, and Trainer"):
         assert staged(tokens_per_step=2 * STEP).num_micro_steps
-    with pytest.raises(ConfigError, match="from step 2 on sources have loss weights"):
-        staged(loss_weights={str(folder / "text"): 2})
+    weighed = staged(loss_weights={str(folder / "text"): 2})
+    assert "loss_weights" not in weighed[0]
+    with pytest.raises(ConfigError, match="would take the plain mean of its labels"):
+        weighed[8]
     cut = staged(attention_window=8)
     for i, window in ((7, MICRO), (8, 8)):
         same = cut.sampler.micro_batches(i // 4)[i % 4].sample_ids
@@ -192,6 +194,65 @@ def test_a_trainer_step_is_the_token_mean_over_the_documents_of_the_step(
     loss = reference_step(expected, micro_batches(folder), 0.1)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-4)
     assert_same_parameters(trainer.model, expected)
+
+
+@pytest.mark.parametrize("sft", [False, True])
+def test_a_trainer_step_takes_loss_weights(folder: Path, tmp_path: Path, sft: bool) -> None:
+    """Of sources and tokens, as a mean of sequences; the loss of documents one by one."""
+    documents = IndexedDataset(folder / "text")
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
+        for length in documents.document_lengths.tolist():
+            builder.add_document(random.choice([0, 0.5, 2], size=length))
+
+    def batches() -> MicroBatches:
+        dataset = PackedDataset(
+            documents,
+            folder / "text.samples",
+            weight_dataset=str(tmp_path / "w"),
+            loss="longalign",
+            loss_weights=[3],
+        )
+        schedule = Schedule(dataset, tokens_per_step=STEP)
+        found = MicroBatches(dataset, schedule, micro_batch_tokens=MICRO)
+        found.with_loss_weights = True
+        return found
+
+    if sft:
+        trainer = tiny_sft(tmp_path, batches())
+    else:
+        args = arguments(tmp_path, max_steps=1)
+        trainer = PackedTrainer(model=tiny_llama(), args=args, train_dataset=batches())
+    trainer.train()
+    expected = tiny_llama("eager")
+    sequences = weighted_documents(batches(), documents, IndexedDataset(tmp_path / "w"))
+    mean = 0.0
+    for tokens, labels, weights in sequences:
+        logits = expected(input_ids=tokens, use_cache=False).logits[0]
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = (losses * weights).sum() / weights.sum() / len(sequences)
+        loss.backward()
+        mean += float(loss)
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(mean, rel=1e-4)
+    assert_same_parameters(trainer.model, expected)
+
+
+def weighted_documents(
+    batches: MicroBatches, documents: IndexedDataset, weights: IndexedDataset
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(tokens, labels, weights) of every sequence of the first step that has some weight."""
+    samples, found = batches.dataset.samples, []
+    for sample in batches.schedule.step(0).sample_ids.tolist():
+        for document, begin, length in samples.segments(sample)[1]:
+            tokens = torch.from_numpy(documents[document][begin : begin + length + 1].astype(int))
+            own = weights[document][begin + 1 : begin + length + 1].view(np.float16)
+            of_labels = torch.from_numpy(own.astype(np.float32))
+            if float(of_labels.sum()):
+                found.append((tokens[None, : len(own)], tokens[1:], of_labels))
+    return found
 
 
 def assert_same_parameters(model: nn.Module, expected: nn.Module) -> None:
@@ -365,7 +426,7 @@ def test_evaluation_is_the_loss_of_the_documents_one_by_one(
     assert found == pytest.approx([total / labels] * ranks, rel=1e-6)
 
 
-def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> None:
+def tiny_sft(tmp_path: Path, batches: MicroBatches) -> Any:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
     from trl import SFTConfig  # noqa: PLC0415
 
@@ -390,16 +451,18 @@ def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> No
     }
     config = SFTConfig(**options, report_to=[], packing=False, bf16=False)
     config.gradient_checkpointing = False
-    trainer = sft_trainer(
-        model=tiny_llama(),
-        args=config,
-        train_dataset=micro_batches(folder),
-        processing_class=tokenizer,
+    return sft_trainer(
+        model=tiny_llama(), args=config, train_dataset=batches, processing_class=tokenizer
     )
+
+
+def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> None:
+    trainer = tiny_sft(tmp_path, micro_batches(folder))
     trainer.train()
     expected = tiny_llama("eager")
     reference_step(expected, micro_batches(folder), 0.1)
     assert_same_parameters(trainer.model, expected)
+    config = trainer.args
     config.packing = True
     with pytest.raises(ConfigError, match="pack packed rows again"):
         sft_trainer(model=tiny_llama(), args=config, train_dataset=micro_batches(folder))

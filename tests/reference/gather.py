@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
 
 NO_LABEL = -100
 
@@ -20,10 +23,16 @@ class Batch:
     lengths: list[int] = field(default_factory=list)  # of attention segments, without padding
     rooms: list[int] = field(default_factory=list)  # with the padding that aligns the next one
 
-    def write(self, tokens: list[int], labels: list[int], positions: list[int]) -> None:
+    def write(
+        self,
+        tokens: list[int],
+        labels: list[int],
+        positions: list[int],
+        mask: list[float] | None = None,
+    ) -> None:
         self.tokens += tokens
         self.labels += labels
-        self.loss_mask += [float(label != NO_LABEL) for label in labels]
+        self.loss_mask += mask or [float(label != NO_LABEL) for label in labels]
         self.position_ids += positions
 
     def cu_seqlens(self, which: str = "lengths") -> list[int]:
@@ -57,6 +66,9 @@ def gather(
     pad_token: int = 0,
     chosen: list[list[int]] | None = None,
     joined: set[tuple[int, int]] = frozenset(),
+    weights: list[list[float]] | None = None,
+    factors: list[float] | None = None,
+    loss: str = "token_mean",
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
 
@@ -68,6 +80,9 @@ def gather(
             attention ``group`` both are one attention segment; the last token of the document
             before predicts its first, unless labels stop at documents in words
             (``label_boundary``), which for attention ``group`` means at groups.
+        weights: per document, the factor on the loss of predicting each of its tokens.
+        factors: of every sample, on its loss mask.
+        loss: but for token_mean the weights of a sequence (a segment) are divided by their sum.
     """
     batch = Batch()
     slots = row_tokens // capacity
@@ -88,6 +103,9 @@ def gather(
                 pad_token=pad_token,
                 chosen=chosen or documents,
                 joined={s for sample, s in joined if sample == i},
+                weights=weights or [[1.0] * len(document) for document in documents],
+                factor=factors[i] if factors else 1.0,
+                loss=loss,
             )
         if used < room:
             first = used if positions == "sample" else 0
@@ -112,6 +130,9 @@ def _write_sample(
     pad_token: int,
     chosen: list[list[int]],
     joined: set[int],
+    weights: list[list[float]],
+    factor: float,
+    loss: str,
 ) -> int:
     used = 0
     # What attends to itself: [first token, tokens, tokens with their room].
@@ -121,11 +142,14 @@ def _write_sample(
         goes_on = not last and (attention == "sample" or (attention == "group" and s + 1 in joined))
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
+        weighed = weights[document][begin + 1 : end + 1]
         if len(wanted) < length:
             in_group = attention == "group" and s + 1 in joined
             crosses = not last and (label_boundary == "sample" or in_group)
             following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
+            weighed.append(0.0 if following is None else weights[following[0]][following[1]])
+        weighed = [w if label >= 0 else 0.0 for w, label in zip(weighed, wanted, strict=True)]
         fill = 0
         if not goes_on:
             fill = -(used + length) % alignment
@@ -136,6 +160,7 @@ def _write_sample(
             documents[document][begin:end] + [pad_token] * fill,
             [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill,
             list(range(first, first + room)),
+            loss_mask_of(weighed, factor, loss) + [0.0] * fill,
         )
         used += room
         tokens_of_run += length
@@ -144,3 +169,25 @@ def _write_sample(
             batch.rooms.append(used - begin_of_run)
             begin_of_run, tokens_of_run = used, 0
     return used
+
+
+def loss_mask_of(weights: list[float], factor: float, loss: str) -> list[float]:
+    """The loss mask of a sequence, whose tokens without a label weigh 0, in float32."""
+    total = sum(map(Fraction, weights))
+    if loss != "token_mean":
+        factor = float(np.float32(factor)) / float(total) if total else 0.0
+    return [float(np.float32(w) * np.float32(factor)) for w in weights]
+
+
+def denominator_of(
+    sequences: list[tuple[float, list[float]]], loss: str
+) -> tuple[Fraction, Fraction]:
+    """What a step's losses times loss masks are divided by, and the unit of its loss masks.
+
+    Args:
+        sequences: of the step, each its source's factor and the weights of its labels.
+    """
+    num_labels = sum((Fraction(f) * Fraction(w) for f, of in sequences for w in of), Fraction(0))
+    num_sequences = sum((Fraction(f) for f, of in sequences if sum(of) > 0), Fraction(0))
+    unit = num_labels / num_sequences if loss == "longalign" and num_sequences else Fraction(1)
+    return num_sequences if loss == "sequence_mean" else num_labels, unit

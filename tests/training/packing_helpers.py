@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -59,10 +62,16 @@ def tiny_model(
 
 
 def losses_one_by_one(
-    model: TrainingModel, inputs: Inputs, step: int, window: int = 10**9, z_loss: float = 0.0
-) -> list[tuple[int, Tensor, int]]:
+    model: TrainingModel,
+    inputs: Inputs,
+    step: int,
+    window: int = 10**9,
+    z_loss: float = 0.0,
+    weights: Sequence[NDArray[np.float32]] | None = None,
+) -> list[tuple[int, Tensor, float]]:
     """(source, summed loss, labels) of every segment of a step, each alone through transformers,
-    cut at multiples of the window.
+    cut at multiples of the window. With the weights of all tokens of every source both are sums of
+    weights.
 
     None of our attention, loss or batches; call ``set_attn_implementation("eager")`` before.
     """
@@ -81,7 +90,13 @@ def losses_one_by_one(
                 if len(tokens) > 1:
                     inputs_of = tokens[:-1].unsqueeze(0)
                     logits = model.model(input_ids=inputs_of, use_cache=False).logits[0]
-                    loss = F.cross_entropy(logits, tokens[1:], reduction="sum")
-                    loss = loss + z_loss * logits.exp().sum(1).log().square().sum()
-                    found.append((source, loss, len(tokens) - 1))
+                    losses = F.cross_entropy(logits, tokens[1:], reduction="none")
+                    losses = losses + z_loss * logits.exp().sum(1).log().square()
+                    first = int(dataset.document_offsets[document]) + at + 1
+                    of_labels = torch.ones(len(losses))
+                    if weights is not None:
+                        own = weights[source][first : first + len(losses)]
+                        of_labels = torch.from_numpy(own.copy())
+                    loss = (losses * of_labels).sum()
+                    found.append((source, loss, float(of_labels.double().sum())))
     return found

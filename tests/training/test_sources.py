@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from megapack.config import load_config
 from megapack.errors import ConfigError
+from megapack.storage import IndexedDatasetBuilder, read_document_lengths
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
@@ -144,6 +147,68 @@ def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path:
     assert second["loss"] == pytest.approx(total / second["label_tokens"], rel=1e-5)
     [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
     assert start["data_order"]["loss_weights"] == [1.0, 4.0]
+
+
+# loss, ranks, ZeRO stage, ranks that share long samples; all of them where MEGAPACK_GRADIENTS is.
+WEIGHED = [("token_mean", 2, 2, 1), ("sequence_mean", 2, 3, 2), ("longalign", 1, 1, 1)]
+if os.environ.get("MEGAPACK_GRADIENTS"):
+    WEIGHED = [
+        (loss, ranks, stage, shared)
+        for loss in ("token_mean", "sequence_mean", "longalign")
+        for ranks, stage, shared in [(1, 0, 1), (1, 1, 1), (2, 0, 1), (2, 1, 1), (2, 2, 1)]
+        + [(2, 3, 1), (4, 1, 1), (2, 1, 2), (4, 2, 2), (2, 3, 2)]
+    ]
+
+
+@pytest.mark.parametrize(("loss", "ranks", "stage", "shared"), WEIGHED)
+def test_weights_of_tokens_meet_their_losses(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, loss: str, ranks: int, stage: int, shared: int
+) -> None:
+    """The gradient is that of documents one by one, every token with its weight and that of its
+    source, over all tokens or over the means of sequences."""
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    tree = yaml.safe_load(blend.read_text())
+    weights = []
+    for source, seed in zip(tree["sources"], (1, 2), strict=True):
+        lengths = read_document_lengths(source["prefix"])
+        random = np.random.default_rng(seed)
+        own = [random.choice([0, 0.25, 1, 3], size=n).astype(np.float32) for n in lengths]
+        source["token_weights"] = str(tmp_path / f"{source['name']}.weights")
+        with IndexedDatasetBuilder(source["token_weights"], np.float16) as builder:
+            for values in own:
+                builder.add_document(values)
+        weights.append(np.concatenate(own))
+    tree["sources"][1]["loss_weight"] = 2.5
+    blend.write_text(yaml.safe_dump(tree))
+    path = blend_config(blend, corpus, tmp_path / "run", num_steps=1)
+    more = [f"data.loss={loss}", f"engine.zero_stage={stage}"]
+    more += [f"engine.sequence_parallel_size={shared}", f"data.micro_batch_tokens={128 // shared}"]
+    config = load_config(PretrainConfig, path, more)
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    found = losses_one_by_one(model, inputs, 0, weights=weights)
+    factor = [1.0, 2.5] if inputs.schedule.samples.names[0] == "web" else [2.5, 1.0]
+    if loss == "token_mean":
+        total = sum(factor[source] * weight for source, _, weight in found)
+        terms = [factor[source] * sums for source, sums, _ in found]
+    else:
+        total = sum(factor[source] for source, _, weight in found if weight)
+        terms = [factor[source] * sums / weight for source, sums, weight in found if weight]
+    mean = torch.stack(terms).sum() / total
+    mean.backward()
+    out = tmp_path / "found.pt"
+    argv = [str(ROOT / "tests" / "training" / "gradient_worker.py"), str(path), str(out), *more]
+    zygote.start(argv, ranks, tmp_path / "worker.log").succeed()
+    result = torch.load(out)
+    assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        scale = parameter.grad.abs().max().clamp(min=1e-6)
+        error = float((result["grads"][name] - parameter.grad).abs().max() / scale)
+        print(f"{loss} {ranks} {stage} {shared} {name} {error:.1e}")
+        assert error < 1e-4, name
 
 
 def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 #include "core/gather/fill.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/base/check.hpp"
 
 // GCC makes one copy of a function per instruction set and picks one when the library is loaded,
-// which needs glibc's indirect functions. Elsewhere there is the one copy for the baseline. All
-// arithmetic is on integers: the copies differ in speed only.
+// which needs glibc's indirect functions. Elsewhere there is the one copy for the baseline. Floats
+// are multiplied and never added: the copies differ in speed only.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GNUC__ >= 12
 #define MEGAPACK_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
@@ -112,6 +113,51 @@ std::int64_t count_chosen(const TokenArray& from, std::int64_t at, std::int64_t 
     });
 }
 
+// Weights are float16 from 0 on, finite: bits below 0x7c00. As float32 they are exact, also where a
+// processor flushes denormal numbers to 0. Without branches, so that loops over it are vectorized:
+// as if the number was normal it is 2^-15 (1 + m / 1024) instead of 2^-24 m where it is not.
+MEGAPACK_INLINE float weight_of(std::uint16_t half) {
+    const std::uint32_t normal = (static_cast<std::uint32_t>(half) << 13) + (112U << 23);
+    float value = 0;
+    std::memcpy(&value, &normal, sizeof value);
+    value = value * 2 - 0x1p-14F;  // exact where it counts
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t small = half < 1024 ? ~0U : 0U;
+    bits = (bits & small) | (normal & ~small);
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The same in units of 2^-24, in which sums are exact in any order.
+MEGAPACK_INLINE std::int64_t units_of(std::uint16_t half) {
+    const std::uint32_t exponent = half >> 10;
+    const std::uint64_t digits = (half & 1023U) + (exponent == 0 ? 0U : 1024U);
+    return static_cast<std::int64_t>(digits << (exponent == 0 ? 0U : exponent - 1));
+}
+
+MEGAPACK_CLONES std::int64_t sum_units(const std::uint16_t* weights, std::int64_t count) {
+    std::int64_t sum = 0;
+    for (std::int64_t i = 0; i < count; ++i) sum += units_of(weights[i]);
+    return sum;
+}
+
+// mask[i] = weight i * factor.
+MEGAPACK_CLONES void fill_weights(const std::uint16_t* weights, std::int64_t count, float factor,
+                                  float* mask) {
+    for (std::int64_t i = 0; i < count; ++i) mask[i] = weight_of(weights[i]) * factor;
+}
+
+// mask[i] *= weight i * factor.
+MEGAPACK_CLONES void multiply(const std::uint16_t* weights, std::int64_t count, float factor,
+                              float* mask) {
+    for (std::int64_t i = 0; i < count; ++i) mask[i] = mask[i] * weight_of(weights[i]) * factor;
+}
+
+MEGAPACK_CLONES void multiply(std::int64_t count, float factor, float* mask) {
+    for (std::int64_t i = 0; i < count; ++i) mask[i] *= factor;
+}
+
 // to[i] = first + i.
 MEGAPACK_CLONES void count_up(std::int64_t first, std::int64_t count, std::int64_t* to) {
     for (std::int64_t i = 0; i < count; ++i) to[i] = first + i;
@@ -127,23 +173,78 @@ MEGAPACK_CLONES void fill(float value, std::int64_t count, float* to) {
 
 // ---- Pieces
 
-void fill_labels(const Piece& piece, std::int64_t* labels, float* mask) {
-    const std::int64_t body = piece.length - 1;
-    const bool has_last = piece.last_label_at >= 0;
-    labels[body] = kNoLabel;
-    mask[body] = 0.0F;
-    if (piece.shard->has_labels()) {
-        widen_chosen(piece.shard->labels, piece.token_begin + 1, body, labels, mask);
-        if (has_last) {
-            widen_chosen(piece.shard->labels, piece.last_label_at, 1, labels + body, mask + body);
+const std::uint16_t* weights_at(const Shard& shard, std::int64_t at) {
+    return static_cast<const std::uint16_t*>(shard.weights.data) + at;
+}
+
+// Adds the labels of tokens [at, at + count) to a total; their weights in units.
+void add_labels(const Shard& shard, std::int64_t at, std::int64_t count, std::int64_t* labels,
+                std::int64_t* units) {
+    const std::int64_t found = shard.has_labels() ? count_chosen(shard.labels, at, count) : count;
+    *labels += found;
+    if (!shard.has_weights()) {
+        *units += found << 24;
+        return;
+    }
+    const std::uint16_t* weights = weights_at(shard, at);
+    if (!shard.has_labels()) {
+        *units += sum_units(weights, count);
+        return;
+    }
+    with_type(shard.labels, at, [=](const auto* chosen) {
+        for (std::int64_t i = 0; i < count; ++i) {
+            if (static_cast<std::int64_t>(chosen[i]) >= 0) *units += units_of(weights[i]);
+        }
+    });
+}
+
+// Of `length` tokens from token_begin on, the last of which has its label at last_at, or none (-1).
+LabelTotals total_of(const Shard& shard, std::int64_t token_begin, std::int64_t length,
+                     std::int64_t last_at) {
+    std::int64_t labels = 0;
+    std::int64_t units = 0;
+    add_labels(shard, token_begin + 1, length - 1, &labels, &units);
+    if (last_at >= 0) add_labels(shard, last_at, 1, &labels, &units);
+    return {labels, static_cast<double>(units) * 0x1p-24, units > 0 ? 1 : 0};
+}
+
+// What every weight of a piece is multiplied with.
+float factor_of(const Piece& piece, Loss loss) {
+    if (loss == Loss::kTokenMean) return piece.factor;
+    const double sum =
+        total_of(*piece.shard, piece.token_begin, piece.length, piece.last_label_at).weight;
+    return sum > 0 ? static_cast<float>(piece.factor / sum) : 0.0F;
+}
+
+// Of `count` labels that stand at `at` in the file.
+void fill_labels(const Shard& shard, std::int64_t at, std::int64_t count, float factor,
+                 std::int64_t* labels, float* mask) {
+    if (!shard.has_labels()) {
+        widen(shard.tokens, at, count, labels);
+        if (shard.has_weights()) {
+            fill_weights(weights_at(shard, at), count, factor, mask);
+        } else {
+            fill(factor, count, mask);
         }
         return;
     }
-    widen(piece.shard->tokens, piece.token_begin + 1, body, labels);
-    fill(1.0F, body, mask);
-    if (has_last) {
-        widen(piece.shard->tokens, piece.last_label_at, 1, labels + body);
-        mask[body] = 1.0F;
+    widen_chosen(shard.labels, at, count, labels, mask);
+    if (shard.has_weights()) {
+        multiply(weights_at(shard, at), count, factor, mask);
+    } else if (factor != 1.0F) {
+        multiply(count, factor, mask);
+    }
+}
+
+void fill_labels(const Piece& piece, Loss loss, std::int64_t* labels, float* mask) {
+    const std::int64_t body = piece.length - 1;
+    const float factor = factor_of(piece, loss);
+    fill_labels(*piece.shard, piece.token_begin + 1, body, factor, labels, mask);
+    if (piece.last_label_at >= 0) {
+        fill_labels(*piece.shard, piece.last_label_at, 1, factor, labels + body, mask + body);
+    } else {
+        labels[body] = kNoLabel;
+        mask[body] = 0.0F;
     }
 }
 
@@ -155,7 +256,7 @@ void fill_piece(const Piece& piece, const GatherOptions& options, std::int64_t a
     float* mask = out.loss_mask.data() + at;
     if (piece.length > 0) {
         widen(piece.shard->tokens, piece.token_begin, piece.length, tokens);
-        fill_labels(piece, labels, mask);
+        fill_labels(piece, options.loss, labels, mask);
     }
     const std::int64_t padding = piece.room - piece.length;
     fill(options.pad_token, padding, tokens + piece.length);
@@ -172,15 +273,9 @@ void prefetch_piece(const Piece& piece) {
     if (piece.shard->has_labels()) {
         prefetch(piece.shard->labels, piece.token_begin, piece.length);
     }
-}
-
-std::int64_t count_segment(const Shard& shard, const Segment& segment, const Segment* next,
-                           Extent label_boundary) {
-    const std::int64_t body = segment.length - 1;
-    const std::int64_t last_at = last_label_position(segment, next, label_boundary);
-    if (!shard.has_labels()) return body + (last_at >= 0 ? 1 : 0);
-    return count_chosen(shard.labels, segment.token_begin + 1, body) +
-           (last_at >= 0 ? count_chosen(shard.labels, last_at, 1) : 0);
+    if (piece.shard->has_weights()) {
+        prefetch(piece.shard->weights, piece.token_begin, piece.length);
+    }
 }
 
 }  // namespace
@@ -199,9 +294,9 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
     }
 }
 
-std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                       Extent label_boundary) {
-    std::vector<std::int64_t> counts(samples.size(), 0);
+std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
+                                      Extent label_boundary) {
+    std::vector<LabelTotals> totals(samples.size());
     std::vector<Segment> segments;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
         const Shard& shard = shards[samples[i].shard];
@@ -209,10 +304,15 @@ std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const Samp
         read_segments(shard, samples[i], segments);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {
             const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
-            counts[i] += count_segment(shard, segments[s], next, label_boundary);
+            const std::int64_t last_at = last_label_position(segments[s], next, label_boundary);
+            const LabelTotals more =
+                total_of(shard, segments[s].token_begin, segments[s].length, last_at);
+            totals[i].labels += more.labels;
+            totals[i].weight += more.weight;
+            totals[i].sequences += more.sequences;
         }
     }
-    return counts;
+    return totals;
 }
 
 }  // namespace megapack

@@ -19,8 +19,14 @@ struct GatherOutput {
 
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);
 
-// How many tokens of each sample have a label: the sum of its loss mask, without gathering it.
-std::vector<std::int64_t> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                       Extent label_boundary);
+// What there is to learn in a sample, without gathering it.
+struct LabelTotals {
+    std::int64_t labels = 0;     // tokens that have one
+    double weight = 0;           // sum of their weights, exact below 2^29
+    std::int64_t sequences = 0;  // what it has of documents that has a label of some weight
+};
+
+std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
+                                      Extent label_boundary);
 
 }  // namespace megapack

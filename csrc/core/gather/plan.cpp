@@ -43,7 +43,7 @@ class Planner {
 
     void add_padding(std::int64_t room, std::int64_t first_position) {
         if (room == 0) return;
-        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1});
+        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1, 1.0F});
         plan_.segments.push_back({room, room, -1});
     }
 
@@ -68,7 +68,7 @@ class Planner {
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
-            add_piece(shard, i, next - placed, placed, begin);
+            add_piece(shard, i, next - placed, placed, begin, ref.factor);
             if (!goes_on) {
                 const auto source = static_cast<std::int32_t>(shard.source);
                 plan_.segments.push_back({end - begin, next - begin, source});
@@ -87,7 +87,7 @@ class Planner {
 
     // `at`: where it begins in the sample; `group`: where its group does.
     void add_piece(const Shard& shard, std::int64_t i, std::int64_t room, std::int64_t at,
-                   std::int64_t group) {
+                   std::int64_t group, float factor) {
         const Segment& segment = segments_[i];
         std::int64_t first_position = options_.attention == Extent::kGroup ? at - group : 0;
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
@@ -95,7 +95,7 @@ class Planner {
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const std::int64_t label_at = last_label_position(segment, next, options_.label_boundary);
         plan_.pieces.push_back(
-            {&shard, segment.token_begin, segment.length, room, first_position, label_at});
+            {&shard, segment.token_begin, segment.length, room, first_position, label_at, factor});
     }
 
     Span<const Shard> shards_;

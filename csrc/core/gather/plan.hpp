@@ -14,10 +14,15 @@ enum class Positions { kSegment, kDocument, kSample };  // where position_ids re
 // of its group that stand behind it, or cross every boundary.
 enum class Extent { kDocument, kGroup, kSample };
 
+// What the loss mask makes of a step: every token weighs as its weight says, or every sequence
+// (what a sample has of a document) weighs 1, its tokens in proportion to their weights.
+enum class Loss { kTokenMean, kSequenceMean };
+
 struct GatherOptions {
     Positions positions = Positions::kSegment;
     Extent attention = Extent::kDocument;
     Extent label_boundary = Extent::kDocument;
+    Loss loss = Loss::kTokenMean;
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
 };
@@ -41,6 +46,7 @@ struct Piece {
     std::int64_t room;            // length and the padding behind it
     std::int64_t first_position;  // position id of its first token
     std::int64_t last_label_at;   // token position of the label of its last token, or -1
+    float factor;                 // on its loss mask
 };
 
 // Token position of the label of a segment's last token: the next token of its document, or the

@@ -61,7 +61,7 @@ void will_need(Span<const std::uint8_t> bytes) {
 
 void read_exactly(Span<const Shard> shards) {
     for (const Shard& shard : shards) {
-        for (const TokenArray& array : {shard.tokens, shard.labels}) {
+        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights}) {
             advise(pages_of(array.data, array.size * bytes_of(array.type)), MADV_RANDOM);
         }
     }
@@ -87,6 +87,7 @@ std::int64_t will_need_samples(Span<const Shard> shards, Span<const SampleRef> s
     for (const TokenRange& range : token_ranges(shards, samples)) {
         add_pages(shards[range.shard].tokens, range, wanted);
         add_pages(shards[range.shard].labels, range, wanted);
+        add_pages(shards[range.shard].weights, range, wanted);
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });

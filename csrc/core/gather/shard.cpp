@@ -101,6 +101,11 @@ void check_shard(const Shard& shard) {
     check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
                        "the label file has ", shard.labels.size, " elements, the token file ",
                        shard.tokens.size, "; labels stand beside the tokens, one for each");
+    check<FormatError>(
+        !shard.has_weights() ||
+            (shard.weights.size == shard.tokens.size && shard.weights.type == TokenType::kUint16),
+        "the file of loss weights has ", shard.weights.size, " elements, the token file ",
+        shard.tokens.size, "; weights stand beside the tokens, one float16 for each");
     check(shard.excluded.size() == shard.excluded_by.size() &&
               std::is_sorted(shard.excluded.begin(), shard.excluded.end()),
           "excluded documents are not ascending, or there is not one list for each");

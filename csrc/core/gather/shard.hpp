@@ -31,6 +31,7 @@ struct Shard {
     IndexView documents;      // the mapped .idx: no table per process, nothing to build
     TokenArray tokens;        // the mapped .bin
     TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
+    TokenArray weights;       // of their losses, beside the tokens: bits of float16; may be absent
     SampleView samples;       // without bucket_sample_offsets
     // Of every segment whether it goes on in the group of the one before it; empty: none does.
     Span<const std::uint8_t> joined;
@@ -39,6 +40,7 @@ struct Shard {
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
+    bool has_weights() const { return weights.data != nullptr; }
 };
 
 // A segment that has been checked: it lies inside its document, and the document inside the file.
@@ -56,6 +58,7 @@ struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
     std::int64_t lists = 0;
+    float factor = 1.0F;  // on the loss of its labels
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.

@@ -227,6 +227,9 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             block = TextBlock(text, offsets, positions, locate)
             if options.beside:
                 block = _with_values_beside(block, lines, options.beside)
+            if options.weights_key is not None:
+                said = _values(block, lines, options.weights_key, "any")[0].strings()
+                block = dataclasses.replace(block, weights=said)
             if options.split_key is not None:
                 keys, no_key = _values(block, lines, options.split_key, "scalars")
                 block = dataclasses.replace(block, hashes=keys.text_hashes())

@@ -36,6 +36,7 @@ from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOpt
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
+from megapack.tokenization.tokenizers.encoders import BACKENDS
 from megapack.tokenization.tokenizers.probe import choose_backend
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
@@ -51,6 +52,7 @@ _EXECUTION = frozenset(
 # Fields whose options have another name.
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
+WEIGHTS = ".weights"  # and of one of loss weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class BuildConfig:
     format: Format | None = None  # None: by suffix
     json_key: str = "text"  # also the column of a table
     messages_key: str | None = None  # instead of json_key: the documents are conversations
+    weights_key: str | None = None  # of the loss weights of a text's tokens
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
@@ -155,6 +158,12 @@ class BuildConfig:
                 "--split-key needs --split and --split-by hash",
             ),
             (
+                self.weights_key is not None and (chat or self.backend.startswith("gigatoken")),
+                "--weights-key is for text, and needs to know where in it a token stands: leave "
+                "out --messages-key (--chat-loss says what is learned of conversations) and "
+                "--backend gigatoken",
+            ),
+            (
                 self.label_names == "neox" and not chat,
                 "--label-names neox is for conversations; give --messages-key",
             ),
@@ -185,6 +194,8 @@ class BuildConfig:
             outputs[split] = self.output_prefix + split + tokens
             if self.messages_key is not None:
                 outputs[split + LABELS] = self.output_prefix + split + labels
+            if self.weights_key is not None:
+                outputs[split + WEIGHTS] = self.output_prefix + split + WEIGHTS
         return outputs
 
     def command(self) -> str:
@@ -243,6 +254,8 @@ class Plan:
         read = dataclasses.asdict(self.read)
         del read["block_bytes"]  # memory follows it, nothing else
         read["beside"] = [list(pair) for pair in self.read.beside]
+        if self.read.weights_key is None:
+            del read["weights_key"]  # plans from before there was one stay what they are
         config = self.config
         return {
             "inputs": [
@@ -301,8 +314,15 @@ class Plan:
         """Datasets that a shard writes: one, or one per split, as endings of their prefixes."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
-    def stored(self, *, labels: bool) -> dict[str, Any]:
-        """How tokens, or their labels, are stored: arguments of ``IndexedDatasetBuilder``."""
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Of the prefixes of the datasets of every stream: tokens, and what stands beside them."""
+        labels = (LABELS,) if self.has_labels else ()
+        return ("", *labels, *((WEIGHTS,) if self.read.weights_key is not None else ()))
+
+    def stored(self, stream: str) -> dict[str, Any]:
+        """How tokens, or what stands beside them, are stored: arguments of
+        ``IndexedDatasetBuilder``, by the end of the stream."""
         metadata: dict[str, Any] = {
             "tokenizer": {
                 "name": Path(self.tokenizer.name).name,
@@ -312,7 +332,9 @@ class Plan:
             },
             "plan": self.digest,
         }
-        if labels:
+        if stream.endswith(WEIGHTS):
+            return {"dtype": np.float16, "metadata": metadata}
+        if stream.endswith(LABELS):
             metadata["labels"] = "token id where it carries loss, -100 elsewhere; not shifted"
             return {"dtype": np.int32, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
@@ -371,13 +393,20 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         values="lists" if is_chat else "strings",
         beside=beside,
         split_key=config.split_key,
+        weights_key=config.weights_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
     )
     shard_bytes = config.shard_bytes
     shard_bytes = default_shard_bytes(inputs) if shard_bytes is None else shard_bytes
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
-    backend = choose_backend(tokenizer, config.backend, shards, read, note)
+    backend = config.backend
+    if config.weights_key is not None:
+        whole = [file.path for file in inputs if file.format == "text"]
+        if whole:
+            raise ConfigError(f"{whole[0]} is one document and has no key for --weights-key")
+        backend = BACKENDS[tokenizer.kind][0] if backend == "auto" else backend
+    backend = choose_backend(tokenizer, backend, shards, read, note)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"

@@ -24,7 +24,7 @@ from megapack.executors import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
 from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split, lacks_documents
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.pipeline.plan import LABELS, Plan, chat_templates
+from megapack.tokenization.pipeline.plan import LABELS, WEIGHTS, Plan, chat_templates
 from megapack.tokenization.pipeline.workspace import (
     ShardRecord,
     Totals,
@@ -122,8 +122,7 @@ class ShardWorker:
         """
         plan = self.plan
         prefix = shard_prefix(self.directory, index)
-        ends = ("", LABELS) if plan.has_labels else ("",)
-        datasets = [f"{prefix}{stream}{end}" for stream in plan.streams for end in ends]
+        datasets = [f"{prefix}{stream}{end}" for stream in plan.streams for end in plan.ends]
         record = read_record(prefix, plan.digest, datasets)
         if record is None and self.finish_only:
             raise MegapackError(
@@ -151,7 +150,7 @@ class ShardWorker:
         with contextlib.ExitStack() as stack:
             builders = {}
             for dataset in datasets:
-                stored = plan.stored(labels=dataset.endswith(LABELS))
+                stored = plan.stored(dataset)
                 # Nothing waits for the disk: a shard's checksums are compared before it is used.
                 builder = IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
                 builders[dataset] = stack.enter_context(builder)
@@ -159,10 +158,13 @@ class ShardWorker:
             blocks = ahead(_kept(read, plan, read_faults))
             all_coded = ahead(_coded(blocks, plan, self.coder, code_faults))
             for stream, num_text_bytes, coded in stack.enter_context(contextlib.closing(all_coded)):
-                tokens, offsets, labels = coded
+                tokens, offsets = coded.tokens, coded.offsets
                 builders[prefix + stream].add_documents(tokens, offsets)
-                if labels is not None:
-                    builders[prefix + stream + LABELS].add_documents(labels, offsets)
+                if coded.labels is not None:
+                    builders[prefix + stream + LABELS].add_documents(coded.labels, offsets)
+                if plan.read.weights_key is not None:
+                    weights = np.ones(len(tokens)) if coded.weights is None else coded.weights
+                    builders[prefix + stream + WEIGHTS].add_documents(weights, offsets)
                 counted = Counted(len(offsets) - 1, num_text_bytes, len(tokens))
                 total = total.plus(counted)
                 report(counted)

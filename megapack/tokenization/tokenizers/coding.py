@@ -1,7 +1,7 @@
 """Blocks of documents -> tokens as they are stored, and labels where not every token is learned.
 
 - Frame: what is put around a document's ids; Coded: documents ready to be stored
-- TextCoder: plain text
+- TextCoder: plain text; read_weights: what a document says of the loss weights of its tokens
 - ChatCoder: conversations, each turned into tokens by ``HeaderChats.code`` (role headers) or
   ``TemplateChats.code`` (template_chats.py)
 
@@ -16,6 +16,7 @@ where it does not, as in GPT-NeoX's label files.
 from __future__ import annotations
 
 import abc
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
+from megapack.storage.tokens import as_loss_weights
 from megapack.tokenization.corpus.documents import (
     Faults,
     TextBlock,
@@ -48,6 +50,7 @@ class Coded(NamedTuple):
     tokens: NDArray[Any]  # of the stored dtype
     offsets: NDArray[np.int64]  # (documents + 1)
     labels: NDArray[np.int32] | None  # aligned with tokens; None where every token is learned
+    weights: NDArray[np.float64] | None = None  # of the loss, aligned with tokens; None: 1
 
 
 class Frame(NamedTuple):
@@ -106,8 +109,31 @@ class TextCoder(Coder):
         if empty.any():  # text of which a tokenizer's normalization leaves nothing
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
             offsets = offsets[np.concatenate([~empty, [True]])]
+        weights = None
+        if block.weights is not None:
+            block, ids, offsets, weights = self._weighed(block.select(~empty), ids, offsets, faults)
         tokens, framed = self._frame.put_around(ids, offsets)
-        return Coded(tokens, framed, None)
+        return Coded(tokens, framed, None, weights)
+
+    def _weighed(
+        self, block: TextBlock, ids: NDArray[Any], offsets: NDArray[np.int64], faults: Faults
+    ) -> tuple[TextBlock, NDArray[Any], NDArray[np.int64], NDArray[np.float64]]:
+        """The documents whose loss weights can be used, and these, of the tokens around, too."""
+        lengths, found, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
+        before, behind = len(self._frame.prefix), len(self._frame.suffix)
+        for i, said in enumerate(block.weights or ()):
+            spans = functools.partial(self._encoder.spans, block.strings([i])[0])
+            try:
+                own = read_weights(said, int(lengths[i]), spans)
+            except DataError as error:
+                faults.record("unusable loss weights", block.place(i), str(error))
+                usable[i] = False
+                continue
+            # Who learns the last token with some weight learns with it that the document ends.
+            found.append(np.concatenate([np.ones(before), own, np.full(behind, own[-1])]))
+        ids = ids[np.repeat(usable, lengths)]
+        weights = np.concatenate([np.zeros(0), *found])
+        return block.select(usable), ids, offsets_of(lengths[usable]), weights
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
         # Chosen by their text, so that every run checks the same documents; by another hash than
@@ -121,6 +147,55 @@ class TextCoder(Coder):
                 f"{self._encoder.backend} is not what it was on the first sample: {difference}; "
                 f"build with --backend {reference.backend}"
             )
+
+
+# ---- Loss weights of text ------------------------------------------------------------------------
+
+
+def read_weights(
+    said: str, num_tokens: int, spans: Callable[[], NDArray[np.int64]]
+) -> NDArray[np.float64]:
+    """The loss weights of a document's tokens.
+
+        read_weights("[[2, 5, 0.5]]", 4, spans)    # the text "ab cd ef": tokens at 0-2 2-5 5-6 6-8
+        # -> [1, 0.5, 1, 1]
+
+    Args:
+        said: JSON: one number per token; or spans of the text, [begin, end, weight] in characters,
+            half open: a token that holds a character of one has its weight (of several the last),
+            all others 1; or the path of a .npy of one number per token. "" or null: all are 1.
+        num_tokens: of the document, without what is put around it.
+        spans: characters of every token, (tokens, 2).
+
+    Raises:
+        DataError: it says something else, or of another number of tokens; a weight that no float16
+            holds (``as_loss_weights``).
+    """
+    weights = np.ones(num_tokens)
+    value = json.loads(said or "null")
+    if value is None:
+        return weights
+    try:
+        if isinstance(value, str):
+            value = np.load(value, allow_pickle=False)
+        array = np.asarray(value, np.float64)
+    except (OSError, TypeError, ValueError) as error:
+        raise DataError(f"weights are no numbers: {error}") from error
+    if array.ndim == 2 and array.shape[1] == 3:
+        as_loss_weights(array[:, 2])
+        at = spans()
+        for begin, end, weight in array:
+            if not 0 <= begin < end:
+                raise DataError(f"weights have span [{begin:g}, {end:g}), which holds no character")
+            weights[(at[:, 0] < end) & (at[:, 1] > begin)] = weight
+        return weights
+    if array.shape != (num_tokens,) and array.size:
+        raise DataError(
+            f"weights have shape {array.shape}, and the document {num_tokens} tokens: give one "
+            "number for each, or spans [begin, end, weight] of characters"
+        )
+    as_loss_weights(array)
+    return array if array.size else weights
 
 
 # ---- Conversations ------------------------------------------------------------------------------

@@ -49,6 +49,18 @@ class Encoder(abc.ABC):
     def encode(self, block: TextBlock) -> Encoded:
         """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
 
+    def spans(self, text: str) -> NDArray[np.int64]:
+        """(tokens, 2) int64: the characters [begin, end) of a text that every token of it holds.
+
+        Raises:
+            ConfigError: the backend does not tell.
+        """
+        del text
+        raise ConfigError(
+            f"backend {self.backend} does not tell where in its text a token stands, which spans "
+            "of loss weights need: leave out --backend, or give the tokenizer's own"
+        )
+
     @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, for people; special tokens are shown by name.
@@ -152,6 +164,11 @@ class _Bytes(_Loaded):
     def encode(self, block: TextBlock) -> Encoded:
         return block.text.astype(np.int32), block.offsets
 
+    def spans(self, text: str) -> NDArray[np.int64]:
+        lengths = [len(character.encode("utf-8")) for character in text]
+        begin = np.repeat(np.arange(len(text)), lengths)
+        return np.stack([begin, begin + 1], axis=1)
+
     def _decode(self, ids: list[int]) -> str:
         return self._named(ids, lambda run: bytes(run).decode("utf-8", errors="replace"))
 
@@ -172,6 +189,16 @@ class _SentencePiece(_Loaded):
         rows = self._processor.Encode(texts, out_type=kind, num_threads=self._limits.threads)
         return _joined(rows)
 
+    def spans(self, text: str) -> NDArray[np.int64]:
+        if hasattr(self._processor, "EncodeAsOffsetMapping"):  # 0.2.3 and later
+            found = self._processor.Encode(text, return_type="offset_mapping")["offsets"]
+        else:
+            pieces = self._processor.Encode(text, out_type="immutable_proto").pieces
+            found = [(piece.begin, piece.end) for piece in pieces]
+        spans = np.array(found, np.int64).reshape(-1, 2)
+        # The space that a model puts before a text holds nothing: it goes with what follows.
+        return np.stack([spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)], axis=1)
+
     def _decode(self, ids: list[int]) -> str:
         return self._named(ids, self._processor.decode)
 
@@ -186,6 +213,18 @@ class _HuggingFace(_Loaded):
     def encode(self, block: TextBlock) -> Encoded:
         rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
         return _joined([np.array(row.ids, np.int32) for row in rows])
+
+    def spans(self, text: str) -> NDArray[np.int64]:
+        encoding = self._spanning.encode(text, add_special_tokens=False)
+        return np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @functools.cached_property
+    def _spanning(self) -> Any:
+        """The tokenizer with spans that cover white space, too."""
+        tokenizers = require("tokenizers", f"tokenizer {self._files.name}")
+        tokenizer = load_tokenizers(self._files)
+        tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        return tokenizer
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))

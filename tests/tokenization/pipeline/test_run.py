@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
+from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import ahead
 
 from ..helpers import Build, Silence, WriteJsonl, files_of
@@ -92,6 +93,35 @@ def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_bu
     assert result.totals.num_documents == 3
     assert result.totals.skipped == {"too few words": 1, "too many words": 1}
     assert result.totals.skipped_at["too many words"] == [f"{corpus}:5"]
+
+
+def test_loss_weights_go_with_their_documents(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    """Also where documents are left out, and to the split of each; EOD weighs as the last token."""
+    rows = [{"text": "a" * n, "w": [n / 8] * n} for n in range(1, 20)]
+    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "abc", "w": [1]}, *rows, {"text": "z"}])
+    options = {"tokenizer": "bytes", "append_eod": True, "weights_key": "w", "on_error": "skip"}
+    for how in ({}, {"split": "60,40,0"}, {"split": "60,40,0", "split_by": "hash"}):
+        result = run_build(corpus, output_prefix=str(tmp_path / str(len(how))), **options, **how)
+        assert result.totals.skipped == {"unusable loss weights": 1}
+        seen = 0
+        for stream in ["_train", "_valid"] if how else [""]:
+            dataset = IndexedDataset(result.prefixes[stream])
+            weights = open_weights(dataset, result.prefixes[f"{stream}.weights"])
+            assert weights is not None
+            for tokens, own in zip(dataset[:], weights[:], strict=True):
+                wanted = 1 if tokens[0] == ord("z") else (len(tokens) - 1) / 8
+                assert own.view(np.float16).tolist() == [wanted] * len(tokens)
+                seen += 1
+        assert seen == 20
+    with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .weights have shape"):
+        run_build(corpus, **{**options, "on_error": "fail"}, overwrite=True)
+    (tmp_path / "whole.txt").write_text("text")
+    with pytest.raises(ConfigError, match="has no key for --weights-key"):
+        run_build(tmp_path / "whole.txt", **options)
+    with pytest.raises(ConfigError, match="--weights-key is for text"):
+        run_build(corpus, **{**options, "messages_key": "m"})
 
 
 def test_empty_corpus_is_an_error(

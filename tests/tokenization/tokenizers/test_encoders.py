@@ -18,6 +18,7 @@ from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.tokenization.corpus.documents import ReadOptions, TextBlock
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import plan_shards
+from megapack.tokenization.tokenizers.coding import read_weights
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
     Encoder,
@@ -263,3 +264,54 @@ def test_tokenizer_changed_since_opening_is_not_loaded(tmp_path: Path, bpe_json:
     for backend in BACKENDS["hf"]:
         with pytest.raises(DataError, match=r"tokenizer\.json of tokenizer .* was changed"):
             open_encoder(files, backend)
+
+
+# ---- Loss weights: where in its text a token stands, and what a document says of it
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sp_model", "bpe_json"])
+def test_spans_hold_the_characters_of_tokens(
+    kind: str, request: pytest.FixtureRequest, source_texts: list[str]
+) -> None:
+    name = kind if kind == "bytes" else str(request.getfixturevalue(kind))
+    encoder = open_reference(TokenizerFiles.open(name))
+    for text in ["a  b\u00e9\n", "\u65e5\u672c \U0001f600!", *source_texts[:8]]:
+        [ids] = encoded(encoder, [text])
+        spans = encoder.spans(text)
+        assert spans.shape == (len(ids), 2)
+        assert (np.diff(spans[:, 0]) >= 0).all() and spans.max() <= len(text)
+        for token, (begin, end) in zip(ids, spans.tolist(), strict=True):
+            shown = encoder.decode([token]).strip()
+            assert shown in text[begin:end] or "\ufffd" in shown or kind != "bpe_json"
+        covered = {at for begin, end in spans.tolist() for at in range(begin, end)}
+        assert covered >= {at for at, c in enumerate(text) if not c.isspace()}
+
+
+def test_weights_of_a_document_are_read_from_spans_lists_and_files(tmp_path: Path) -> None:
+    def spans() -> np.ndarray:
+        return np.array([[0, 2], [2, 5], [5, 6], [6, 8]])
+
+    np.save(tmp_path / "w.npy", np.arange(4))
+    for said, expected in (
+        ("", [1, 1, 1, 1]),
+        ("null", [1, 1, 1, 1]),
+        ("[]", [1, 1, 1, 1]),
+        ("[[2, 5, 0.5]]", [1, 0.5, 1, 1]),
+        ("[[1, 3, 0], [2, 6, 3]]", [0, 3, 3, 1]),
+        ("[1, 2, 0, 0.25]", [1, 2, 0, 0.25]),
+        (json.dumps(str(tmp_path / "w.npy")), [0, 1, 2, 3]),
+    ):
+        assert read_weights(said, 4, spans).tolist() == expected
+    for said, message in (
+        ("[1, 2]", "shape .2,., and the document 4 tokens"),
+        ("[[2, 2, 1]]", "span .2, 2., which holds no character"),
+        ("[[0, 2, -1]]", "loss weight 0 is -1"),
+        ("[1, 1, 1, 1e9]", "loss weight 3 is 1000000000"),
+        ('[1, "x", 1, 1]', "no numbers"),
+        ("true", "shape .., and the document"),
+        ('"nowhere.npy"', "nowhere.npy"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_weights(said, 4, spans)
+    with pytest.raises(ConfigError, match="does not tell where in its text"):
+        GuardedEncoder.spans(open_encoder(TokenizerFiles.open("bytes"), "bytes"), "a")  # type: ignore[arg-type]
