@@ -186,7 +186,6 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """
 
     probe: bool = True
-    _labels: Tensor | None = None
 
     def post_attach(self) -> None:
         """Refuse a train module whose loss is out of reach."""
@@ -198,6 +197,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
                 "PackedOlmoLoader"
             )
         loader.watched = True
+        self._labels: Tensor | None = None  # per rank, of the step that is trained
         stock = module.model_forward
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
