@@ -8,17 +8,21 @@ labels, positions and the masks of every layer are right.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.hosts import matrix
 from tests.hosts.check import check_run, compare, load_ranks
 from tests.hosts.corpus import BUCKETS, Corpus
@@ -170,6 +174,40 @@ def test_a_row_is_its_documents_one_by_one(tree: Path, corpus: Corpus, tmp_path:
     log = run(tree, layout, corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
     (difference,) = re.findall(r"one by one: (\S+)", log)
     assert float(difference) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"), [(1, 1), (2, 2)], ids=["DP 1", "DP 2, micro batch 2"]
+)
+def test_validation_without_steps_is_the_documents_one_by_one(
+    ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Every document once, of which none is cut; the last rows are empty."""
+    web, short = IndexedDataset(corpus.path("web")), corpus.folder / "short"
+    texts = [web[i] for i in range(len(web)) if 1 < len(web[i]) <= ROW][:40]
+    with IndexedDatasetBuilder(short, np.int32, overwrite=True) as builder:
+        for text in texts:
+            builder.add_document(text)
+    manifest = {"sources": [{"prefix": str(short)}], "buckets": BUCKETS}
+    name = f"validation to its end, DP {ranks}"
+    options = ["--validator.enable", "--validator.steps", "-1"]
+    options += ["--validator.dataloader.data_path", json.dumps(manifest)]
+    options += ["--validator.dataloader.split", "0.0", "1.0"]
+    layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, steps=1)
+    folder = tmp_path / "run"
+    log = run(tree, layout, corpus, folder, *options, HOST_VALIDATED=str(short))
+    ranks_of = load_ranks(folder)
+    found = check_run(ranks_of, corpus)
+    matrix.note(HOST, tree.name, name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    calls = [call for rank in ranks_of for call in rank["calls"] if not call["training"]]
+    labels = torch.cat([call["labels"][call["loss_mask"] > 0].flatten() for call in calls])
+    assert sorted(labels.tolist()) == sorted(np.concatenate([text[1:] for text in texts]).tolist())
+    told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
+    assert len(told) == ranks
+    for loss, expected, count in told:
+        assert int(count) == len(labels)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(
