@@ -8,7 +8,6 @@ labels, positions and the masks of every layer are right.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -17,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, load_ranks
-from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.check import check_run, compare, evaluated_labels, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus, write_short
 from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
 
 TREES = trees_of("TORCHTITAN")
@@ -183,26 +180,20 @@ def test_validation_without_steps_is_the_documents_one_by_one(
     ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Every document once, of which none is cut; the last rows are empty."""
-    web, short = IndexedDataset(corpus.path("web")), corpus.folder / "short"
-    texts = [web[i] for i in range(len(web)) if 1 < len(web[i]) <= ROW][:40]
-    with IndexedDatasetBuilder(short, np.int32, overwrite=True) as builder:
-        for text in texts:
-            builder.add_document(text)
-    manifest = {"sources": [{"prefix": str(short)}], "buckets": BUCKETS}
+    texts = write_short(corpus, ROW)
     name = f"validation to its end, DP {ranks}"
     options = ["--validator.enable", "--validator.steps", "-1"]
-    options += ["--validator.dataloader.data_path", json.dumps(manifest)]
+    options += ["--validator.dataloader.data_path", corpus.path("short.json")]
     options += ["--validator.dataloader.split", "0.0", "1.0"]
     layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, steps=1)
     folder = tmp_path / "run"
-    log = run(tree, layout, corpus, folder, *options, HOST_VALIDATED=str(short))
-    ranks_of = load_ranks(folder)
-    found = check_run(ranks_of, corpus)
+    log = run(tree, layout, corpus, folder, *options, HOST_VALIDATED=corpus.path("short"))
+    recorded = load_ranks(folder)
+    found = check_run(recorded, corpus)
     matrix.note(HOST, tree.name, name, found)
     assert not found.problems, "\n".join(found.problems[:20])
-    calls = [call for rank in ranks_of for call in rank["calls"] if not call["training"]]
-    labels = torch.cat([call["labels"][call["loss_mask"] > 0].flatten() for call in calls])
-    assert sorted(labels.tolist()) == sorted(np.concatenate([text[1:] for text in texts]).tolist())
+    labels = evaluated_labels(recorded)
+    assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
     told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
     assert len(told) == ranks
     for loss, expected, count in told:
