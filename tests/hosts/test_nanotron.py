@@ -51,6 +51,7 @@ class Layout:
     pipeline_parallel: int = 1
     micro_batch: int = 3
     zero: int = 0
+    dtype: str = "float32"
     workers: int = 0
     data: str = "web.json"
     steps: int = STEPS
@@ -67,6 +68,7 @@ LAYOUTS = (
     Layout(name="DP 2, blend, ZeRO 1", data_parallel=2, micro_batch=1, zero=1, data="mix.json"),
     Layout(name="DP 2, readers", data_parallel=2, micro_batch=6, workers=2),
     Layout(name="TP 2", tensor_parallel=2),
+    Layout(name="DP 2, bfloat16", data_parallel=2, dtype="bfloat16"),
 )
 
 
@@ -97,7 +99,7 @@ def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> 
         },
         "logging": {},
         "model": {
-            "dtype": "float32",
+            "dtype": layout.dtype,
             "ddp_bucket_cap_mb": 25,
             "make_vocab_size_divisible_by": 1,
             "init_method": {"std": 0.025},
@@ -114,7 +116,7 @@ def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> 
             },
         },
         "optimizer": {
-            "accumulate_grad_in_fp32": False,
+            "accumulate_grad_in_fp32": layout.dtype != "float32",
             "clip_grad": 1.0,
             "weight_decay": 0.01,
             "zero_stage": layout.zero,
@@ -221,9 +223,8 @@ def test_gradient_is_a_mean_over_labels_for_any_ranks_and_micro_batches(
     """nanotron's own mean of means is not."""
     whole = Layout(name="1", micro_batch=12, steps=1)
     cut = Layout(name="2", data_parallel=2, micro_batch=1, steps=1)
-    run(tree, whole, corpus, tmp_path / "1")
-    run(tree, cut, corpus, tmp_path / "2")
-    run(tree, cut, corpus, tmp_path / "means", HOST_SABOTAGE="mean of means")
+    for name, layout, wrong in (("1", whole, ""), ("2", cut, ""), ("means", cut, "mean of means")):
+        run(tree, layout, corpus, tmp_path / name, HOST_GRADIENT="1", HOST_SABOTAGE=wrong)
     one, two, means = (torch.load(tmp_path / name / "gradient.pt") for name in ("1", "2", "means"))
     scale = one.abs().max()
     assert (two - one).abs().max() < TOLERANCE * scale
