@@ -20,13 +20,17 @@ from olmo_core.train import (
     prepare_training_environment,
     teardown_training_environment,
 )
-from olmo_core.train.callbacks import CheckpointerCallback
+from olmo_core.train.callbacks import CheckpointerCallback, EvaluatorCallback
 from olmo_core.train.train_module import (
     TransformerDataParallelConfig,
     TransformerTrainModuleConfig,
 )
 
-from megapack.integrations.olmo_core import PackedOlmoCallback, PackedOlmoLoader
+from megapack.integrations.olmo_core import (
+    PackedOlmoCallback,
+    PackedOlmoEvaluator,
+    PackedOlmoLoader,
+)
 
 
 def build(args: argparse.Namespace) -> Trainer:
@@ -60,7 +64,18 @@ def build(args: argparse.Namespace) -> Trainer:
     )
     config = config.with_callback("packed", PackedOlmoCallback())
     config = config.with_callback("checkpointer", CheckpointerCallback(save_async=False))
-    return config.build(train_module, loader)
+    trainer = config.build(train_module, loader)
+    if args.evaluate:
+        evaluator = PackedOlmoEvaluator(
+            args.evaluate,
+            name="held out",
+            sequence_length=args.sequence_length,
+            global_batch_size=args.micro_batch_rows * args.sequence_length * loader.dp_world_size,
+            work_dir=args.save_folder,
+            dp_process_group=train_module.dp_process_group,
+        )
+        trainer.add_callback("held out", EvaluatorCallback([evaluator], eval_on_finish=True))
+    return trainer
 
 
 def main() -> None:
@@ -76,6 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--evaluate", help="a prefix or manifest, at the end")
     parser.add_argument("--data-parallel", default="fsdp")
     args = parser.parse_args()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

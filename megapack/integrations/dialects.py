@@ -137,6 +137,10 @@ OLMO_CORE = Dialect(
     labels="labels",
     lengths=("doc_lens", "max_doc_lens"),
 )
+# Its evaluation takes labels from the text.
+OLMO_CORE_EVALUATION = replace(
+    OLMO_CORE, labels=None, mask="label_mask", mask_of_target=True, mask_dtype=torch.bool
+)
 # Its loss looks every label up, and multiplies by the mask.
 NANOTRON = Dialect(
     name="nanotron",
@@ -166,6 +170,7 @@ DIALECTS = {
     "torchtitan": TORCHTITAN,
     "torchtitan_rows": TORCHTITAN_ROWS,
     "olmo_core": OLMO_CORE,
+    "olmo_core_evaluation": OLMO_CORE_EVALUATION,
     "nanotron": NANOTRON,
     "verl_sft": VERL_SFT,
 }

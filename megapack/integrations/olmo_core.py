@@ -30,17 +30,20 @@ import torch.distributed as dist
 from olmo_core.data import DataLoaderBase
 from olmo_core.data.utils import split_batch
 from olmo_core.distributed.utils import get_rank, get_world_size
+from olmo_core.eval import Evaluator
+from olmo_core.eval.metrics import MeanMetric
 from olmo_core.train.callbacks import Callback
 from olmo_core.train.train_module import TransformerTrainModule
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import IGNORED, OLMO_CORE, emit
+from megapack.integrations.dialects import IGNORED, OLMO_CORE, OLMO_CORE_EVALUATION, emit
 from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rank_rows import RankRows
 from megapack.integrations.rows import RowOptions
 
-__all__ = ["PackedOlmoCallback", "PackedOlmoLoader"]
+__all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
 
 class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed where types are checked
@@ -56,6 +59,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         split: part of every source's documents, as fractions.
         num_workers: processes that read ahead.
         cache_directory: of packed indices; None: beside the first source.
+        finite: every document once, for ``PackedOlmoEvaluator``.
 
     Attributes:
         ranks: the ``RankRows`` that it iterates over.
@@ -80,6 +84,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         split: tuple[float, float] = (0.0, 1.0),
         num_workers: int = 0,
         cache_directory: str | None = None,
+        finite: bool = False,
     ) -> None:
         super().__init__(
             work_dir=work_dir,
@@ -91,7 +96,9 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         options = RowOptions(
             sequence_length=sequence_length, rows_per_block=self._rows_per_step(), seed=seed
         )
-        self.rows = open_data_path(data_path, options, split=split, cache_directory=cache_directory)
+        self.rows = open_data_path(
+            data_path, options, split=split, cache_directory=cache_directory, finite=finite
+        )
         self.ranks = self._ranks()
 
     def _rows_per_step(self) -> int:
@@ -106,7 +113,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
     def _ranks(self) -> RankRows:
         return RankRows(
             self.rows,
-            OLMO_CORE,
+            OLMO_CORE_EVALUATION if self.rows.finite else OLMO_CORE,
             data_parallel_rank=self.dp_rank,
             data_parallel_size=self.dp_world_size,
             micro_batch_rows=self._rows_per_step() // self.dp_world_size,
@@ -127,12 +134,14 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         return self.rows.rows_per_epoch // self._rows_per_step()
 
     def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
-        """Set the epoch; the rows of every epoch have an order of their own."""
-        self._epoch = (self._epoch or 0) + 1 if epoch is None else epoch
+        """Set the epoch: each has an order of its own, and a finite set has one epoch."""
+        following = (self._epoch or 0) + 1 if epoch is None else epoch
+        self._epoch = 1 if self.rows.finite else following
 
     def _iter_batches(self) -> Iterator[dict[str, Any]]:
         """input_ids, labels int64 ``(rows, sequence_length)``, doc_lens int32 ``(rows, most)`` and
-        max_doc_lens, a list of ints."""
+        max_doc_lens, a list of ints. A finite set has label_mask instead of labels, bool, of the
+        token that is predicted."""
         began: int | None = None
         while began != self.batches_processed:
             began, ranks = self.batches_processed, self.ranks
@@ -175,6 +184,43 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         return int(self.global_batch_size)
 
 
+class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
+    """The mean loss over all labels of a data path, every document once.
+
+    For ``EvaluatorCallback(evaluators=[...])``. All ranks end together: what is missing to their
+    last batches is rows without labels. OLMo-core takes labels from the text here, so a document
+    that is cut has none at its cut.
+
+    Args:
+        data_path: a .bin/.idx prefix, a manifest file, or JSON text.
+        name: of the metrics.
+        loader: other arguments of ``PackedOlmoLoader``; a batch is one forward of a rank.
+    """
+
+    def __init__(self, data_path: str, *, name: str, **loader: Any) -> None:
+        batches = PackedOlmoLoader(data_path, finite=True, **loader)
+        super().__init__(name=name, batches=batches)
+        self.loss = MeanMetric()
+
+    def update_metrics(
+        self, batch: dict[str, Any], ce_loss: Tensor | None, logits: Tensor | None
+    ) -> None:
+        """Count ``ce_loss`` ``(rows, sequence_length)`` where a label is told."""
+        del logits
+        counts = pad(batch["label_mask"][:, 1:], (0, 1))
+        if ce_loss is not None:
+            self.loss.update(ce_loss[counts])
+
+    def compute_metrics(self) -> dict[str, Tensor]:
+        """Of all ranks."""
+        loss = self.loss.compute()
+        return {"CE loss": loss, "PPL": loss.exp()}
+
+    def reset_metrics(self) -> None:
+        """Before an evaluation."""
+        self.loss.reset()
+
+
 @dataclass
 class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """Makes the loss of a step a mean over the labels of all ranks, and tries the model at first.
@@ -186,7 +232,6 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """
 
     probe: bool = True
-    _labels: Tensor | None = None
 
     def post_attach(self) -> None:
         """Refuse a train module whose loss is out of reach."""
@@ -198,6 +243,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
                 "PackedOlmoLoader"
             )
         loader.watched = True
+        self._labels: Tensor | None = None  # per rank, of the step that is trained
         stock = module.model_forward
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:

@@ -62,11 +62,13 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         num_workers: int = 0
         """Processes that read ahead."""
         rows_per_step: int = 0
-        """Of all ranks together; ``PackedTitanTrainer`` sets it."""
+        """Of all ranks together; ``PackedTitanTrainer`` sets it. 0: where documents come once, a
+        micro batch of each."""
         num_steps: int | None = None
         """None: one epoch."""
         repeat: bool = True
-        """Set by torchtitan's Validator; one that repeats ends after an epoch, too."""
+        """torchtitan's Validator sets it; without it every document comes once, and what is missing
+        to the last micro batches is rows without labels."""
         infinite: bool = True
         """The same in torchtitan 0.3."""
 
@@ -82,7 +84,8 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
                 f"training.num_tokens_per_microbatch_per_dp_rank is {tokens}; it must be a multiple"
                 f" of training.max_context_length ({length}), the length of a row"
             )
-        step = config.rows_per_step
+        finite = not (config.repeat and config.infinite)
+        step = config.rows_per_step or finite * dp_world_size * (tokens // length)
         if step < 1:
             raise ConfigError(
                 f"dataloader.rows_per_step is {step}: give torchtitan what `packed` makes of its "
@@ -93,7 +96,8 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
             config.data_path,
             options,
             split=config.split,
-            num_rows=None if config.num_steps is None else config.num_steps * step,
+            num_rows=None if finite or config.num_steps is None else config.num_steps * step,
+            finite=finite,
             cache_directory=config.cache_directory,
         )
         self.ranks = RankRows(
@@ -143,7 +147,8 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
             config.dataloader, rows_per_step=rows, num_steps=config.training.steps
         )
         if config.validator.enable and hasattr(config.validator.dataloader, "rows_per_step"):
-            validator = replace(config.validator.dataloader, rows_per_step=rows)
+            whole = config.validator.steps != -1 or config.parallelism.pipeline_parallel_degree > 1
+            validator = replace(config.validator.dataloader, rows_per_step=rows if whole else 0)
             config.validator = replace(config.validator, dataloader=validator)
         super().__init__(config)
         parallel = self.parallel_dims

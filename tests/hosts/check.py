@@ -274,6 +274,13 @@ def compare(known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int
     known.update(found.rows)
 
 
+def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
+    """All labels of all ranks' calls that do not train, sorted."""
+    calls = [call for rank in recorded for call in rank["calls"] if not call["training"]]
+    counted = [call["labels"][call["loss_mask"] > 0].flatten() for call in calls]
+    return sorted(torch.cat(counted).tolist())
+
+
 def check_evaluation(
     recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range]
 ) -> tuple[Findings, list[float]]:

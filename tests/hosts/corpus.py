@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.storage import IndexedDatasetBuilder
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 BUCKETS = (32, 64, 128)
 WINDOW = 24  # of attention, tokens, in the first two steps of program.json
@@ -67,3 +67,15 @@ def write_corpus(folder: Path) -> Corpus:
     ):
         (folder / name).write_text(json.dumps({**manifest, **packing}))
     return Corpus(folder, np.array([*begins, first]))
+
+
+def write_short(corpus: Corpus, longest: int) -> list[NDArray[np.int32]]:
+    """Documents of web that no row cuts, as ``short`` with its manifest ``short.json``; theirs."""
+    web = IndexedDataset(corpus.path("web"))
+    texts = [web[i] for i in range(NUM_WEB) if 1 < len(web[i]) <= longest][:40]
+    with IndexedDatasetBuilder(corpus.path("short"), np.int32, overwrite=True) as builder:
+        for text in texts:
+            builder.add_document(text)
+    manifest = {"sources": [{"prefix": "short"}], "buckets": BUCKETS}
+    Path(corpus.path("short.json")).write_text(json.dumps(manifest))
+    return texts

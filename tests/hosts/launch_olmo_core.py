@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megapack.integrations.dialects import emit
 from megapack.integrations.rank_rows import RankRows
+from megapack.storage import IndexedDataset
 from tests.hosts.corpus import BUCKETS
 
 ROW = max(BUCKETS)
@@ -115,6 +116,18 @@ def one_by_one(trainer: Any) -> tuple[float, float]:
     return float((loss - losses).abs() / losses), float((gradient - gradients).abs().max() / scale)
 
 
+def documents_one_by_one(trainer: Any, prefix: str) -> Tensor:
+    """The losses of documents, each on its own, of all their labels."""
+    module, dataset, losses = trainer.train_module, IndexedDataset(prefix), []
+    for i in range(len(dataset)):
+        tokens = torch.from_numpy(dataset[i].astype("int64"))[None]
+        labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        with torch.no_grad():
+            out = module.model_forward(tokens, labels=labels, loss_reduction="none")
+        losses.append(out.ce_loss[0, :-1])
+    return torch.cat(losses).double()
+
+
 def sabotage(ours: Any) -> None:
     """Something between the loader and the model that is wrong, as a user's change might be."""
     transformer: Any = importlib.import_module("olmo_core.nn.transformer").Transformer
@@ -172,6 +185,12 @@ def main() -> None:
         if os.environ.get("HOST_ONE_BY_ONE"):
             recorder.paused = True
             print("one by one: {:.2e} {:.2e}".format(*one_by_one(trainer)))
+        if prefix := os.environ.get("HOST_VALIDATED"):
+            recorder.paused = True
+            losses = documents_one_by_one(trainer, prefix)
+            (evaluator,) = trainer.callbacks["held out"].evaluators
+            found = float(evaluator.compute_metrics()["CE loss"])
+            print(f"validated: {found:.9f} {float(losses.mean()):.9f} {len(losses)}", flush=True)
 
     training.Trainer.fit = fitted
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

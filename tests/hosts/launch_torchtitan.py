@@ -21,8 +21,10 @@ import torch
 from flash import flash_attn_varlen_func
 from recorder import LoaderRecorder
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from megapack.integrations.dialects import emit
+from megapack.storage import IndexedDataset
 
 SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
 
@@ -119,26 +121,40 @@ def bounds_of(masks: Any) -> tuple[Tensor, int] | tuple[None, None]:
     return torch.tensor(bounds, dtype=torch.int32), max(lengths)
 
 
+def states_of(trainer: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """What the model makes of a row ``(tokens,)``, in which documents begin where positions are 0;
+    torchtitan's chunked loss makes logits of it."""
+    model = trainer.model_parts[0].eval()
+    if not trainer.dataloader.ranks.dialect.flat:
+        tokens, positions = tokens[None], positions[None]
+    masks = model.get_attention_masks(positions=positions)
+    with torch.no_grad(), trainer.train_context():
+        made: Tensor = model(tokens, positions=positions, attention_masks=masks)
+    return made.reshape(tokens.numel(), -1)
+
+
 def one_by_one(trainer: Any) -> float:
-    """How far the logits of a row are from those of its documents, each on its own."""
+    """How far the states of a row are from those of its documents, each on its own."""
     ranks = trainer.dataloader.ranks
     told = emit(ranks.micro_batch(ranks._with_most_documents(0)), ranks.dialect)
-    model = trainer.model_parts[0].eval()
     tokens, positions = (told[name].reshape(-1) for name in ("input", "positions"))
-    flat = told["input"].dim() == 1
-
-    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        shaped = [x if flat else x[None] for x in (tokens, positions)]
-        masks = model.get_attention_masks(positions=shaped[1])
-        with torch.no_grad(), trainer.train_context():
-            made: Tensor = model(shaped[0], positions=shaped[1], attention_masks=masks)
-        return made.reshape(len(tokens), -1)
-
-    whole = logits(tokens, positions)
+    whole = states_of(trainer, tokens, positions)
     ends = (positions == 0).nonzero().flatten().tolist() + [len(tokens)]
     assert len(ends) > 3, "a row of several documents was expected"
-    parts = [logits(tokens[a:b], positions[a:b]) for a, b in pairwise(ends)]
+    parts = [states_of(trainer, tokens[a:b], positions[a:b]) for a, b in pairwise(ends)]
     return float((torch.cat(parts) - whole).abs().max())
+
+
+def documents_one_by_one(trainer: Any, prefix: str) -> Tensor:
+    """The losses of documents, each on its own, of all their labels."""
+    dataset, losses = IndexedDataset(prefix), []
+    for i in range(len(dataset)):
+        tokens = torch.from_numpy(dataset[i].astype("int64"))
+        states = states_of(trainer, tokens, torch.arange(len(tokens)))
+        with torch.no_grad():
+            logits = trainer.loss_fn.lm_head(states[:-1])
+        losses.append(cross_entropy(logits, tokens[1:], reduction="none"))
+    return torch.cat(losses).double()
 
 
 def sabotage(ours: Any) -> None:
@@ -187,6 +203,12 @@ def main() -> None:
     stock = ours.PackedTitanTrainer.train
 
     def train(trainer: Any) -> None:
+        validated: list[float] = []
+        log = trainer.metrics_processor.log_validation
+        trainer.metrics_processor.log_validation = lambda loss, step, *more: (
+            validated.append(loss),
+            log(loss, step, *more),
+        )
         stock(trainer)
         mesh, tensor = (trainer.parallel_dims.get_optional_mesh(name) for name in ("batch", "tp"))
         recorder.save(
@@ -198,6 +220,10 @@ def main() -> None:
         if os.environ.get("HOST_ONE_BY_ONE"):
             recorder.paused = True
             print(f"one by one: {one_by_one(trainer):.2e}")
+        if prefix := os.environ.get("HOST_VALIDATED"):
+            recorder.paused = True
+            losses = documents_one_by_one(trainer, prefix)
+            print(f"validated: {validated[-1]:.9f} {float(losses.mean()):.9f} {len(losses)}")
 
     ours.PackedTitanTrainer.train = train
     importlib.import_module("torchtitan.train").main()

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ports import free_port
 
 from megapack.errors import ConfigError
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, load_ranks
-from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.check import check_run, compare, evaluated_labels, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus, write_short
 from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
 
 TREES = trees_of("OLMO_CORE")
@@ -144,6 +145,29 @@ def test_gradient_of_two_ranks_is_that_of_one_and_was_not_by_each_ranks_own_mean
     scale = one.abs().max()
     assert (two - one).abs().max() < TOLERANCE * scale
     assert (means - one).abs().max() > 100 * TOLERANCE * scale
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (2, 3)], ids=["DP 1", "DP 2"])
+def test_evaluation_is_the_documents_one_by_one(
+    ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Every document once, of which none is cut; the last rows are empty."""
+    texts = write_short(corpus, ROW)
+    name = f"evaluation to its end, DP {ranks}"
+    options = f"--evaluate {corpus.path('short.json')}"
+    layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, options=options, steps=1)
+    log = run(tree, layout, corpus, tmp_path / "run", HOST_VALIDATED=corpus.path("short"))
+    recorded = load_ranks(tmp_path / "run")
+    found = check_run(recorded, corpus)
+    matrix.note(HOST, tree.name, name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    labels = evaluated_labels(recorded)
+    assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
+    told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
+    assert len(told) == ranks
+    for loss, expected, count in told:
+        assert int(count) == len(labels)
+        assert float(loss) == pytest.approx(float(expected), rel=TOLERANCE)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(

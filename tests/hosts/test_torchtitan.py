@@ -14,14 +14,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, load_ranks
-from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.check import check_run, compare, evaluated_labels, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus, write_short
 from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
 
 TREES = trees_of("TORCHTITAN")
@@ -170,6 +171,34 @@ def test_a_row_is_its_documents_one_by_one(tree: Path, corpus: Corpus, tmp_path:
     log = run(tree, layout, corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
     (difference,) = re.findall(r"one by one: (\S+)", log)
     assert float(difference) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"), [(1, 1), (2, 2)], ids=["DP 1", "DP 2, micro batch 2"]
+)
+def test_validation_without_steps_is_the_documents_one_by_one(
+    ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Every document once, of which none is cut; the last rows are empty."""
+    texts = write_short(corpus, ROW)
+    name = f"validation to its end, DP {ranks}"
+    options = ["--validator.enable", "--validator.steps", "-1"]
+    options += ["--validator.dataloader.data_path", corpus.path("short.json")]
+    options += ["--validator.dataloader.split", "0.0", "1.0"]
+    layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, steps=1)
+    folder = tmp_path / "run"
+    log = run(tree, layout, corpus, folder, *options, HOST_VALIDATED=corpus.path("short"))
+    recorded = load_ranks(folder)
+    found = check_run(recorded, corpus)
+    matrix.note(HOST, tree.name, name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    labels = evaluated_labels(recorded)
+    assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
+    told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
+    assert len(told) == ranks
+    for loss, expected, count in told:
+        assert int(count) == len(labels)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(

@@ -1,0 +1,276 @@
+"""A real nanotron checkout: every call of the model in a training, on all ranks.
+
+``NANOTRON=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
+trains on the CPU: nanotron's trainer, engine, Qwen2, optimizers, sanity checks and checkpoints.
+Every token of the corpus has an id of its own, so batches alone tell whether labels, positions and
+the boundaries of every layer are right.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ports import free_port
+
+from tests.hosts import matrix
+from tests.hosts.check import check_run, compare, load_ranks
+from tests.hosts.corpus import BUCKETS, Corpus
+from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
+
+TREES = trees_of("NANOTRON")
+HOST = "nanotron"
+ROW = max(BUCKETS)
+STEP_ROWS = 12
+LAYERS = 2
+STEPS = 4
+TOLERANCE = 1e-5  # of a gradient's largest entry, float32
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not TREES, reason="NANOTRON names no checkout of nanotron"),
+]
+
+Rows = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run: how many ranks along each kind of parallelism, which data, what else."""
+
+    name: str
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    micro_batch: int = 3
+    zero: int = 0
+    dtype: str = "float32"
+    workers: int = 0
+    data: str = "web.json"
+    steps: int = STEPS
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+
+LAYOUTS = (
+    Layout(name="DP 1, 3 epochs", steps=12),
+    Layout(name="DP 2", data_parallel=2),
+    Layout(name="DP 2, blend, ZeRO 1", data_parallel=2, micro_batch=1, zero=1, data="mix.json"),
+    Layout(name="DP 2, readers", data_parallel=2, micro_batch=6, workers=2),
+    Layout(name="TP 2", tensor_parallel=2),
+    Layout(name="DP 2, bfloat16", data_parallel=2, dtype="bfloat16"),
+)
+
+
+def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> dict[str, Any]:
+    """nanotron's, of a tiny Qwen2."""
+    sizes = layout.data_parallel * layout.micro_batch
+    rate = {"learning_rate": 1e-3, "min_decay_lr": 1e-5, "lr_warmup_steps": 0, "lr_decay_steps": 10}
+    return {
+        "checkpoints": {
+            "checkpoint_interval": 2,
+            "checkpoints_path": str(saved),
+            **({"resume_checkpoint_path": str(saved)} if resume else {}),
+        },
+        "data_stages": [
+            {
+                "name": f"stage {i}",
+                "start_training_step": 1 + i,
+                "data": {"dataset": None, "num_loading_workers": 0, "seed": 1},
+            }
+            for i in range(layout.stages)
+        ],
+        # One of its checks wants the states of all ranks alike, also where ZeRO shards them.
+        "general": {
+            "project": "test",
+            "run": "test",
+            "seed": 1,
+            "ignore_sanity_checks": layout.zero > 0,
+        },
+        "logging": {},
+        "model": {
+            "dtype": layout.dtype,
+            "ddp_bucket_cap_mb": 25,
+            "make_vocab_size_divisible_by": 1,
+            "init_method": {"std": 0.025},
+            "model_config": {
+                "is_qwen2_config": True,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "max_position_embeddings": ROW,
+                "num_attention_heads": 4,
+                "num_hidden_layers": LAYERS,
+                "num_key_value_heads": 2,
+                "log_attn_probs": False,
+                "vocab_size": corpus.vocabulary + corpus.vocabulary % 2,
+            },
+        },
+        "optimizer": {
+            "accumulate_grad_in_fp32": layout.dtype != "float32",
+            "clip_grad": 1.0,
+            "weight_decay": 0.01,
+            "zero_stage": layout.zero,
+            "learning_rate_scheduler": rate
+            | {"lr_decay_style": "cosine", "lr_warmup_style": "linear"},
+            "optimizer_factory": {
+                "name": "adamW",
+                "adam_beta1": 0.9,
+                "adam_beta2": 0.95,
+                "adam_eps": 1e-8,
+                "torch_adam_is_fused": False,
+            },
+        },
+        "parallelism": {
+            "dp": layout.data_parallel,
+            "tp": layout.tensor_parallel,
+            "pp": layout.pipeline_parallel,
+            "pp_engine": "1f1b",
+            "tp_mode": "ALL_REDUCE",
+            "tp_linear_async_communication": False,
+        },
+        "tokenizer": {"tokenizer_name_or_path": "none"},
+        "tokens": {
+            "sequence_length": ROW,
+            "train_steps": layout.steps,
+            "micro_batch_size": layout.micro_batch,
+            "batch_accumulation_per_replica": STEP_ROWS // sizes,
+        },
+    }
+
+
+def command(layout: Layout, corpus: Corpus, folder: Path, saved: Path | None = None) -> list[str]:
+    """Of a run in a folder, which is made and has the configuration in it.
+
+    Args:
+        layout: what is run.
+        corpus: on what.
+        folder: of the run.
+        saved: checkpoints to go on from; None: from scratch.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = configuration(layout, corpus, saved or folder / "saved", saved is not None)
+    (folder / "config.yaml").write_text(yaml.safe_dump(text))
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
+        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_nanotron.py")),
+        *("--config-file", str(folder / "config.yaml"), "--data-path", corpus.path(layout.data)),
+        *("--num-workers", str(layout.workers)),
+    ]
+
+
+def environment(tree: Path, folder: Path) -> dict[str, str]:
+    around = environment_of(tree / "src", "hosts-nanotron")
+    return {**around, "HOST_RECORDS": str(folder), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def run(
+    tree: Path,
+    layout: Layout,
+    corpus: Corpus,
+    folder: Path,
+    saved: Path | None = None,
+    **variables: str,
+) -> str:
+    """Run the layout; what it logged."""
+    started = command(layout, corpus, folder, saved)
+    around = environment(tree, folder) | variables
+    return finish(started, folder, around, f"{layout.name} on {tree}")
+
+
+@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
+def tree(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_call_is_handed_the_documents(
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+) -> None:
+    log = run(tree, layout, corpus, tmp_path / "run")
+    found = check_run(load_ranks(tmp_path / "run"), corpus)
+    matrix.note(HOST, tree.name, layout.name, found)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(layout.steps * STEP_ROWS))
+    assert found.segments > found.calls > 0
+    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    assert len(re.findall(r"iteration: .*lm_loss: [\d.]+", log)) == layout.steps
+    assert log.count("documents of a micro batch are kept apart: probed in") == layout.ranks
+    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
+
+
+def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    log = run(tree, Layout(name="one", steps=2), corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
+    ((loss, gradient),) = re.findall(r"one by one: (\S+) (\S+)", log)
+    assert float(loss) < TOLERANCE and float(gradient) < TOLERANCE
+
+
+def test_gradient_is_a_mean_over_labels_for_any_ranks_and_micro_batches(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """nanotron's own mean of means is not."""
+    whole = Layout(name="1", micro_batch=12, steps=1)
+    cut = Layout(name="2", data_parallel=2, micro_batch=1, steps=1)
+    for name, layout, wrong in (("1", whole, ""), ("2", cut, ""), ("means", cut, "mean of means")):
+        run(tree, layout, corpus, tmp_path / name, HOST_GRADIENT="1", HOST_SABOTAGE=wrong)
+    one, two, means = (torch.load(tmp_path / name / "gradient.pt") for name in ("1", "2", "means"))
+    scale = one.abs().max()
+    assert (two - one).abs().max() < TOLERANCE * scale
+    assert (means - one).abs().max() > 100 * TOLERANCE * scale
+
+
+def test_a_run_resumes_with_other_ranks_and_micro_batches(
+    tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Two ranks to step 2, then one rank with larger micro batches from its checkpoint."""
+    first = Layout(name="save", data_parallel=2, micro_batch=1, data="mix.json", steps=2)
+    run(tree, first, corpus, tmp_path / "first")
+    then = Layout(name="load", micro_batch=4, data="mix.json")
+    run(tree, then, corpus, tmp_path / "then", saved=tmp_path / "first" / "saved")
+    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("first", "then"))
+    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
+    assert not before.problems + after.problems
+    assert before.rows.keys() == set(range(2 * STEP_ROWS))
+    assert after.rows.keys() == set(range(2 * STEP_ROWS, 4 * STEP_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layout", "said"),
+    [
+        ("boundary", Layout(name=""), "see another document"),
+        ("no boundary", Layout(name=""), "see another document"),
+        ("mask", Layout(name=""), "against the loss mask of the batch"),
+        ("loader", Layout(name=""), "'label_ids' of the first micro batch is not what megapack"),
+        ("", Layout(name="window", data="program.json"), "attention windows"),
+        ("", Layout(name="pipeline", pipeline_parallel=2), "parallelism has pp 2"),
+        ("", Layout(name="stages", stages=2), "2 data_stages"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else value or "stock",
+)
+def test_what_is_wrong_on_purpose_is_refused(
+    wrong: str, layout: Layout, said: str, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Between the loader and the model, and what rows cannot be told."""
+    done = subprocess.run(
+        command(layout, corpus, tmp_path),
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong},
+    )
+    assert done.returncode != 0 and "ConfigError" in done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.glob("rank*.pt"))
