@@ -21,7 +21,7 @@ from megapack.training.model.opening import build_model
 
 from .conftest import Corpus
 from .packing_helpers import losses_one_by_one, tiny_model
-from .processes import Zygote, run_worker, start_run
+from .processes import ROOT, Zygote, run_worker, start_run
 
 STEPS, LR, Z_LOSS, DECAY = 3, 0.01, 0.02, 0.75
 OPTIMIZER: dict[str, Any] = {"lr": 0.003, "muon_lr": 0.006, "clip": 0.5, "ema_decay": DECAY}
@@ -196,10 +196,16 @@ def test_a_resumed_run_has_the_same_average(
         losses[name] = line["loss"], line["average"]["loss"]
         model = AutoModelForCausalLM.from_pretrained(run / "model_average")
         models[name] = dict(model.named_parameters())
+    # One process, of what two wrote.
+    argv = [str(ROOT / "launch" / "export.py"), str(tmp_path / "whole"), "--average"]
+    zygote.start([*argv, "--output", str(tmp_path / "out")], 1, tmp_path / "out.log").succeed()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    models["exported"] = dict(model.named_parameters())
     live, averaged = losses["whole"]
     assert averaged > live, "in six steps an average lags behind: they were not the same weights"
     assert losses["stopped"] == losses["whole"]
     assert losses["others"] == pytest.approx(losses["whole"], rel=1e-4)
     for name, weight in models["whole"].items():
         assert torch.equal(models["stopped"][name], weight), name
+        assert torch.equal(models["exported"][name], weight), name
         assert torch.allclose(models["others"][name], weight, atol=1e-4), name
