@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class ReadOptions:
     values: Literal["strings", "lists"] = "strings"
     beside: tuple[tuple[str, str], ...] = ()  # of a conversation: (name in that object, key)
     split_key: str | None = None  # another key; documents carry its hash
+    group_key: str | None = None  # the same; a document without it is on its own
     block_bytes: int = 4 << 20  # of text in one block; memory follows it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
 
@@ -101,7 +102,8 @@ class TextBlock:
     ``text`` is uint8; document ``i`` is ``text[offsets[i]:offsets[i + 1]]``; ``offsets`` is int64
     of ``len(block) + 1``. ``positions`` (int64, one per document) is what ``locate`` turns into a
     place to show. ``hashes`` (uint64, one per document) are of the key that splits the corpus,
-    where one was asked for.
+    where one was asked for; ``groups`` (int64, one per document) are ids of the key that groups it,
+    -1 where a document has none.
     """
 
     text: NDArray[np.uint8]
@@ -109,6 +111,7 @@ class TextBlock:
     positions: NDArray[np.int64]
     locate: Callable[[int], Place]
     hashes: NDArray[np.uint64] | None = None
+    groups: NDArray[np.int64] | None = None
 
     @staticmethod
     def of_texts(
@@ -143,8 +146,14 @@ class TextBlock:
         if lengths[~keep].any():
             text = text[np.repeat(keep, lengths)]
         hashes = None if self.hashes is None else self.hashes[keep]
+        groups = None if self.groups is None else self.groups[keep]
         offsets = offsets_of(lengths[keep])
-        return TextBlock(text, offsets, self.positions[keep], self.locate, hashes)
+        return TextBlock(text, offsets, self.positions[keep], self.locate, hashes, groups)
+
+    def in_groups(self, hashes: NDArray[np.uint64], none: NDArray[np.bool_]) -> TextBlock:
+        """The block with groups by the hashes of a key; ``none``: documents that lack it."""
+        ids = (hashes >> np.uint64(1)).astype(np.int64)
+        return replace(self, groups=np.where(none, -1, ids))
 
     def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
         """xxh3-64 of every document's text; independent for different seeds."""

@@ -51,6 +51,12 @@ _EXECUTION = frozenset(
 # Fields whose options have another name.
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
+GROUPS = ".groups"  # the same of group ids, one per document
+
+
+def ending_of(name: str) -> str:
+    """LABELS or GROUPS, whichever ends a stream or prefix; "": it is of tokens."""
+    return next((end for end in (LABELS, GROUPS) if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class BuildConfig:
     format: Format | None = None  # None: by suffix
     json_key: str = "text"  # also the column of a table
     messages_key: str | None = None  # instead of json_key: the documents are conversations
+    group_key: str | None = None  # documents of equal values belong together
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
@@ -185,6 +192,8 @@ class BuildConfig:
             outputs[split] = self.output_prefix + split + tokens
             if self.messages_key is not None:
                 outputs[split + LABELS] = self.output_prefix + split + labels
+            if self.group_key is not None:
+                outputs[split + GROUPS] = outputs[split] + GROUPS
         return outputs
 
     def command(self) -> str:
@@ -242,6 +251,8 @@ class Plan:
         """The plan as JSON shows it; equal for equal plans."""
         read = dataclasses.asdict(self.read)
         del read["block_bytes"]  # memory follows it, nothing else
+        if read["group_key"] is None:  # so that plans without one keep their digest
+            del read["group_key"]
         read["beside"] = [list(pair) for pair in self.read.beside]
         config = self.config
         return {
@@ -287,6 +298,12 @@ class Plan:
         return self.chat_format is not None
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """Endings of the datasets that every stream has."""
+        groups = self.config.group_key is not None
+        return ("", *([LABELS] if self.has_labels else []), *([GROUPS] if groups else []))
+
+    @property
     def split(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return self.config.split_weights
@@ -301,8 +318,9 @@ class Plan:
         """Datasets that a shard writes: one, or one per split, as endings of their prefixes."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
-    def stored(self, *, labels: bool) -> dict[str, Any]:
-        """How tokens, or their labels, are stored: arguments of ``IndexedDatasetBuilder``."""
+    def stored(self, end: str) -> dict[str, Any]:
+        """How the tokens of a dataset with this ending are stored, or what stands in their place:
+        arguments of ``IndexedDatasetBuilder``."""
         metadata: dict[str, Any] = {
             "tokenizer": {
                 "name": Path(self.tokenizer.name).name,
@@ -312,7 +330,11 @@ class Plan:
             },
             "plan": self.digest,
         }
-        if labels:
+        if end == GROUPS:
+            del metadata["tokenizer"]
+            metadata["groups"] = "a document of one number for each: the group that it is of, or -1"
+            return {"dtype": np.int64, "allow_negative": True, "metadata": metadata}
+        if end == LABELS:
             metadata["labels"] = "token id where it carries loss, -100 elsewhere; not shifted"
             return {"dtype": np.int32, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
@@ -371,6 +393,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         values="lists" if is_chat else "strings",
         beside=beside,
         split_key=config.split_key,
+        group_key=config.group_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
     )

@@ -25,7 +25,7 @@ from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import MIN_SHARD_BYTES
-from megapack.tokenization.pipeline.plan import LABELS, BuildConfig, Plan, make_plan
+from megapack.tokenization.pipeline.plan import BuildConfig, Plan, ending_of, make_plan
 from megapack.tokenization.pipeline.worker import ShardWorker, open_coder
 from megapack.tokenization.pipeline.workspace import (
     Estimate,
@@ -251,7 +251,7 @@ def assemble(
         ranges = {f"_{name}": documents for name, documents in zip(SPLIT_NAMES, cut, strict=True)}
     for stream, output in outputs.items():  # all of them, or none
         if ranges:
-            num_documents = len(ranges[stream.removesuffix(LABELS)])
+            num_documents = len(ranges[stream.removesuffix(ending_of(stream))])
         else:
             headers = (read_header(path_of(shard + stream, ".idx")) for shard in shards)
             num_documents = sum(header.num_documents for header in headers)
@@ -260,8 +260,8 @@ def assemble(
             raise DataError(f"{name} would have no documents; give it a larger --split")
     workspace.join()
     for stream, output in outputs.items():
-        is_labels = stream.endswith(LABELS)
-        stored = plan.stored(labels=is_labels)
+        end = ending_of(stream)
+        stored = plan.stored(end)
         stored["metadata"]["command"] = command
         if not ranges:
             datasets = [shard + stream for shard in shards]
@@ -276,9 +276,9 @@ def assemble(
             continue
         with IndexedDatasetBuilder(output, **stored, overwrite=True) as builder:
             begin = 0
-            wanted = ranges[stream.removesuffix(LABELS)]
+            wanted = ranges[stream.removesuffix(end)]
             for shard, count in zip(shards, documents_of_shard, strict=True):
-                dataset = shard + (LABELS if is_labels else "")
+                dataset = shard + end
                 low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, count)
                 _append(builder, dataset, low, high, count)
                 copied(dataset, used_up=low < high == count)

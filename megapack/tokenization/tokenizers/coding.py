@@ -48,6 +48,7 @@ class Coded(NamedTuple):
     tokens: NDArray[Any]  # of the stored dtype
     offsets: NDArray[np.int64]  # (documents + 1)
     labels: NDArray[np.int32] | None  # aligned with tokens; None where every token is learned
+    kept: NDArray[np.bool_]  # of the block's documents: those that these are
 
 
 class Frame(NamedTuple):
@@ -107,7 +108,7 @@ class TextCoder(Coder):
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
             offsets = offsets[np.concatenate([~empty, [True]])]
         tokens, framed = self._frame.put_around(ids, offsets)
-        return Coded(tokens, framed, None)
+        return Coded(tokens, framed, None, ~empty)
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
         # Chosen by their text, so that every run checks the same documents; by another hash than
@@ -179,6 +180,7 @@ class ChatCoder(Coder):
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
+        kept = np.zeros(len(block), np.bool_)
         for i, text in enumerate(block.strings()):
             try:
                 chat = self._code_chat(Chat.read(text))
@@ -189,6 +191,7 @@ class ChatCoder(Coder):
                 continue
             if chat.learned.any():
                 chats.append(self._framed(chat))
+                kept[i] = True
             else:
                 faults.record("chat without assistant", block.place(i))
         ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
@@ -196,7 +199,7 @@ class ChatCoder(Coder):
         offsets = offsets_of([len(chat.ids) for chat in chats])
         tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
-        return Coded(tokens, offsets, labels)
+        return Coded(tokens, offsets, labels, kept)
 
     def _framed(self, chat: CodedChat) -> CodedChat:
         prefix, suffix = self._frame.prefix, self._frame.suffix
