@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import build
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_inputs import as_packing, lengths, packings, same_arrays
 from reference import DEFINITIONS
@@ -94,6 +94,7 @@ def documents_in_groups(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
+@settings(max_examples=settings.default.max_examples // 3)  # the definition goes token by token
 @given(data=st.data())
 def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject) -> None:
     documents, ids = data.draw(documents_in_groups(), label="lengths, ids")
