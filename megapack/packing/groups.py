@@ -175,7 +175,7 @@ class Units:
         within = low - before
         wide = within.max(initial=0) > np.iinfo(np.int32).max
         whole = self.whole[unit] & (begin == 0) & (stop - start == self.lengths[unit])
-        num_whole = len(np.unique(unit[whole]))
+        num_whole = np.count_nonzero(np.bincount(unit[whole]))
         expanded = {
             **arrays,
             "sample_segment_offsets": offsets[arrays["sample_segment_offsets"]],
@@ -184,7 +184,10 @@ class Units:
             "segment_length": length[kept].astype(np.int32),
             "segment_joined": (np.diff(owner, prepend=-1) == 0).astype(np.uint8),
         }
-        return expanded, {**self.counts, "num_cut_groups": self.counts["num_groups"] - num_whole}
+        return expanded, {
+            **self.counts,
+            "num_cut_groups": self.counts["num_groups"] - int(num_whole),
+        }
 
 
 def _cut(ends: Ids, low: int, high: int, capacity: int) -> list[int]:
