@@ -265,8 +265,39 @@ heaviest_first: the heaviest micro batch of a step comes last
 
 megapack/data/sources.py: tests/data/test_window.py
 window_cost: the last piece of a segment costs as much as a whole one
-- (n % window) ** 2
-+ (n % window) * window
+- (n % size) ** 2
++ (n % size) * size
+
+megapack/data/program.py: tests/data/test_repetition.py
+limit_of_stage: a later stage may take again what the stages before it took of a source
+- math.floor(own - share * taken)
++ math.floor(own)
+limit_of_rest: who is short is given the share of those who are not
+- rest, weight_of_rest, num_short = rest - own, weight_of_rest - weights[d]
++ rest, weight_of_rest, num_short = rest - own, weight_of_rest
+
+# Groups.
+
+megapack/packing/groups.py: tests/packing/test_packing_documents.py
+group_border: a group that is cut leaves out the document that would just fill the bucket
+- np.searchsorted(ends[low:high], room, side="right")
++ np.searchsorted(ends[low:high], room, side="left")
+group_joined: groups that stand behind each other in a sample are one
+- np.diff(owner, prepend=-1) == 0
++ np.diff(owner, prepend=-1) <= 1
+
+csrc/core/gather/plan.cpp: gather
+group_attention: all documents of a sample see each other
+- options_.attention == Extent::kSample || segments_[i + 1].joined;
++ options_.attention != Extent::kDocument;
+group_label: the last token of a group predicts the next group
+- (label_boundary == Extent::kGroup && next->joined)
++ label_boundary == Extent::kGroup
+
+csrc/core/gather/shard.cpp: masking
+group_masked: a group of which the first document is masked sees the documents before it
+- group_stands = group_stands && shard.joined.size() > 0
++ group_stands = shard.joined.size() > 0
 
 # The gather.
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
-from megapack.cli.pack import add_alignment
+from megapack.cli.pack import add_alignment, add_groups
 from megapack.cli.report import Work, note, print_table
 from megapack.compare import (
     GPUS,
@@ -42,6 +42,7 @@ from megapack.compare.charts import check_matplotlib
 from megapack.compare.evaluation import COLUMNS
 from megapack.compare.page import render, to_json
 from megapack.errors import ConfigError
+from megapack.packing.groups import read_groups
 from megapack.storage import read_document_lengths
 from megapack.storage.dataset import read_lengths_file
 from megapack.storage.files import atomic_write, check_target
@@ -124,7 +125,7 @@ def _print_recommendation(comparison: Comparison, prefix: str) -> None:
     fixed = recommendation.best_fixed
     if fixed is not None and fixed != recommendation.best:
         print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
-    print(f"\n  {best.case.command(prefix, comparison.seed)}")
+    print(f"\n  {best.case.command(prefix, comparison.seed, comparison.grouped_by)}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
     add_alignment(packing)
+    add_groups(packing)
     add_shared(packing, "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
@@ -215,10 +217,17 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib()
         check_target(args.html, overwrite=args.overwrite, difference="it is of another run")
     lengths, name = _read_lengths(args)
+    ids = None
+    if args.groups is not None:
+        prefix = getattr(args, "prefix", None)
+        if prefix is None and args.groups == "auto":
+            raise ConfigError("--groups auto needs a dataset; with --lengths give a .npy of ids")
+        ids = read_groups(args.groups, prefix or "", len(lengths))
     sampled_from = None
     if args.max_documents is not None and args.max_documents < len(lengths):
         sampled_from = len(lengths)
-        lengths = _sample(lengths, args.max_documents, args.seed)
+        chosen = _sample(len(lengths), args.max_documents, args.seed)
+        lengths, ids = lengths[chosen], None if ids is None else ids[chosen]
     with Work(f"{len(cases)} strategies on {counted(len(lengths), 'document')}") as work:
         comparison = compare(
             lengths,
@@ -232,6 +241,8 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             threads=args.threads,
             left_out=left_out,
+            groups=ids,
+            grouped_by=args.groups,
             progress=work,
         )
     prefix = "PREFIX" if args.prefix is None else args.prefix
@@ -283,7 +294,7 @@ def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
     return read_lengths_file(args.lengths), args.lengths.name
 
 
-def _sample(lengths: NDArray[Any], count: int, seed: int) -> NDArray[Any]:
+def _sample(num_documents: int, count: int, seed: int) -> NDArray[Any]:
     """``count`` documents without replacement, in file order."""
-    chosen = np.random.default_rng(seed).choice(len(lengths), count, replace=False, shuffle=False)
-    return np.asarray(lengths[np.sort(chosen)])
+    chosen = np.random.default_rng(seed).choice(num_documents, count, replace=False, shuffle=False)
+    return np.asarray(np.sort(chosen))

@@ -86,6 +86,7 @@ class SegmentView:
     token_ids: list[int]
     has_label: list[bool]  # of every token: is the loss of predicting its successor counted?
     weights: list[float] | None  # with which weight, where there are loss weights
+    group: int  # number of its group in the sample; of its own without groups
 
     @property
     def ends_document(self) -> bool:
@@ -136,7 +137,9 @@ def view_sample(
     """
     index.check_source(dataset)
     chosen, weights = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
-    segments = index.sample(sample)[1] if segments is None else segments
+    everything = index.sample(sample)[1]
+    segments = everything if segments is None else segments
+    groups = dict(zip(everything, _groups(index, sample), strict=True))
     offsets, lengths = dataset.document_offsets, dataset.document_lengths
     views: list[SegmentView] = []
     for document, begin, length in segments:
@@ -159,9 +162,19 @@ def view_sample(
                 token_ids=dataset.tokens[start : start + length].tolist(),
                 has_label=(labels >= 0).tolist() + [False] * (length - len(labels)),
                 weights=weighed,
+                group=groups[document, begin, length],
             )
         )
     return views
+
+
+def _groups(index: SampleIndex, sample: int) -> list[int]:
+    """The number of the group of every segment of a sample, counted in it."""
+    first, end = index.sample_segment_offsets[sample : sample + 2].tolist()
+    if index.segment_joined is None:
+        return list(range(end - first))
+    numbers: list[int] = (np.cumsum(np.asarray(index.segment_joined[first:end]) == 0) - 1).tolist()
+    return numbers
 
 
 def print_sample(
@@ -173,8 +186,8 @@ def print_sample(
     *,
     full: bool = False,
 ) -> None:
-    """Segments in turn, each in its colour; tokens without a label stand in reverse red. A run of
-    tokens that have another loss weight than 1 is followed by it."""
+    """Segments in turn, those of a group in its colour; tokens without a label stand in reverse
+    red. A run of tokens that have another loss weight than 1 is followed by it."""
     bucket, _ = index.sample(sample)
     capacity = int(index.bucket_capacity[bucket])
     used = sum(len(view.token_ids) for view in segments)
@@ -189,11 +202,20 @@ def print_sample(
         style="bold",
     )
     console.write_line(f"cu_seqlens {cu_seqlens}")
+    first_of: dict[int, int] = {}  # group -> its first segment
     for number, view in enumerate(segments):
-        colour = COLOURS[number % len(COLOURS)]
+        first_of.setdefault(view.group, number)
+    if len(first_of) < len(segments):
+        of_groups = [segments[number].sample_offset for number in first_of.values()]
+        ends = cu_seqlens[len(segments) :]
+        console.write_line(f"cu_seqlens {of_groups + ends} with attention: group")
+    for number, view in enumerate(segments):
+        colour = COLOURS[list(first_of).index(view.group) % len(COLOURS)]
+        first = first_of[view.group]
+        group = "" if first == number else f", in the group of segment {first}"
         console.write_line(
-            f"--- segment {number}: document {view.document:,}, {view.extent()}; sample positions "
-            f"[{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
+            f"--- segment {number}: document {view.document:,}{group}, {view.extent()}; sample "
+            f"positions [{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
             f"{len(view.token_ids) - 1:,}; {view.labelled()}{view.weighed()}",
             style=f"bold {colour}",
         )

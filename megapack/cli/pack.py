@@ -50,6 +50,7 @@ from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.report import Work, is_part, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, how_it_differs, pack
+from megapack.packing.groups import identity_of, read_groups
 from megapack.packing.metrics import checksum
 from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import pack_shards, plan_packing
@@ -81,6 +82,12 @@ def print_composition(index: SampleIndex) -> None:
         ("dropped tokens", count(m["dropped_tokens"]), percent(m["dropped_ratio"], 3)),
         ("repeated tokens", count(m["repeated_tokens"]), percent(m["repeated_ratio"], 3)),
     ]
+    if "num_groups" in m:
+        longer = f"{count(m['num_groups_longer_than_largest_bucket'])} longer than the largest"
+        facts += [
+            ("groups of documents", count(m["num_groups"]), ""),
+            ("groups cut", count(m["num_cut_groups"]), f"{longer} bucket"),
+        ]
     print()
     for name, value, remark in facts:
         print(f"{name:26} {value:>16}  {remark}".rstrip())
@@ -159,9 +166,14 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     """Pack, and say what the source then has. ``options`` are those of ``pack`` but its seed."""
     if args.documents is not None:
         raise ConfigError("--documents is for one dataset; pack its rest by itself")
+    if args.groups not in (None, "auto"):
+        raise ConfigError(
+            f"--groups {args.groups} is for one dataset; of many each has its PREFIX.groups: give "
+            "--groups auto"
+        )
     found = dataset_prefixes(args.prefixes)
-    # Labels and weights stand beside their dataset and are no dataset of their own.
-    beside = {p + end for p in found for end in (".labels", ".weights")}
+    # What stands beside a dataset is no dataset of its own.
+    beside = {p + end for p in found for end in (".labels", ".weights", ".groups")}
     prefixes = [p for p in found if p not in beside]
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
@@ -220,6 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack this share of the documents (0.02, or 2/100), for a proxy run of so many of "
         "the run's tokens; a smaller share lies inside of a larger one",
     )
+    add_groups(parser)
     add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
@@ -229,6 +242,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)
     parser.epilog = _describe_strategies()
+
+
+def add_groups(parser: Arguments) -> None:
+    """``args.groups``; compare has it as well."""
+    parser.add_argument(
+        "--groups",
+        metavar="FILE.npy",
+        help="pack documents of one group as if they were one: a .npy of an id per document "
+        "(negative: on its own), or auto, PREFIX.groups of `tokenize --group-key`",
+    )
 
 
 def add_alignment(parser: Arguments) -> None:
@@ -248,10 +271,12 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in known}
     options = {name: getattr(args, name) for name in ("buckets", "preset", "alignment")}
     options["match_repetition"] = args.match_repetition
+    options["groups"] = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):
         return run_shards(args, {"strategy": args.strategy, **options, **given})
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, **options)
+    del options["groups"]
     output = args.output or f"{prefix}.samples"
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
@@ -263,6 +288,10 @@ def run(args: argparse.Namespace) -> int:
         "dataset": documents.fingerprint,
         "chosen": None if chosen is None else checksum(chosen),
     }
+    ids = None
+    if args.groups is not None:
+        ids = read_groups(args.groups, prefix, documents.num_documents)
+        wanted["groups"] = identity_of(ids)
     with local_output_file(output) as file:
         difference = partial(how_it_differs, file, **wanted)
         if check_target(file, overwrite=args.overwrite, difference=difference, name=output):
@@ -278,6 +307,7 @@ def run(args: argparse.Namespace) -> int:
                     seed=args.seed,
                     threads=args.threads,
                     progress=work,
+                    groups=ids,
                     **options,
                     **given,
                 )

@@ -230,6 +230,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("documents to keep"),
         min_words={"metavar": "N", "help": "drop documents of fewer words, and count them"},
         max_words={"metavar": "N", "help": "the same for more words"},
+        group_key={
+            "metavar": "KEY",
+            "help": "documents of one value of this JSON key or column (a repository, a thread) "
+            "belong together: PREFIX.groups, for `pack --groups`",
+        },
     )
     _add_tokens(parser.add_argument_group("tokens"))
     add_fields(

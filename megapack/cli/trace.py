@@ -75,6 +75,11 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
                 "sample": int(data.samples.locate(np.array([sample]))[1][0]),
                 "capacity": data.samples.capacity_of(sample),
                 "segments": segments,
+                **(
+                    {"groups": data.samples.groups_of(sample, content.num_lists)}
+                    if data.samples.attention == "group"
+                    else {}
+                ),
             }
             for place, sample in _dealt(args, run, step)
             for source, segments in [data.samples.segments(sample, content.num_lists)]
@@ -153,13 +158,16 @@ def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[tuple[dict
 
 def _print_segments(samples: list[dict[str, Any]]) -> None:
     places = [name for name in ("rank", "micro_step") if samples and name in samples[0]]
+    in_groups = bool(samples) and "groups" in samples[0]
+    heads = ("source", *(name.replace("_", " ") for name in places), "sample", "document", "tokens")
     print_table(
-        ("source", *(name.replace("_", " ") for name in places), "sample", "document", "tokens"),
+        (*heads, *(["group"] if in_groups else [])),
         [
             (shown["source"], *(shown[name] for name in places), shown["sample"], document)
             + (f"[{begin:,}, {begin + length:,})",)
+            + ((shown["groups"][i],) if in_groups else ())
             for shown in samples
-            for document, begin, length in shown["segments"]
+            for i, (document, begin, length) in enumerate(shown["segments"])
         ],
     )
 

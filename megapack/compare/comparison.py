@@ -231,6 +231,7 @@ class Comparison:
     Attributes:
         planned: steps planned by documents instead; empty if they were not asked for.
         left_out: label -> why it was not compared.
+        grouped_by: what named the groups of documents; None: there are none.
     """
 
     corpus: Corpus
@@ -242,6 +243,7 @@ class Comparison:
     planned: list[PlannedWork]
     left_out: dict[str, str]
     recommendation: Recommendation
+    grouped_by: str | None = None
 
 
 def compare(
@@ -257,6 +259,8 @@ def compare(
     seed: int = 0,
     threads: int = 1,
     left_out: Mapping[str, str] | None = None,
+    groups: NDArray[np.int64] | None = None,
+    grouped_by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run every case on the same lengths.
@@ -273,6 +277,8 @@ def compare(
             they are not.
         seed, threads: passed to ``pack``.
         left_out: cases that were refused (``default_cases``), for the report.
+        groups: (num_documents,) the group of every document, passed to ``pack``.
+        grouped_by: what names them, for the report.
         progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
@@ -303,6 +309,7 @@ def compare(
             alignment=case.alignment,
             seed=seed,
             threads=threads,
+            groups=groups,
             progress=progress and partial(_share_of, progress, position, len(cases)),
             **case.parameters,
         )
@@ -325,6 +332,7 @@ def compare(
         planned=planned,
         left_out=without,
         recommendation=recommend(evaluations, run.attention),
+        grouped_by=grouped_by,
     )
 
 

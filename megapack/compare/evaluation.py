@@ -55,8 +55,8 @@ class Case:
             parameters=values,
         )
 
-    def command(self, prefix: str, seed: int) -> str:
-        """The command that packs the dataset at ``prefix`` like this."""
+    def command(self, prefix: str, seed: int, groups: str | None = None) -> str:
+        """The command that packs the dataset at ``prefix`` like this; ``groups``: its --groups."""
         words = ["megapack-build", "pack", prefix, "--strategy", self.strategy]
         words += ["--buckets", ",".join(map(str, self.buckets))]
         for name, value in self.parameters.items():
@@ -66,6 +66,7 @@ class Case:
             else:
                 words += [f"--{option}", str(value)]
         words += ["--alignment", str(self.alignment)] if self.alignment > 1 else []
+        words += ["--groups", groups] if groups else []
         words += ["--seed", str(seed)] if seed else []
         return shlex.join(words)
 
@@ -364,6 +365,16 @@ def _reasons(
         f"{percent(metrics['padding_ratio'], None)} of its positions are padding, and a sample "
         f"holds {metrics['concatenation_ratio']:.2f} documents on average.",
     ]
+    if metrics.get("num_groups"):
+        of_all = 1 / metrics["num_groups"]
+        cut, longer = (
+            percent(metrics[name] * of_all, None)
+            for name in ("num_cut_groups", "num_groups_longer_than_largest_bucket")
+        )
+        reasons.append(
+            f"It cuts {cut} of {metrics['num_groups']:,} groups of documents; {longer} are longer "
+            "than the largest bucket and must be."
+        )
     if out[best]:
         reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
     rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]

@@ -318,7 +318,7 @@ def to_json(comparison: Comparison, prefix: str = "PREFIX") -> dict[str, Any]:
         "recommendation": {
             "label": labels[recommendation.best],
             "command": comparison.evaluations[recommendation.best].case.command(
-                prefix, comparison.seed
+                prefix, comparison.seed, comparison.grouped_by
             ),
             "fixed_length": None if fixed is None else labels[fixed],
             "reasons": list(recommendation.reasons),

@@ -319,6 +319,9 @@ class HostOptions:
     rows_per_block: int | None = None
     """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
     host's global batch size."""
+    attention: Literal["document", "group"] = "document"
+    """Reach of attention: its own document, or the documents of its group that stand before it
+    (indices packed with ``--groups``)."""
     cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
     """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
     align: int | None = None

@@ -35,10 +35,10 @@ from megapack.errors import ResumeError
 # 3: windows of cost order the samples of every source by themselves, inside an epoch.
 ORDER_VERSION = 3
 
-# What a stage can change, and the rest. The last two are not of the order of samples, and written
-# only where there are some.
+# What a stage can change, and the rest. Those of training are not of the order of samples, and
+# written only where there are some.
 _STAGE = (*STAGE_FIELDS, "weights")
-_TRAINING = ("loss_weights", "attention_window")
+_TRAINING = ("loss_weights", "attention_window", "attention")
 _WHOLE_RUN = (
     "order_version",
     *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
@@ -59,6 +59,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), 
     "loss": "the same samples are drawn, and their losses count otherwise",
     "token_weights": "the same samples are drawn, and their losses count otherwise",
     "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
+    "attention": "the same samples are drawn, and documents of a group see each other, or no more",
 }
 
 State = Mapping[str, Any]
@@ -96,6 +97,7 @@ def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
     optional = {
         "loss_weights": factors,
         "attention_window": list(stage.window or ()),
+        "attention": "group" if samples.attention == "group" else None,
         "exclude": samples.exclusions.digests(stage.num_lists, samples.names),
     }
     return {

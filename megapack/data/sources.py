@@ -428,6 +428,21 @@ class SampleSource:
         masked = self.exclusions.masks(source, documents, num_lists)
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
 
+    def groups_of(self, sample: int, num_lists: int = 0) -> list[int]:
+        """Beside ``segments``: the number of the group, counted in the sample, that each is of.
+
+        Segments of one number see each other with attention ``group``.
+        """
+        shard, local = self.shard_of(sample)
+        index = self.shards.index(shard)
+        segments, _ = segments_of(index, np.array([local]))
+        alone = np.ones(len(segments), np.bool_)
+        if index.segment_joined is not None:
+            alone = np.asarray(index.segment_joined[segments]) == 0
+        kept = self._kept(shard, np.array([local]), num_lists)[2] > 0
+        numbers = np.unique(np.cumsum(alone)[kept], return_inverse=True)[1]
+        return [int(number) for number in numbers]
+
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Global ids of the samples that hold a piece of some documents of an index, ascending.
 

@@ -245,7 +245,8 @@ def open_rows(
     blend = replace(
         manifest, sources=sources, stages=stages, attention_window=window, run_tokens=run_tokens
     )
-    packed = open_blend(blend, documents, indices, alignment=options.align)
+    attention = manifest.attention if trains else "document"
+    packed = open_blend(blend, documents, indices, alignment=options.align, attention=attention)
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)

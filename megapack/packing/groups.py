@@ -17,7 +17,6 @@ not stand together in the dataset; their order is the dataset's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError, DataError
 from megapack.packing.metrics import Lengths, checksum
+from megapack.storage import IndexedDataset
 
 Ids = NDArray[np.int64]
 
@@ -36,18 +36,36 @@ Ids = NDArray[np.int64]
 GROUP_COUNTS = ("num_groups", "num_cut_groups", "num_groups_longer_than_largest_bucket")
 
 
-def read_groups(path: str | os.PathLike[str], num_documents: int) -> Ids:
-    """Group ids of all documents of a dataset, from a .npy.
+def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
+    """Group ids of all documents of a dataset.
+
+    Args:
+        groups: path of a .npy; ``auto``: the dataset ``<prefix>.groups`` of one number per document
+            (``tokenize --group-key``).
+        prefix: of the documents.
 
     Raises:
-        ConfigError: it does not hold one id for each of them.
-        OSError: it cannot be read.
+        ConfigError: there is no such dataset, or not one id for each document.
+        FormatError, OSError: a file is damaged or cannot be read.
     """
-    try:
-        ids = np.load(Path(path), allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError(f"{path} is no .npy of group ids: {error}") from error
-    return check_groups(ids, num_documents, str(path))
+    if groups != "auto":
+        try:
+            ids = np.load(Path(groups), allow_pickle=False)
+        except ValueError as error:
+            raise ConfigError(f"{groups} is no .npy of group ids: {error}") from error
+        return check_groups(ids, num_documents, groups)
+    name = f"{prefix}.groups"
+    if not IndexedDataset.exists(name):
+        raise ConfigError(
+            f"there is no {name}: tokenize with --group-key, or give --groups a .npy of ids"
+        )
+    dataset = IndexedDataset(name)
+    if dataset.num_tokens != dataset.num_documents:
+        raise ConfigError(
+            f"{name} has {dataset.num_tokens:,} numbers in {dataset.num_documents:,} documents; "
+            "group ids are one number for each"
+        )
+    return check_groups(np.array(dataset.tokens), num_documents, name)
 
 
 def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Ids:
@@ -157,7 +175,7 @@ class Units:
         within = low - before
         wide = within.max(initial=0) > np.iinfo(np.int32).max
         whole = self.whole[unit] & (begin == 0) & (stop - start == self.lengths[unit])
-        num_whole = len(np.unique(unit[whole]))
+        num_whole = np.count_nonzero(np.bincount(unit[whole]))
         expanded = {
             **arrays,
             "sample_segment_offsets": offsets[arrays["sample_segment_offsets"]],
@@ -166,7 +184,10 @@ class Units:
             "segment_length": length[kept].astype(np.int32),
             "segment_joined": (np.diff(owner, prepend=-1) == 0).astype(np.uint8),
         }
-        return expanded, {**self.counts, "num_cut_groups": self.counts["num_groups"] - num_whole}
+        return expanded, {
+            **self.counts,
+            "num_cut_groups": self.counts["num_groups"] - int(num_whole),
+        }
 
 
 def _cut(ends: Ids, low: int, high: int, capacity: int) -> list[int]:

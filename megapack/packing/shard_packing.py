@@ -21,6 +21,7 @@ import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.executors import Counted, Report, carry_out
+from megapack.packing.groups import identity_of, read_groups
 from megapack.packing.pack import check_packing, pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs
 from megapack.packing.sharded import (
@@ -79,7 +80,7 @@ def plan_packing(
     Args:
         manifest: where it stands, or shall stand; at an address only of those beside or below it.
         prefixes: datasets; those that it has already keep their places.
-        options: of ``pack``.
+        options: of ``pack``; ``groups`` whether shards are packed with those of PREFIX.groups.
         overwrite: what the manifest says counts for nothing.
 
     Raises:
@@ -92,10 +93,12 @@ def plan_packing(
         raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
     given = dict(options)
     seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
-    names = ("buckets", "alignment", "match_repetition", "preset")
+    names = ("buckets", "alignment", "match_repetition", "groups", "preset")
     shape = {name: given.pop(name) for name in names if name in given}
     method = check_packing(strategy, **shape, parameters=given)
-    nothing = pack(np.zeros(0, np.int32), **options)
+    none = np.zeros(0, np.int32)
+    of_pack = {**options, "groups": none if options.get("groups") else None}
+    nothing = pack(none, **of_pack)
     values = (strategy, method.parameters, method.buckets, seed, nothing.bucket_capacity.tolist())
     how = dict(zip(PLAN, values, strict=True))
     there: ShardedIndex | None = None
@@ -181,9 +184,14 @@ class ShardPacker:
         with local_output_file(samples) as path:
             path.parent.mkdir(exist_ok=True)
             how = {name: self.plan.how[name] for name in PLAN[:4]}
+            groups = None
+            if self.plan.options.get("groups"):
+                groups = read_groups("auto", prefix, dataset.num_documents)
+                how["groups"] = identity_of(groups)
             difference = partial(how_it_differs, path, **how, dataset=dataset.fingerprint)
             if check_target(path, overwrite=self.overwrite, difference=difference, name=samples):
-                index = pack(dataset.document_lengths, threads=self.threads, **self.plan.options)
+                options = {**self.plan.options, "groups": groups}
+                index = pack(dataset.document_lengths, threads=self.threads, **options)
                 index.save(path, source=dataset, overwrite=True)
             else:
                 index = SampleIndex.load(path)

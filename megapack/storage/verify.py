@@ -46,7 +46,7 @@ from megapack.storage.tokens import scan_tokens
 __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 
 RESTORE = "restore .bin from a copy or build it again"
-DATASET = r"(\.labels|\.weights)?\.(bin|idx|meta\.json|samples)"
+DATASET = r"(\.labels|\.weights|\.groups)?\.(bin|idx|meta\.json|samples)"
 
 # ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
 

@@ -143,6 +143,11 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
+            *(
+                [f"attention inside: {reach}"]
+                if (reach := config.data.attention) != "document"
+                else []
+            ),
             f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
             + ("" if unit == "step" else f"; {settings.draws_per_step} draws per step"),
             _mix(stage, micro_steps, micro * ranks),

@@ -80,6 +80,13 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
             runs = check_costs(dataset, force, samples, capacity, attention, joined)
             assert [dataset.samples.segments(i, force)[1] for i in ids.tolist()] == samples
             lengths_there = dataset.samples.segment_lengths(ids, force).tolist()
+            if attention == "group":
+                numbers = [dataset.samples.groups_of(i, force) for i in ids.tolist()]
+                found = {
+                    (i, s) for i, of in enumerate(numbers) for s in range(1, len(of))
+                    if of[s] == of[s - 1]
+                }  # fmt: skip
+                assert found == joined
             whole = [length for sample in samples for _, _, length in sample]
             assert lengths_there == (runs if attention == "group" else whole)
 

@@ -102,6 +102,29 @@ def test_rows_for_validation_have_no_stages(corpus: IndexedDataset, tmp_path: Pa
     assert rows.packed.samples.names == ["web"] and len(rows.schedule.stages) == 1
 
 
+def test_rows_keep_groups_of_documents_together(corpus: IndexedDataset, tmp_path: Path) -> None:
+    """A host is told fewer boundaries, its positions run on and its labels cross documents: those
+    of the samples with attention ``group``."""
+    lengths, path = corpus.document_lengths, tmp_path / "g.samples"
+    index = pack(lengths, buckets=[16, 32, 64], groups=np.arange(len(lengths)) // 4)
+    index.save(path, source=corpus)
+    source = Source(prefix=corpus.prefix, index=str(path))
+    manifest = Manifest(sources=(source,), attention="group")
+    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=64)
+    together, apart = (PackedDataset(corpus, index, attention=a) for a in ("group", "document"))
+    fewer = 0
+    for number in range(64):
+        row, ids = rows[number], [int(i) for i in rows.samples_of(number)]
+        for key in ("tokens", "labels", "position_ids"):
+            expected = torch.cat([together[i][key] for i in ids])
+            assert row[key][: len(expected)].equal(expected), key
+        begins = [torch.cat([of[i]["position_ids"] for i in ids]) == 0 for of in (together, apart)]
+        fewer += bool(begins[0].sum() < begins[1].sum())
+        labels = [sum(int(of[i]["loss_mask"].sum()) for i in ids) for of in (together, apart)]
+        assert int(row["loss_mask"].sum()) == labels[0] >= labels[1]
+    assert fewer > 20
+
+
 @pytest.mark.parametrize(
     "change", [{"tokens_per_step": 64}, {"mix": "micro_step", "micro_step_tokens": 64}]
 )

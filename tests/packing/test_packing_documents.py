@@ -3,25 +3,28 @@ defines both."""
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import build
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_inputs import as_packing, lengths, packings, same_arrays
 from reference import DEFINITIONS
 from reference.groups import grouped
 
 from megapack import _core
-from megapack.data import PackedDataset
-from megapack.errors import ConfigError
+from megapack.data import PackedDataset, Schedule
+from megapack.errors import ConfigError, ResumeError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.pack import matched_documents
 from megapack.packing.sharded import load_shards
+from megapack.storage import IndexedDataset
 from tests.data.corpora import write_documents
 
 LENGTHS = np.random.default_rng(5).integers(0, 60, 4000).astype(np.int32)
@@ -91,6 +94,7 @@ def documents_in_groups(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
+@settings(max_examples=settings.default.max_examples // 3)  # the definition goes token by token
 @given(data=st.data())
 def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject) -> None:
     documents, ids = data.draw(documents_in_groups(), label="lengths, ids")
@@ -155,3 +159,74 @@ def test_an_index_of_groups_is_a_file_of_its_own_version(tmp_path: Path) -> None
 def test_ids_that_are_no_groups_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"it must be \(3,\) whole numbers"):
         pack([1, 2, 3], buckets=[8], groups=wrong)
+
+
+# ---- groups from text to a sample, on the command line
+
+
+REPOSITORIES = ["a", "b", None, "a", "c", "a", "c"]
+
+
+def test_groups_go_from_a_key_of_the_text_into_a_sample(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"text number {i} " * 3, **({} if name is None else {"repo": name})}
+        for i, name in enumerate(REPOSITORIES)
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prefix, samples = tmp_path / "c", tmp_path / "c.samples"
+    build_of = ("--input", tmp_path / "c.jsonl", "--tokenizer", "bytes", "--output-prefix", prefix)
+    done = build("tokenize", *build_of, "--append-eod", "--group-key", "repo")
+    assert done.returncode == 0, done.stderr
+    ids = IndexedDataset(f"{prefix}.groups").tokens
+    assert [ids[0] == ids[i] for i in (3, 5)] == [True, True] and ids[4] == ids[6]
+    assert ids[2] == -1 and len({*ids.tolist()}) == 4
+
+    packed_as = (prefix, "--buckets", "64,192", "--groups")
+    done = build("pack", *packed_as, "auto")
+    assert done.returncode == 0 and re.search(r"groups of documents +2\n", done.stdout), done.stderr
+    index = SampleIndex.load(samples)
+    assert same_arrays(
+        index, pack(IndexedDataset(prefix).document_lengths, buckets=[64, 192], groups=ids)
+    )
+    of_a = [i for i in range(len(index)) if [d for d, _, _ in index.sample(i)[1]][:3] == [0, 3, 5]]
+    shown = build("inspect", samples, "--sample", of_a[0])
+    assert "document 3, in the group of segment 0" in shown.stdout, shown.stdout
+    assert re.search(r"cu_seqlens \[0, 129.*\] with attention: group", shown.stdout)
+    again = build("pack", *packed_as, "auto")
+    assert again.returncode == 0 and "nothing to do" in again.stderr
+    np.save(tmp_path / "ids.npy", np.zeros(7, np.int64))
+    other = build("pack", *packed_as, tmp_path / "ids.npy")
+    assert other.returncode == 2 and "other groups" in other.stderr
+
+    batch = PackedDataset(prefix, samples, attention="group").micro_batch([of_a[0]])
+    assert batch["cu_seqlens"][1] == 129 and (batch["labels"][0, :128] >= 0).all()
+    manifest = tmp_path / "c.shards.json"
+    done = build("pack", prefix, "--buckets", "64,192", "--groups", "auto", "--output", manifest)
+    assert done.returncode == 0, done.stderr
+    sharded = PackedDataset(None, manifest, attention="group")
+    assert sharded.micro_batch([of_a[0]])["cu_seqlens"].equal(batch["cu_seqlens"])
+    compared = build("compare", prefix, "--buckets", "64,192", "--groups", "auto")
+    assert compared.returncode == 0, compared.stderr
+    assert "2 groups of documents" in compared.stdout and "--groups auto" in compared.stdout
+
+
+def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", [[1] * 5, [2] * 7])
+    missing = build("pack", dataset.prefix, "--buckets", "8", "--groups", "auto")
+    assert missing.returncode == 2 and "tokenize with --group-key" in missing.stderr
+    np.save(tmp_path / "three.npy", np.zeros(3, np.int64))
+    wrong = build("pack", dataset.prefix, "--buckets", "8", "--groups", tmp_path / "three.npy")
+    assert wrong.returncode == 2 and "must be (2,) whole numbers" in wrong.stderr
+    plain = pack(dataset.document_lengths, buckets=[8])
+    with pytest.raises(ConfigError, match="no source was packed with groups"):
+        PackedDataset(dataset, plain, attention="group")
+    grouped = pack(dataset.document_lengths, buckets=[8, 16], groups=[1, 1])
+    alone, together = (
+        Schedule(PackedDataset(dataset, grouped, attention=attention), tokens_per_step=16)
+        for attention in ("document", "group")
+    )
+    assert together.resume_step(together.state_dict(3)) == 3
+    with pytest.raises(ResumeError, match="attention was None and is 'group'"):
+        together.resume_step(alone.state_dict(3))
+    with pytest.raises(ConfigError, match="positions: document starts anew"):
+        PackedDataset(dataset, grouped, attention="group", positions="document")

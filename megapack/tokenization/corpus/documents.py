@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ class ReadOptions:
     beside: tuple[tuple[str, str], ...] = ()  # of a conversation: (name in that object, key)
     split_key: str | None = None  # another key; documents carry its hash
     weights_key: str | None = None  # another key; documents carry the JSON of its value
+    group_key: str | None = None  # the same; a document without it is on its own
     block_bytes: int = 4 << 20  # of text in one block; memory follows it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
 
@@ -103,7 +104,8 @@ class TextBlock:
     of ``len(block) + 1``. ``positions`` (int64, one per document) is what ``locate`` turns into a
     place to show. ``hashes`` (uint64, one per document) are of the key that splits the corpus,
     where one was asked for; ``weights`` the JSON of what each says of its loss weights, "" where it
-    says nothing.
+    says nothing; ``groups`` (int64, one per document) are ids of the key that groups it, -1 where a
+    document has none.
     """
 
     text: NDArray[np.uint8]
@@ -112,6 +114,7 @@ class TextBlock:
     locate: Callable[[int], Place]
     hashes: NDArray[np.uint64] | None = None
     weights: Sequence[str] | None = None
+    groups: NDArray[np.int64] | None = None
 
     @staticmethod
     def of_texts(
@@ -147,8 +150,15 @@ class TextBlock:
             text = text[np.repeat(keep, lengths)]
         hashes = None if self.hashes is None else self.hashes[keep]
         weights = self.weights and list(itertools.compress(self.weights, keep.tolist()))
+        groups = None if self.groups is None else self.groups[keep]
         offsets = offsets_of(lengths[keep])
-        return TextBlock(text, offsets, self.positions[keep], self.locate, hashes, weights)
+        positions = self.positions[keep]
+        return TextBlock(text, offsets, positions, self.locate, hashes, weights, groups)
+
+    def in_groups(self, hashes: NDArray[np.uint64], none: NDArray[np.bool_]) -> TextBlock:
+        """The block with groups by the hashes of a key; ``none``: documents that lack it."""
+        ids = (hashes >> np.uint64(1)).astype(np.int64)
+        return replace(self, groups=np.where(none, -1, ids))
 
     def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
         """xxh3-64 of every document's text; independent for different seeds."""

@@ -122,6 +122,11 @@ def read_blocks(
     """
     for is_text, group in itertools.groupby(pieces, lambda piece: piece.file.format == "text"):
         if is_text:
+            if options.group_key is not None:
+                raise ConfigError(
+                    f"--group-key {options.group_key}: files of text have no keys; give `pack "
+                    "--groups` a .npy of ids, or write the corpus as JSON Lines"
+                )
             yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:
@@ -234,6 +239,9 @@ def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 keys, no_key = _values(block, lines, options.split_key, "scalars")
                 block = dataclasses.replace(block, hashes=keys.text_hashes())
                 status[(status == 0) & no_key] = len(_LINE_FAULTS)
+            if options.group_key is not None:
+                keys, no_key = _values(block, lines, options.group_key, "scalars")
+                block = block.in_groups(keys.text_hashes(), no_key)
 
             def detail(row: int) -> str:
                 line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)

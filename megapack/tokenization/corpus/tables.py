@@ -69,7 +69,11 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
             optional[_WEIGHTS] = options.weights_key
         found = {name: key_path(fields, key) for name, key in optional.items()}
         beside = {name: column for name, column in found.items() if column is not None}
-        names = [".".join(column) for column in [*columns, *beside.values()]]
+        group = None
+        if options.group_key is not None:
+            group = _column_path(table.schema, fields, options.group_key, "--group-key", path)
+        read = [*columns, *beside.values(), *([] if group is None else [group])]
+        names = [".".join(column) for column in read]
         for row, batch in table.batches(piece.begin, piece.end, names, options.block_bytes):
             column = _column(batch, columns[0])
             if options.values == "lists":
@@ -86,6 +90,8 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 hashes, no_key = _hashes(_column(batch, columns[-1]))
                 block = dataclasses.replace(block, hashes=hashes)
                 missing |= no_key
+            if group is not None:
+                block = block.in_groups(*_hashes(_column(batch, group)))
             block = block.drop(missing, "missing value", faults)
             too_long = np.diff(block.offsets) > options.max_document_bytes
             block = block.drop(too_long, "too long", faults)

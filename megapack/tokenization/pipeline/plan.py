@@ -53,6 +53,12 @@ _EXECUTION = frozenset(
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
 WEIGHTS = ".weights"  # and of one of loss weights
+GROUPS = ".groups"  # the same of group ids, one per document
+
+
+def ending_of(name: str) -> str:
+    """What ends a stream or prefix that stands beside one of tokens; "": it is of tokens."""
+    return next((end for end in (LABELS, WEIGHTS, GROUPS) if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,7 @@ class BuildConfig:
     json_key: str = "text"  # also the column of a table
     messages_key: str | None = None  # instead of json_key: the documents are conversations
     weights_key: str | None = None  # of the loss weights of a text's tokens
+    group_key: str | None = None  # documents of equal values belong together
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
@@ -196,6 +203,8 @@ class BuildConfig:
                 outputs[split + LABELS] = self.output_prefix + split + labels
             if self.weights_key is not None:
                 outputs[split + WEIGHTS] = self.output_prefix + split + WEIGHTS
+            if self.group_key is not None:
+                outputs[split + GROUPS] = outputs[split] + GROUPS
         return outputs
 
     def command(self) -> str:
@@ -253,6 +262,8 @@ class Plan:
         """The plan as JSON shows it; equal for equal plans."""
         read = dataclasses.asdict(self.read)
         del read["block_bytes"]  # memory follows it, nothing else
+        if read["group_key"] is None:  # so that plans without one keep their digest
+            del read["group_key"]
         read["beside"] = [list(pair) for pair in self.read.beside]
         if self.read.weights_key is None:
             del read["weights_key"]  # plans from before there was one stay what they are
@@ -300,6 +311,12 @@ class Plan:
         return self.chat_format is not None
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """Endings of the datasets that every stream has."""
+        groups = self.config.group_key is not None
+        return ("", *([LABELS] if self.has_labels else []), *([GROUPS] if groups else []))
+
+    @property
     def split(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return self.config.split_weights
@@ -317,12 +334,16 @@ class Plan:
     @property
     def ends(self) -> tuple[str, ...]:
         """Of the prefixes of the datasets of every stream: tokens, and what stands beside them."""
-        labels = (LABELS,) if self.has_labels else ()
-        return ("", *labels, *((WEIGHTS,) if self.read.weights_key is not None else ()))
+        there = {
+            LABELS: self.has_labels,
+            WEIGHTS: self.read.weights_key is not None,
+            GROUPS: self.read.group_key is not None,
+        }
+        return ("", *(end for end, wanted in there.items() if wanted))
 
-    def stored(self, stream: str) -> dict[str, Any]:
-        """How tokens, or what stands beside them, are stored: arguments of
-        ``IndexedDatasetBuilder``, by the end of the stream."""
+    def stored(self, end: str) -> dict[str, Any]:
+        """How the tokens of a dataset with this ending are stored, or what stands in their place:
+        arguments of ``IndexedDatasetBuilder``."""
         metadata: dict[str, Any] = {
             "tokenizer": {
                 "name": Path(self.tokenizer.name).name,
@@ -332,9 +353,13 @@ class Plan:
             },
             "plan": self.digest,
         }
-        if stream.endswith(WEIGHTS):
+        if end == WEIGHTS:
             return {"dtype": np.float16, "metadata": metadata}
-        if stream.endswith(LABELS):
+        if end == GROUPS:
+            del metadata["tokenizer"]
+            metadata["groups"] = "a document of one number for each: the group that it is of, or -1"
+            return {"dtype": np.int64, "allow_negative": True, "metadata": metadata}
+        if end == LABELS:
             metadata["labels"] = "token id where it carries loss, -100 elsewhere; not shifted"
             return {"dtype": np.int32, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
@@ -394,6 +419,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         beside=beside,
         split_key=config.split_key,
         weights_key=config.weights_key,
+        group_key=config.group_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
     )

@@ -27,7 +27,7 @@ from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import MIN_SHARD_BYTES
-from megapack.tokenization.pipeline.plan import LABELS, WEIGHTS, BuildConfig, Plan, make_plan
+from megapack.tokenization.pipeline.plan import WEIGHTS, BuildConfig, Plan, ending_of, make_plan
 from megapack.tokenization.pipeline.worker import ShardWorker, open_coder
 from megapack.tokenization.pipeline.workspace import (
     Estimate,
@@ -253,7 +253,7 @@ def assemble(
         ranges = {f"_{name}": documents for name, documents in zip(SPLIT_NAMES, cut, strict=True)}
     for stream, output in outputs.items():  # all of them, or none
         if ranges:
-            num_documents = len(ranges[_split_of(stream)])
+            num_documents = len(ranges[stream.removesuffix(ending_of(stream))])
         else:
             headers = (read_header(path_of(shard + stream, ".idx")) for shard in shards)
             num_documents = sum(header.num_documents for header in headers)
@@ -262,7 +262,8 @@ def assemble(
             raise DataError(f"{name} would have no documents; give it a larger --split")
     workspace.join()
     for stream, output in outputs.items():
-        stored = plan.stored(stream)
+        end = ending_of(stream)
+        stored = plan.stored(end)
         stored["metadata"]["command"] = command
         if not ranges:
             datasets = [shard + stream for shard in shards]
@@ -277,9 +278,9 @@ def assemble(
             continue
         with IndexedDatasetBuilder(output, **stored, overwrite=True) as builder:
             begin = 0
-            wanted = ranges[_split_of(stream)]
+            wanted = ranges[stream.removesuffix(end)]
             for shard, count in zip(shards, documents_of_shard, strict=True):
-                dataset = shard + stream.removeprefix(_split_of(stream))
+                dataset = shard + end
                 low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, count)
                 _append(builder, dataset, low, high, count)
                 copied(dataset, used_up=low < high == count)
@@ -297,8 +298,3 @@ def _append(builder: IndexedDatasetBuilder, prefix: str, low: int, high: int, co
         if prefix.endswith(WEIGHTS):
             tokens = tokens.view(np.float16)
         builder.add_documents(tokens, bounds - bounds[0])
-
-
-def _split_of(stream: str) -> str:
-    """The stream of the tokens that a stream stands beside."""
-    return stream.removesuffix(LABELS).removesuffix(WEIGHTS)

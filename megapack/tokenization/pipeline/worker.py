@@ -24,7 +24,14 @@ from megapack.executors import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
 from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split, lacks_documents
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.pipeline.plan import LABELS, WEIGHTS, Plan, chat_templates
+from megapack.tokenization.pipeline.plan import (
+    GROUPS,
+    LABELS,
+    WEIGHTS,
+    Plan,
+    chat_templates,
+    ending_of,
+)
 from megapack.tokenization.pipeline.workspace import (
     ShardRecord,
     Totals,
@@ -150,14 +157,14 @@ class ShardWorker:
         with contextlib.ExitStack() as stack:
             builders = {}
             for dataset in datasets:
-                stored = plan.stored(dataset)
+                stored = plan.stored(ending_of(dataset))
                 # Nothing waits for the disk: a shard's checksums are compared before it is used.
                 builder = IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
                 builders[dataset] = stack.enter_context(builder)
             read = read_blocks(plan.shards[index].pieces, plan.read, read_faults)
             blocks = ahead(_kept(read, plan, read_faults))
             all_coded = ahead(_coded(blocks, plan, self.coder, code_faults))
-            for stream, num_text_bytes, coded in stack.enter_context(contextlib.closing(all_coded)):
+            for stream, block, coded in stack.enter_context(contextlib.closing(all_coded)):
                 tokens, offsets = coded.tokens, coded.offsets
                 builders[prefix + stream].add_documents(tokens, offsets)
                 if coded.labels is not None:
@@ -165,7 +172,10 @@ class ShardWorker:
                 if plan.read.weights_key is not None:
                     weights = np.ones(len(tokens)) if coded.weights is None else coded.weights
                     builders[prefix + stream + WEIGHTS].add_documents(weights, offsets)
-                counted = Counted(len(offsets) - 1, num_text_bytes, len(tokens))
+                if block.groups is not None:
+                    ids = block.groups[coded.kept]
+                    builders[prefix + stream + GROUPS].add_documents(ids, np.arange(len(ids) + 1))
+                counted = Counted(len(offsets) - 1, len(block.text), len(tokens))
                 total = total.plus(counted)
                 report(counted)
         read_faults.add(code_faults)
@@ -192,8 +202,8 @@ def _kept(
 
 def _coded(
     blocks: Iterator[TextBlock], plan: Plan, coder: Coder, faults: Faults
-) -> Generator[tuple[str, int, Coded], None, None]:
-    """Stream, bytes of text and tokens of the documents of every block that go to that stream."""
+) -> Generator[tuple[str, TextBlock, Coded], None, None]:
+    """Stream, text and tokens of the documents of every block that go to that stream."""
     for block in blocks:
         split = np.zeros(len(block), np.int64)
         if plan.split is not None and plan.split_while_writing:
@@ -202,4 +212,4 @@ def _coded(
         for i, stream in enumerate(plan.streams):
             chosen = block.select(split == i)
             if len(chosen):
-                yield stream, len(chosen.text), coder.code(chosen, faults)
+                yield stream, chosen, coder.code(chosen, faults)

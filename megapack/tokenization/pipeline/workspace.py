@@ -344,6 +344,8 @@ def estimate(plan: Plan, coder: Coder) -> Estimate:
     whole = plan.num_bytes(range(len(plan.shards))) / max(1, read)
     token_bytes = np.dtype(plan.dtype).itemsize + (_LABEL_BYTES if plan.has_labels else 0)
     num_bytes = tokens * token_bytes + documents * _INDEX_BYTES
+    if plan.config.group_key is not None:
+        num_bytes += documents * (_INDEX_BYTES + 8)
     return Estimate(num_tokens=round(tokens * whole), num_bytes=math.ceil(num_bytes * whole))
 
 

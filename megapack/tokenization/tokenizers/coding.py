@@ -50,6 +50,7 @@ class Coded(NamedTuple):
     tokens: NDArray[Any]  # of the stored dtype
     offsets: NDArray[np.int64]  # (documents + 1)
     labels: NDArray[np.int32] | None  # aligned with tokens; None where every token is learned
+    kept: NDArray[np.bool_]  # of the block's documents: those that these are
     weights: NDArray[np.float64] | None = None  # of the loss, aligned with tokens; None: 1
 
 
@@ -109,16 +110,19 @@ class TextCoder(Coder):
         if empty.any():  # text of which a tokenizer's normalization leaves nothing
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
             offsets = offsets[np.concatenate([~empty, [True]])]
-        weights = None
+        kept, weights = ~empty, None
         if block.weights is not None:
-            block, ids, offsets, weights = self._weighed(block.select(~empty), ids, offsets, faults)
+            rest = block.select(kept)
+            usable, ids, offsets, weights = self._weighed(rest, ids, offsets, faults)
+            kept[kept] = usable
         tokens, framed = self._frame.put_around(ids, offsets)
-        return Coded(tokens, framed, None, weights)
+        return Coded(tokens, framed, None, kept, weights)
 
     def _weighed(
         self, block: TextBlock, ids: NDArray[Any], offsets: NDArray[np.int64], faults: Faults
-    ) -> tuple[TextBlock, NDArray[Any], NDArray[np.int64], NDArray[np.float64]]:
-        """The documents whose loss weights can be used, and these, of the tokens around, too."""
+    ) -> tuple[NDArray[np.bool_], NDArray[Any], NDArray[np.int64], NDArray[np.float64]]:
+        """Which documents have loss weights that can be used, and these, of the tokens around,
+        too."""
         lengths, found, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
         before, behind = len(self._frame.prefix), len(self._frame.suffix)
         for i, said in enumerate(block.weights or ()):
@@ -133,7 +137,7 @@ class TextCoder(Coder):
             found.append(np.concatenate([np.ones(before), own, np.full(behind, own[-1])]))
         ids = ids[np.repeat(usable, lengths)]
         weights = np.concatenate([np.zeros(0), *found])
-        return block.select(usable), ids, offsets_of(lengths[usable]), weights
+        return usable, ids, offsets_of(lengths[usable]), weights
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
         # Chosen by their text, so that every run checks the same documents; by another hash than
@@ -254,6 +258,7 @@ class ChatCoder(Coder):
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
+        kept = np.zeros(len(block), np.bool_)
         for i, text in enumerate(block.strings()):
             try:
                 chat = self._code_chat(Chat.read(text))
@@ -264,6 +269,7 @@ class ChatCoder(Coder):
                 continue
             if chat.learned.any():
                 chats.append(self._framed(chat))
+                kept[i] = True
             else:
                 faults.record("chat without assistant", block.place(i))
         ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
@@ -271,7 +277,7 @@ class ChatCoder(Coder):
         offsets = offsets_of([len(chat.ids) for chat in chats])
         tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
-        return Coded(tokens, offsets, labels)
+        return Coded(tokens, offsets, labels, kept)
 
     def _framed(self, chat: CodedChat) -> CodedChat:
         prefix, suffix = self._frame.prefix, self._frame.suffix
