@@ -80,7 +80,9 @@ wheel: ## dist/megapack-*.whl for machines without a compiler, and a proof that 
 test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
-# GPT_NEOX, MEGATRON_DEEPSPEED, TORCHTITAN, OLMO_CORE, NANOTRON. What a host alone imports has a folder of its own.
+# GPT_NEOX, MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON; AXOLOTL and
+# MEGAPACK_VERL name folders as PATH does (their tests say which). What a host alone imports has a
+# folder of its own.
 test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds $(VENV)/hosts-torchtitan $(VENV)/hosts-olmo-core $(VENV)/hosts-nanotron ## trainers of no package index; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 

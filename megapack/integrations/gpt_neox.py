@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megapack.errors import ConfigError
@@ -45,11 +46,13 @@ class NeoXProvider:
     Args:
         varlen: attention, positions and loss mask by segment (needs flash attention and one
             pipeline stage); without it documents of a row see each other, as in stock NeoX.
+        full_validation: validation and test sets are evaluated as a whole.
     """
 
-    def __init__(self, *, varlen: bool = True) -> None:
-        self.varlen = varlen
+    def __init__(self, *, varlen: bool = True, full_validation: bool = False) -> None:
+        self.varlen, self.full_validation = varlen, full_validation
         self.neox_args: Any = None
+        self.eval_iters = 0
 
     def remember(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """``build_train_valid_test_data_loaders(neox_args)`` that keeps the arguments for us."""
@@ -64,8 +67,17 @@ class NeoXProvider:
                     "weight_by_num_documents is set; write the weights into train_data_weights or "
                     "into a manifest"
                 )
+            if self.full_validation and neox_args.char_level_ppl:
+                raise ConfigError(
+                    "char_level_ppl is set, and full_validation weighs the loss that it is made "
+                    "of: leave one of them out"
+                )
             self.neox_args = neox_args
-            return stock(neox_args, *args, **kwargs)
+            loaders = stock(neox_args, *args, **kwargs)
+            if self.full_validation:
+                neox_args.eval_iters = segments.of_first_rank(self.eval_iters)
+                _weigh_losses()
+            return loaders
 
         return build
 
@@ -84,11 +96,20 @@ class NeoXProvider:
         del host
         manifest = Manifest.read(data_prefix)
         bounds = split_bounds(splits_string)
-        parts = zip(bounds, train_valid_test_num_samples, train_valid_test_epochs, strict=True)
-        return tuple(
-            self._rows(manifest, seq_length, seed, split, num_rows, num_epochs)
-            for split, num_rows, num_epochs in parts
+        counts = (train_valid_test_num_samples, train_valid_test_epochs)
+        parts = zip(SPLITS, bounds, *counts, strict=True)
+        built = tuple(
+            self._rows(name, manifest, seq_length, seed, split, num_rows, num_epochs)
+            for name, split, num_rows, num_epochs in parts
         )
+        return self._evaluated_whole(built)
+
+    def _evaluated_whole(
+        self, built: tuple[TextRowDataset | None, ...]
+    ) -> tuple[TextRowDataset | None, ...]:
+        if self.full_validation:
+            self.eval_iters = segments.whole_sets(built[1:])
+        return built
 
     def build_weighted_datasets(
         self,
@@ -103,12 +124,13 @@ class NeoXProvider:
         del host
         self.neox_args = neox_args
         wanted = (train_num_samples, valid_num_samples, test_num_samples)
-        built: list[list[TextRowDataset]] = []
+        built: list[TextRowDataset | None] = []
         for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
             manifest = _manifest_of(neox_args, name)
             rows = None
             if manifest is not None:
                 rows = self._rows(
+                    name,
                     manifest,
                     neox_args.seq_length,
                     neox_args.seed,
@@ -117,11 +139,13 @@ class NeoXProvider:
                     _epochs(epochs_or_weights, number),
                     with_labels=any(s.labels not in ("auto", "none") for s in manifest.sources),
                 )
-            built.append([] if rows is None else [rows])
-        return tuple(built)
+            built.append(rows)
+        whole = self._evaluated_whole(tuple(built))
+        return tuple([] if rows is None else [rows] for rows in whole)
 
     def _rows(
         self,
+        name: str,
         manifest: Manifest,
         seq_length: int,
         seed: int,
@@ -131,7 +155,9 @@ class NeoXProvider:
         *,
         with_labels: bool = False,
     ) -> TextRowDataset | None:
-        block = manifest.rows_per_block or getattr(self.neox_args, "train_batch_size", None)
+        whole = self.full_validation and name != "train"
+        block = getattr(self.neox_args, "train_batch_size", None)
+        block = block if whole else manifest.rows_per_block or block
         if block is None:
             raise ConfigError(
                 'train_batch_size is not known here; give "rows_per_block" in the manifest'
@@ -144,7 +170,51 @@ class NeoXProvider:
             num_epochs=num_epochs,
             with_labels=with_labels,
             varlen=self.varlen,
+            times=1 if whole else None,
         )
+
+
+def from_the_first_row(stock: Any) -> Callable[..., Any]:
+    """``shift_and_wrap_data_loaders`` whose evaluations begin with the first row.
+
+    A resumed run of NeoX begins with another row, and repeats what is behind it.
+    """
+
+    @functools.wraps(stock)
+    def shift(neox_args: Any, data_loaders: Any, *args: Any, **kwargs: Any) -> Any:
+        iterators = stock(neox_args, data_loaders, *args, **kwargs)
+        return iterators[0], *(_again(data_loaders[name]) for name in SPLITS[1:])
+
+    return shift
+
+
+def _again(loader: Any) -> Iterator[Any] | None:
+    if loader is None:
+        return None
+
+    def forever() -> Iterator[Any]:
+        while True:
+            loader.batch_sampler.start_iter = 0
+            yield from loader
+
+    return forever()
+
+
+def _weigh_losses() -> None:
+    """Rebind the loss of a micro batch, and the evaluation that takes the mean of them."""
+    training = importlib.import_module("megatron.training")
+    evaluation, cross_entropy = segments.evaluation, training.cross_entropy
+
+    @functools.wraps(cross_entropy)
+    def weighed(output: Any, labels: Any, **options: Any) -> Any:
+        return evaluation.weigh(cross_entropy(output, labels, **options), labels[1])
+
+    def divide(found: dict[str, Any], share: float) -> None:
+        found["lm_loss"] /= share
+        found["lm_loss_ppl"] = math.exp(found["lm_loss"])
+
+    _rebinding.replace(training, "cross_entropy", weighed)
+    _rebinding.replace(training, "evaluate", evaluation.wrap(training.evaluate, divide))
 
 
 def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,28 +229,37 @@ def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def install(*, varlen: bool = True) -> None:
+def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Rebind NeoX's names; call it before ``megatron.training`` is imported.
 
     Args:
         varlen: see ``NeoXProvider``.
+        full_validation: an evaluation goes once through all documents of its set, whatever
+            ``eval_iters`` (unless 0, which evaluates nothing), and its loss is the mean over all
+            their labels.
 
     Raises:
-        ConfigError: this is not GPT-NeoX, or its training module is already imported.
+        ConfigError: this is not GPT-NeoX, its training module is already imported, or
+            full_validation without varlen.
     """
     if _rebinding:
         return
+    segments.require_loss_mask(varlen=varlen, full_validation=full_validation)
     if "megatron.training" in sys.modules:
         raise ConfigError(
             "megatron.training is imported already and keeps the names that install() replaces; "
             "call install() first"
         )
     data_utils = importlib.import_module("megatron.data.data_utils")
-    provider = NeoXProvider(varlen=varlen)
+    provider = NeoXProvider(varlen=varlen, full_validation=full_validation)
     loaders = next((n for n in LOADERS if hasattr(data_utils, n)), None)
     if loaders is None:
         raise ConfigError("megatron.data.data_utils builds no loaders; is this GPT-NeoX?")
     _rebinding.replace(data_utils, loaders, provider.remember(getattr(data_utils, loaders)))
+    if full_validation:
+        shift = "shift_and_wrap_data_loaders"
+        wrapped = from_the_first_row(getattr(data_utils, shift, None))
+        _rebinding.replace(data_utils, shift, wrapped)
     for name in ("build_train_valid_test_datasets", "build_weighted_datasets"):
         _rebinding.replace(data_utils, name, getattr(provider, name))
     _rebinding.replace(data_utils, "BlendableDataset", blendable(data_utils.BlendableDataset))

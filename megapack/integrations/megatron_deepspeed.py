@@ -12,6 +12,7 @@ docs/guides/megatron_deepspeed.md has the limits.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from megapack.integrations.text_rows import (
     manifest_of_list,
     shared_rows,
     split_bounds,
+    whole_sets,
 )
 
 __all__ = ["build_train_valid_test_datasets", "install", "uninstall"]
@@ -53,6 +55,7 @@ def build_train_valid_test_datasets(
     data_cache_path: str | None = None,
     varlen: bool = True,
     rows_per_block: int | None = None,
+    full_validation: bool = False,
 ) -> Datasets:
     """Megatron-DeepSpeed's function of this name, for packed rows.
 
@@ -63,6 +66,7 @@ def build_train_valid_test_datasets(
         data_cache_path: where the sample index lies; None: beside the first source.
         varlen: give boundaries, positions and loss mask beside ``text``.
         rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
+        full_validation: validation and test sets end, and are offered again and again.
 
     Raises:
         ConfigError: return_doc_ids, or options that exclude each other.
@@ -76,6 +80,9 @@ def build_train_valid_test_datasets(
     else:
         bounds = [(0.0, 1.0)] * 3
         paths = [train_data_prefix, valid_data_prefix, test_data_prefix]
+    evaluations: list[int | None] = [None] * 3
+    if full_validation:  # one after every step and one at the end are the most that there can be
+        evaluations[1:] = [importlib.import_module("megatron").get_args().train_iters + 1] * 2
     train, valid, test = (
         None
         if path is None
@@ -83,7 +90,9 @@ def build_train_valid_test_datasets(
             manifest := manifest_of_list(path),
             RowOptions(
                 sequence_length=seq_length,
-                rows_per_block=rows_per_block or manifest.rows_per_block or _global_batch(),
+                rows_per_block=_global_batch()
+                if times
+                else rows_per_block or manifest.rows_per_block or _global_batch(),
                 seed=seed,
             ),
             split=split,
@@ -91,9 +100,14 @@ def build_train_valid_test_datasets(
             cache_directory=data_cache_path,
             with_labels=False,
             varlen=varlen,
+            times=times,
         )
-        for path, split, num_rows in zip(paths, bounds, train_valid_test_num_samples, strict=True)
+        for path, split, num_rows, times in zip(
+            paths, bounds, train_valid_test_num_samples, evaluations, strict=True
+        )
     )
+    if full_validation:
+        whole_sets((valid, test))
     return train, valid, test
 
 
@@ -102,20 +116,24 @@ def _global_batch() -> int:
     return shared_rows(args.global_batch_size, getattr(args, "rampup_batch_size", None))
 
 
-def install(*, varlen: bool = True) -> None:
+def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Rebind Megatron-DeepSpeed's names; call it before ``pretrain_gpt.py`` runs.
 
     Args:
         varlen: attention, positions and loss mask by segment (needs ``--use-flash-attn-v2`` and
             one pipeline stage). Without it documents of a row see each other and the label of a
             document's last token is the next document's first, as in the stock code.
+        full_validation: an evaluation goes once through all documents of its set, whatever
+            ``--eval-iters`` (unless 0, which evaluates nothing), and its loss is the mean over all
+            their labels.
 
     Raises:
         ConfigError: the installed deepspeed lacks a module that this Megatron-DeepSpeed imports, or
-            a name that is to be replaced is missing.
+            a name that is to be replaced is missing; or full_validation without varlen.
     """
     if _rebinding:
         return
+    segments.require_loss_mask(varlen=varlen, full_validation=full_validation)
     _require_compression()
     gpt_dataset = importlib.import_module("megatron.data.gpt_dataset")
 
@@ -124,7 +142,9 @@ def install(*, varlen: bool = True) -> None:
             host = importlib.import_module("megatron").get_args()
             segments.require_one_stage(host.pipeline_model_parallel_size)
             _require_flash(host)
-        return build_train_valid_test_datasets(*args, varlen=varlen, **kwargs)
+        return build_train_valid_test_datasets(
+            *args, varlen=varlen, full_validation=full_validation, **kwargs
+        )
 
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
     if varlen:
@@ -132,6 +152,51 @@ def install(*, varlen: bool = True) -> None:
         segments.hand_over_boundaries(
             _rebinding, "megatron.core.tensor_parallel", "megatron.model.transformer"
         )
+    if full_validation:
+        _evaluate_whole_sets()
+
+
+def _evaluate_whole_sets() -> None:
+    """Rebind what counts the steps of an evaluation, its losses, and what takes their mean."""
+    training = importlib.import_module("megatron.training")
+    utils = importlib.import_module("megatron.utils")
+    model = importlib.import_module("megatron.model.gpt_model")
+    evaluation = segments.evaluation
+    stock_loaders = training.build_train_valid_test_data_loaders
+    averaged = utils.average_losses_across_data_parallel_group
+    cross_entropy = model.CrossEntropy
+
+    @functools.wraps(stock_loaders)
+    def build_loaders(*args: Any, **kwargs: Any) -> Any:
+        host = importlib.import_module("megatron").get_args()
+        if host.rampup_batch_size:
+            raise ConfigError(
+                f"--rampup-batch-size is {host.rampup_batch_size}, and an evaluation takes steps "
+                "of the size that training has just then: leave it, or full_validation, out"
+            )
+        loaders = stock_loaders(*args, **kwargs)
+        parts = [None if loader is None else loader.dataset for loader in loaders[1:]]
+        host.eval_iters = segments.of_first_rank(whole_sets(parts))
+        return loaders
+
+    @functools.wraps(averaged)
+    def average_losses(losses: Sequence[Any]) -> Any:
+        batch = segments.current()
+        if batch is not None:
+            losses = [evaluation.weigh(loss, batch.loss_mask) for loss in losses]
+        return averaged(losses)
+
+    @functools.wraps(cross_entropy)
+    def weighed(output: Any, labels: Any) -> Any:
+        return evaluation.weigh(cross_entropy(output, labels), labels[1])
+
+    def divide(found: tuple[dict[str, Any], Any], share: float) -> None:
+        found[0]["lm loss"] /= share
+
+    _rebinding.replace(training, stock_loaders.__name__, build_loaders)
+    _rebinding.replace(training, "evaluate", evaluation.wrap(training.evaluate, divide))
+    _rebinding.replace(utils, averaged.__name__, average_losses)
+    _rebinding.replace(model, "CrossEntropy", weighed)
 
 
 def _require_compression() -> None:

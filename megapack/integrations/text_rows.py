@@ -2,6 +2,7 @@
 
 - ``build_text_rows``: a data path and a split -> ``TextRowDataset``.
 - ``hand_over_boundaries``: the wraps by which boundaries, positions and mask reach the model.
+- ``EvaluationLoss``: validation and test sets that end, and their loss as a mean over all labels.
 - ``split_bounds``, ``manifest_of_list``, ``shared_rows``: arguments as these hosts write them.
 
 Both hosts take ``sequence_length + 1`` tokens and make inputs and labels by shifting. Labels are
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -97,7 +99,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "install() before the model's modules are imported; or install(varlen=False)"
             )
         received = stock([*keys, *SIDE_KEYS], data, datatype)
-        if not received[MASK].any():
+        if evaluation.counted is None and not received[MASK].any():
             raise ConfigError(
                 "a micro batch has no label (a stage excludes its documents, or they have one "
                 "token each): the host divides its loss by their number, and NaN would reach every "
@@ -132,7 +134,8 @@ def wrap_masks_and_positions(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "the host exclude each other (megapack's schedule has its own: order in the "
                 "manifest)"
             )
-        return mask, loss_mask * batch.loss_mask, batch.position_ids
+        batch.loss_mask = loss_mask * batch.loss_mask
+        return mask, batch.loss_mask, batch.position_ids
 
     return get_ltor_masks_and_position_ids
 
@@ -226,21 +229,111 @@ def require_one_stage(pipeline_parallel_size: int) -> None:
         )
 
 
+# ---- Evaluation that ends ------------------------------------------------------------------------
+# Both hosts evaluate a number of steps and take the mean of the means of their micro batches. A set
+# that is evaluated as a whole has micro batches with few labels and, at its end, with none:
+#
+#     labels of the micro batches     120      80     0
+#     their mean losses               2.0     3.0     0 / 0
+#     what the host is given        2.0 x 120/128   3.0 x 80/128   0     -> its mean 1.25
+#     divided by 200 labels / 384 tokens                                 -> 2.4, that of all labels
+
+
+class EvaluationLoss:
+    """An evaluation of either host in progress.
+
+    Attributes:
+        counted: labels and tokens of its micro batches on this rank, float64 (2,); None: none is
+            in progress, or it is the host's own.
+    """
+
+    counted: Tensor | None = None
+
+    def weigh(self, loss: Tensor, loss_mask: Tensor) -> Tensor:
+        """The mean loss of a micro batch, times its labels by its tokens: 0 without a label."""
+        if self.counted is None:
+            return loss
+        labels = loss_mask.sum().double()
+        tokens = torch.full_like(labels, loss_mask.numel())
+        self.counted = self.counted.to(labels.device) + torch.stack([labels, tokens])
+        return torch.where(labels > 0, loss * (labels / tokens).to(loss.dtype), 0)
+
+    def wrap(
+        self, stock: Callable[..., Any], divide: Callable[[Any, float], None]
+    ) -> Callable[..., Any]:
+        """The host's ``evaluate``, whose losses ``divide`` divides by labels per token."""
+
+        @functools.wraps(stock)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            self.counted = torch.zeros(2, dtype=torch.float64)
+            try:
+                found, counted = stock(*args, **kwargs), self.counted
+            finally:
+                self.counted = None
+            if dist.is_initialized():
+                dist.all_reduce(counted)
+            labels, tokens = counted.tolist()
+            divide(found, labels / tokens)
+            return found
+
+        return evaluate
+
+
+evaluation = EvaluationLoss()
+
+
+def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
+    """Give sets the rows of the longest one; the steps that an evaluation of each then takes.
+
+    Args:
+        parts: finite ones, or None: hosts have one number of steps for validation and test.
+    """
+    rows = [part.rows for part in parts if part is not None]
+    most = max((len(one) for one in rows), default=0)
+    for one in rows:
+        one.num_rows = most
+    return most // rows[0].options.rows_per_block if rows else 0
+
+
+def of_first_rank(number: int) -> int:
+    """The number that rank 0 has, on all ranks: those without a loader count no rows."""
+    told = [number]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def require_loss_mask(*, varlen: bool, full_validation: bool) -> None:
+    """Refuse whole sets whose empty rows would count.
+
+    Raises:
+        ConfigError: the host is given no loss mask.
+    """
+    if full_validation and not varlen:
+        raise ConfigError(
+            "full_validation is True and varlen False, by which the host gets no loss mask: the "
+            "empty rows at the end of a set would count. Leave one of them out"
+        )
+
+
 class TextRowDataset(Dataset[dict[str, Tensor]]):
     """Rows with the keys of the two hosts.
 
     Args:
         rows: the rows; their options say cu_seqlens="padded".
+        times: how often they are offered, one time after the other.
         with_labels: give ``label`` (GPT-NeoX with label data).
         varlen: give the side channel of ``megapack.integrations.text_rows``.
     """
 
-    def __init__(self, rows: RowDataset, *, with_labels: bool, varlen: bool) -> None:
-        self.rows, self.varlen = rows, varlen
+    def __init__(
+        self, rows: RowDataset, *, with_labels: bool, varlen: bool, times: int = 1
+    ) -> None:
+        self.rows, self.varlen, self.times = rows, varlen, times
         self.dialect = GPT_NEOX_LABELS if with_labels else GPT_NEOX
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) * self.times
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """One row.
@@ -250,7 +343,8 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
             (``label[j + 1]`` is what position j predicts), -100 = none; with varlen the side
             channel, all int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
         """
-        batch = emit(self.rows.micro_batch([i]), self.dialect)
+        number = range(len(self))[i] % len(self.rows)
+        batch = emit(self.rows.micro_batch([number]), self.dialect)
         kept = batch if self.varlen else batch.keys() - SIDE_KEYS
         return {key: batch[key][0] for key in kept}
 
@@ -265,6 +359,7 @@ def build_text_rows(
     cache_directory: str | None = None,
     with_labels: bool,
     varlen: bool,
+    times: int | None = None,
 ) -> TextRowDataset | None:
     """One split of a data path, None for an empty one.
 
@@ -276,6 +371,7 @@ def build_text_rows(
         num_epochs: counts when num_rows is None; None: 1.
         cache_directory: see ``open_rows``.
         with_labels, varlen: see ``TextRowDataset``.
+        times: of a set that ends, every document once, whatever num_rows; None: one that does not.
 
     Raises:
         ConfigError: the manifest has an attention window and rows have no boundaries (varlen).
@@ -283,7 +379,12 @@ def build_text_rows(
     if split[0] == split[1] or num_rows == 0:
         return None
     rows = open_data_path(
-        data_path, options, split=split, num_rows=num_rows, cache_directory=cache_directory
+        data_path,
+        options,
+        split=split,
+        num_rows=num_rows if times is None else None,
+        finite=times is not None,
+        cache_directory=cache_directory,
     )
     if not varlen and rows.packed.samples.windows:
         raise ConfigError(
@@ -291,9 +392,9 @@ def build_text_rows(
             "these rows is one causal row: switch on the host's flash attention, to which "
             "boundaries are handed (varlen=True), or leave attention_window out"
         )
-    if num_rows is None:
+    if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)
-    return TextRowDataset(rows, with_labels=with_labels, varlen=varlen)
+    return TextRowDataset(rows, with_labels=with_labels, varlen=varlen, times=times or 1)
 
 
 def split_bounds(splits: str) -> list[tuple[float, float]]:

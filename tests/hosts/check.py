@@ -282,13 +282,19 @@ def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
 
 
 def check_evaluation(
-    recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range]
+    recorded: list[dict[str, Any]],
+    corpus: Corpus,
+    sets: list[range],
+    *,
+    shifted: bool = False,
 ) -> tuple[Findings, list[float]]:
     """Evaluations in which every document of every set counts alike.
 
     Args:
         recorded: of every rank; those of the last pipeline stage have losses.
-        sets: numbers of the documents of each, in the order in which they are evaluated.
+        sets: numbers of the documents of each, in the order in which they are evaluated; those of
+            which an evaluation has no token are not in it.
+        shifted: see ``check_run``: each token is counted, since some labels are not told.
 
     Returns:
         Findings, and the mean loss of each set, evaluation after evaluation.
@@ -299,22 +305,26 @@ def check_evaluation(
         steps = list(accumulate(call["training"] for call in rank["calls"]))
         for step, call in zip(steps, rank["calls"], strict=True):
             found.segments += len(call["cu_seqlens"]) - 1
-            found.problems += wrong(call, corpus.begins)
+            found.problems += wrong(call, corpus.begins, shifted=shifted)
             if not call["training"] and "losses" in call:
                 evaluations.setdefault(step, []).append(call)
     means = []
     for calls in evaluations.values():
-        masks, labels, losses = (
+        masks, labels, losses, counted = (
             torch.cat([call[key].flatten() for call in calls]).double().numpy()
-            for key in ("loss_mask", "labels", "losses")
+            for key in ("loss_mask", "labels", "losses", "tokens" if shifted else "labels")
         )
         for documents in sets:
             begins = corpus.begins[documents.start : documents.stop + 1]
             mine = (masks > 0) & (begins[0] < labels) & (labels < begins[-1])
+            if shifted and not mine.any():
+                continue
             num_tokens = begins[-1] - begins[0]
-            times = np.bincount(labels[mine].astype(int) - begins[0], minlength=num_tokens)
+            inside = (begins[0] <= counted) & (counted < begins[-1]) if shifted else mine
+            times = np.bincount(counted[inside].astype(int) - begins[0], minlength=num_tokens)
             expected = np.ones(num_tokens, int)
-            expected[begins[:-1] - begins[0]] = 0  # nothing predicts the first of a document
+            if not shifted:
+                expected[begins[:-1] - begins[0]] = 0  # nothing predicts the first of a document
             if not times.max() or not np.array_equal(times, times.max() * expected):
                 found.problems.append(f"{documents}: labels count {np.unique(times)} times")
             means.append(float((losses * masks)[mine].mean()))

@@ -1,9 +1,10 @@
-"""Megatron-Bridge's own configuration and batches on a CPU: ``launch_bridge.py RECORDS MANIFEST``.
+"""Megatron-Bridge on a CPU: ``launch_bridge.py RECORDS MANIFEST [pretrain STAGES FAULT]``.
 
-Its GPTDatasetConfig, its dataset provider, a stock loader, its get_batch for every stage of a
-pipeline of three, and its get_packed_seq_params; what the model would be handed is recorded as of
-Megatron-LM (check.py). Bridge imports Transformer Engine and modelopt whatever is used of them;
-stand-ins have their names.
+Without ``pretrain`` its GPTDatasetConfig, its dataset provider, a stock loader, its get_batch for
+every stage of a pipeline of three, and its get_packed_seq_params; what the model would be handed is
+recorded as of Megatron-LM (check.py). With it Bridge's own ``pretrain`` trains a tiny GPT of
+megatron-core's local layers, under torchrun. Bridge imports Transformer Engine, modelopt and
+NVIDIA's resiliency extension whatever is used of them; stand-ins have their names.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from cpu import on_cpu
+from faults import put_in
 from recorder import Recorder
 
+from launch import GPTRecorder, prepare
+
 ROW, ROWS, STAGES = 128, 24, 3
+GLOBAL_BATCH, STEPS = 12, 3
 TRANSFORMER_ENGINE = "2.9.0"
-ABSENT = ("transformer_engine", "transformer_engine_torch", "modelopt")
+ABSENT = ("transformer_engine", "transformer_engine_torch", "modelopt", "nvidia_resiliency_ext")
 
 
 class _Named(type):
@@ -146,6 +152,116 @@ class _Stage:
         return STAGES
 
 
+def configuration(manifest: str, cache: str, stages: int) -> Any:
+    """As docs/guides/megatron_bridge.md has it, for a tiny model without fused kernels."""
+    bridge: Any = importlib.import_module("megatron.bridge.training.config")
+    models: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
+    model = models.GPTModelProvider(
+        transformer_layer_spec=models.local_layer_spec,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        seq_length=ROW,
+        vocab_size=1 << 14,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        calculate_per_token_loss=True,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+    )
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(
+            train_iters=STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=1
+        ),
+        validation=bridge.ValidationConfig(eval_interval=2, eval_iters=1),
+        optimizer=bridge.OptimizerConfig(
+            optimizer="adam", lr=1e-3, min_lr=1e-4, clip_grad=0.0, use_distributed_optimizer=False
+        ),
+        scheduler=bridge.SchedulerConfig(
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            start_weight_decay=0.0,
+            end_weight_decay=0.0,
+            weight_decay_incr_style="constant",
+        ),
+        ddp=bridge.DistributedDataParallelConfig(use_distributed_optimizer=False),
+        dataset=bridge.GPTDatasetConfig(
+            seq_length=ROW,
+            data_path=manifest,
+            random_seed=1234,
+            split="90,10,0",
+            path_to_cache=cache,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            dataloader_type="single",
+            skip_getting_attention_mask_from_dataset=True,
+            num_workers=0,
+        ),
+        logger=bridge.LoggerConfig(log_interval=1),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(1 << 14) - 1),
+        checkpoint=bridge.CheckpointConfig(save=None, load=None),
+        rng=bridge.RNGConfig(seed=1234),
+        dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
+    torch.set_num_threads(1)
+    import_bridge()
+    importlib.import_module("megapack.integrations.megatron").install_bridge()
+    recorder = GPTRecorder()
+    model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
+    recorder.watch_model(model_class)
+    if fault != "none":
+        put_in(fault, model_class)
+    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
+    recorder.watch_rows(dataset.PackedGPTDataset)
+    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
+    prepare([])
+    for name in ("train", "eval"):  # modelopt's, for a model that is distilled
+        loop: Any = importlib.import_module(f"megatron.bridge.training.{name}")
+        loop.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
+    training: Any = importlib.import_module("megatron.bridge.training.pretrain")
+    state = importlib.import_module("megatron.core.parallel_state")
+    where: dict[str, int] = {}
+    stock = training._finish_train
+
+    def finish(*args: Any) -> None:  # it ends the groups that know where a rank stands
+        where["data"] = state.get_data_parallel_rank()
+        where["pipeline"] = state.get_pipeline_model_parallel_rank()
+        stock(*args)
+
+    training._finish_train = finish
+    step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
+    make_loss = step._create_loss_function
+
+    def watched(loss_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if loss_mask is not None:  # of the last stage, where the model is not told
+            recorder.calls[-1]["loss_mask"] = loss_mask.clone()
+        return make_loss(loss_mask, *args, **kwargs)
+
+    step._create_loss_function = watched
+    config = configuration(manifest, str(Path(folder) / "cache"), int(stages))
+    training.pretrain(config, step.forward_step)
+    recorder.save(Path(folder), **where, tensor=0, context=0, stages=int(stages))
+
+
 if __name__ == "__main__":
     on_cpu()
-    main(sys.argv[1], sys.argv[2])
+    if len(sys.argv) > 3:
+        pretrain(sys.argv[1], sys.argv[2], *sys.argv[4:])
+    else:
+        main(sys.argv[1], sys.argv[2])

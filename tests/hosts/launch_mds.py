@@ -24,17 +24,24 @@ from recorder import TextRecorder
 def watch_model(recorder: TextRecorder) -> None:
     recorder.watch_embedding(importlib.import_module("megatron.model.language_model").Embedding)
     gpt_model = importlib.import_module("megatron.model.gpt_model")
+    of_tokens = importlib.import_module(
+        "megatron.core.tensor_parallel"
+    ).vocab_parallel_cross_entropy
     stock_loss, stock_head = gpt_model.CrossEntropy, gpt_model.post_language_model_processing
 
     def cross_entropy(output: Any, labels: Any) -> Any:
         """With DeepSpeed's pipeline engine."""
         recorder.note_loss(*labels)
+        losses = of_tokens(output.detach().float().clone(), labels[0].transpose(0, 1).contiguous())
+        recorder.note_losses(losses.transpose(0, 1))
         return stock_loss(output, labels)
 
     def head(lm_output: Any, labels: Any, *args: Any) -> Any:
         """Without it; the mask comes after the model, in ``watch_loss_mask``."""
         recorder.note_loss(labels, None)
-        return stock_head(lm_output, labels, *args)
+        losses = stock_head(lm_output, labels, *args)
+        recorder.note_losses(losses)
+        return losses
 
     gpt_model.CrossEntropy, gpt_model.post_language_model_processing = cross_entropy, head
 
@@ -75,8 +82,8 @@ def main() -> None:
     stock = integration.install
 
     def install(**kwargs: Any) -> None:
-        stock(**kwargs)
         leave_out_vision()
+        stock(**kwargs)
         # DeepSpeed has no such kernels for CUDA either; for a CPU it raises instead of saying so.
         importlib.import_module("megatron.model.transformer").FlashAttentionBuilder = None
         watch_model(recorder)

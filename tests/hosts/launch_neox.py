@@ -24,10 +24,12 @@ from recorder import TextRecorder
 def watch_model(recorder: TextRecorder) -> None:
     recorder.watch_embedding(importlib.import_module("megatron.model.word_embeddings").Embedding)
     gpt2_model = importlib.import_module("megatron.model.gpt2_model")
+    of_tokens = importlib.import_module("megatron.mpu").vocab_parallel_cross_entropy
     stock = gpt2_model.cross_entropy
 
     def cross_entropy(output: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.note_loss(*labels)
+        recorder.note_losses(of_tokens(output.detach().float().clone(), labels[0]))
         return stock(output, labels, *args, **kwargs)
 
     gpt2_model.cross_entropy = cross_entropy

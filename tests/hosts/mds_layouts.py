@@ -18,7 +18,9 @@ LAYERS = 2
 
 # As docs/guides/megatron_deepspeed.md has it.
 SCRIPT = """import runpy
+
 from megapack.integrations import megatron_deepspeed
+
 megatron_deepspeed.install()
 runpy.run_path("pretrain_gpt.py", run_name="__main__")
 """
@@ -50,6 +52,7 @@ class Layout:
     data: str = "web.json"
     """A manifest of corpus.py, or ``list``: a weighted list."""
     train_iters: int = 4
+    full_validation: bool = False
 
 
 LAYOUTS = (
@@ -66,6 +69,18 @@ LAYOUTS = (
         ranks=2,
         engine=True,
         flags="--tensor-model-parallel-size 2",
+    ),
+)
+
+WHOLE = {"flags": "--split 70,20,10", "full_validation": True}
+FULL_VALIDATION = (
+    Layout(name="full validation, DP 2", ranks=2, **WHOLE),
+    Layout(name="full validation, DP 2, pipeline engine", ranks=2, engine=True, **WHOLE),
+    Layout(
+        name="full validation, TP 2",
+        ranks=2,
+        flags="--tensor-model-parallel-size 2 --split 70,20,10",
+        full_validation=True,
     ),
 )
 
@@ -92,6 +107,12 @@ def engine_flags(layout: Layout, folder: Path) -> list[str]:
     return flags if layout.engine else [*flags, "--no-pipeline-parallel"]
 
 
+def script(layout: Layout) -> str:
+    if not layout.full_validation:
+        return SCRIPT
+    return SCRIPT.replace("install()", "install(full_validation=True)")
+
+
 def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str) -> str:
     """Run the layout under DeepSpeed's launcher; what it logged. AssertionError where it fails.
 
@@ -103,7 +124,7 @@ def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str) ->
     """
     folder.mkdir(parents=True)
     (folder / "pretrain_gpt.py").symlink_to(tree / "pretrain_gpt.py")
-    (folder / "pretrain_packed.py").write_text(SCRIPT)
+    (folder / "pretrain_packed.py").write_text(script(layout))
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(layout.ranks)),
         *("--master_port", str(free_port()), str(LAUNCHERS / "launch_mds.py")),

@@ -21,7 +21,9 @@ LAYERS = 2
 
 # As docs/guides/gpt_neox.md has it.
 SCRIPT = """import runpy
+
 from megapack.integrations import gpt_neox
+
 gpt_neox.install()
 runpy.run_path("train.py", run_name="__main__")
 """
@@ -66,6 +68,7 @@ class Layout:
     data: str = "web.json"
     """A manifest of corpus.py, or ``paths``: weighted paths for each split."""
     train_iters: int = 4
+    full_validation: bool = False
 
     @property
     def evaluates(self) -> bool:
@@ -99,6 +102,17 @@ LAYOUTS = (
         settings={"checkpoint_activations": True, "checkpoint_num_layers": 1},
     ),
     Layout(name="TP 2, pipeline engine", ranks=2, stages=1, settings={"model_parallel_size": 2}),
+)
+
+SPLIT = {"split": "70,20,10"}
+FULL_VALIDATION = (
+    Layout(name="full validation, DP 2", ranks=2, settings=SPLIT, full_validation=True),
+    Layout(
+        name="full validation, TP 2",
+        ranks=2,
+        settings={"model_parallel_size": 2, **SPLIT},
+        full_validation=True,
+    ),
 )
 
 
@@ -140,6 +154,12 @@ def write_tokenizer(corpus: Corpus, path: Path) -> None:
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(path))
 
 
+def script(layout: Layout) -> str:
+    if not layout.full_validation:
+        return SCRIPT
+    return SCRIPT.replace("install()", "install(full_validation=True)")
+
+
 def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, **more: Any) -> str:
     """Run the layout through deepy.py; what it logged. Raises AssertionError where it fails.
 
@@ -152,7 +172,7 @@ def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, **more: Any) -
     folder.mkdir(parents=True)
     for name in ("deepy.py", "train.py"):
         (folder / name).symlink_to(tree / name)
-    (folder / "train_packed.py").write_text(SCRIPT)
+    (folder / "train_packed.py").write_text(script(layout))
     write_tokenizer(corpus, folder / "tokenizer.json")
     config = settings(corpus, layout, vocab_file=str(folder / "tokenizer.json"), **more)
     (folder / "config.yml").write_text(json.dumps(config))

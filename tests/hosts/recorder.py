@@ -82,6 +82,11 @@ class TextRecorder(Recorder):
     def note_loss(self, labels: Any, loss_mask: Any) -> None:
         self.calls[-1] |= {"labels": _kept(labels), "loss_mask": _kept(loss_mask)}
 
+    def note_losses(self, losses: Any) -> None:
+        """Of every token of the micro batch, in the order of its labels."""
+        if not self.calls[-1]["training"]:
+            self.calls[-1]["losses"] = _kept(losses)
+
     def note_read(self, rows: Any, numbers: Any) -> None:
         """Rows of a ``RowDataset``, one row or more."""
         self.reads.append(
@@ -97,7 +102,7 @@ class TextRecorder(Recorder):
         stock = text_class.__getitem__
 
         def read(dataset: Any, number: int) -> Any:
-            self.note_read(dataset.rows, [number])
+            self.note_read(dataset.rows, [number % len(dataset.rows)])
             return stock(dataset, number)
 
         text_class.__getitem__ = read

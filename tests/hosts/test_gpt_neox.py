@@ -8,15 +8,30 @@ right.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hosts import matrix
-from tests.hosts.check import check_program, check_run, compare, load_ranks
-from tests.hosts.corpus import Corpus
-from tests.hosts.neox_layouts import GLOBAL_BATCH, LAYERS, LAYOUTS, SCRIPT, Layout, run
+from tests.hosts.check import (
+    check_evaluation,
+    check_program,
+    check_run,
+    compare,
+    load_ranks,
+)
+from tests.hosts.corpus import NUM_WEB, Corpus
+from tests.hosts.neox_layouts import (
+    FULL_VALIDATION,
+    GLOBAL_BATCH,
+    LAYERS,
+    LAYOUTS,
+    SCRIPT,
+    Layout,
+    run,
+)
 from tests.hosts.processes import ROOT, trees_of
 
 TREES = trees_of("GPT_NEOX")
@@ -38,7 +53,7 @@ def tree(request: pytest.FixtureRequest) -> Path:
 
 def test_the_guide_has_the_script_that_is_run() -> None:
     guide = (ROOT / "docs" / "guides" / "gpt_neox.md").read_text()
-    assert "".join(f"    {line}\n" for line in SCRIPT.splitlines()) in guide
+    assert f"```python\n{SCRIPT}```" in guide
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -84,3 +99,26 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     assert not before.problems + after.problems
     assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
     assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+
+
+VALUE = re.compile(r" (?:validation|test) results at .*?lm_loss value: (\S+)")
+# Documents of web that --split 70,20,10 has for validation and for the test.
+SETS = [range(int(0.7 * NUM_WEB), int(0.9 * NUM_WEB)), range(int(0.9 * NUM_WEB), NUM_WEB)]
+
+
+@pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
+def test_full_validation_is_the_documents_one_by_one(
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Each once, and what is logged is the mean over all labels; also of a run that is resumed."""
+    folders = [tmp_path / "saved", tmp_path / "loaded"]
+    keep: dict[str, Any] = {"save": str(tmp_path / "checkpoint"), "checkpoint_factor": 2}
+    saved = run(tree, layout, corpus, folders[0], **keep, eval_interval=2, exit_interval=2)
+    logs = [saved, run(tree, layout, corpus, folders[1], **keep, load=keep["save"])]
+    for folder, log, count in zip(folders, logs, (1, 3), strict=True):
+        found, means = check_evaluation(load_ranks(folder), corpus, SETS, shifted=True)
+        matrix.note(HOST, tree.name, layout.name, found)
+        assert not found.problems, "\n".join(found.problems[:20])
+        assert len(means) == count, "at step 2; at step 3, and of validation and test at the end"
+        logged = [float(value) for value in VALUE.findall(log)]
+        assert logged == pytest.approx(means, rel=2e-6)

@@ -1,8 +1,8 @@
-"""A real Megatron-Bridge checkout: what its configuration and data path make of our rows.
+"""A real Megatron-Bridge checkout: its configuration, its data path and its ``pretrain``.
 
 ``MEGATRON_BRIDGE=/path MEGATRON_LM=/path/to/main make test-hosts``; beside Megatron-LM's packages
-it imports hydra-core, omegaconf and megatron-energon
-(on PYTHONPATH, with ``pytest -p no:hydra_pytest``).
+it imports hydra-core, omegaconf and megatron-energon (on PYTHONPATH,
+with ``pytest -p no:hydra_pytest``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,31 @@ import pytest
 from tests.hosts import matrix
 from tests.hosts.check import check_run, load_ranks
 from tests.hosts.corpus import Corpus
-from tests.hosts.layouts import environment
+from tests.hosts.layouts import GLOBAL_BATCH, ROW, environment
+from tests.hosts.losses import iterations, wrong_losses
 from tests.hosts.processes import LAUNCHERS, finish, trees_of
 from tests.hosts.test_megatron_lm import TREES as CORES
 
 TREES = trees_of("MEGATRON_BRIDGE")
+STEPS = 3  # launch_bridge.py
 
 pytestmark = pytest.mark.skipif(
     not (TREES and CORES), reason="MEGATRON_BRIDGE and MEGATRON_LM name no checkouts"
 )
+
+
+def run(tree: Path, folder: Path, launch: list[str], *arguments: str) -> str:
+    env = environment(CORES[-1])
+    paths = (str(tree / "src"), env["PYTHONPATH"], os.environ.get("PYTHONPATH", ""))
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"}
+    launcher = [*launch, str(LAUNCHERS / "launch_bridge.py"), str(folder)]
+    return finish([sys.executable, *launcher, *arguments], folder, env, str(tree))
+
+
+def train(tree: Path, folder: Path, data: str, ranks: int, stages: int, fault: str = "none") -> str:
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    return run(tree, folder, torchrun, data, "pretrain", str(stages), fault)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
@@ -33,18 +49,38 @@ def test_every_stage_is_handed_the_documents(
     tree: Path, data: str, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Three stages, the one between included, of which Bridge says nothing without packing."""
-    env = environment(CORES[-1])
-    paths = (str(tree / "src"), env["PYTHONPATH"], os.environ.get("PYTHONPATH", ""))
-    env |= {"PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"}
-    command = [
-        sys.executable,
-        str(LAUNCHERS / "launch_bridge.py"),
-        str(tmp_path),
-        corpus.path(data),
-    ]
-    finish(command, tmp_path, env, f"{tree}, {data}")
+    run(tree, tmp_path, [], corpus.path(data))
     ranks = load_ranks(tmp_path)
     found = check_run(ranks, corpus)
     matrix.note("Megatron-Bridge", "main", f"PP 3, {data}", found)
     assert not found.problems, "\n".join(found.problems[:20])
     assert len(ranks) == 3 and found.calls == 3 * 24 and found.segments > found.calls
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)], ids=["DP 2", "PP 2"])
+def test_pretrain_trains_on_the_documents(
+    tree: Path, ranks: int, stages: int, corpus: Corpus, tmp_path: Path
+) -> None:
+    """What is logged is the mean over all labels of a step, by the losses that the model gave."""
+    log = train(tree, tmp_path, corpus.path("mix.json"), ranks, stages)
+    assert "segments of a micro batch are kept apart: probed in" in log
+    recorded = load_ranks(tmp_path)
+    found = check_run(recorded, corpus)
+    # Bridge evaluates rows in an order of its own ("cyclic").
+    found.problems = [text for text in found.problems if not text.startswith("valid, micro step")]
+    matrix.note("Megatron-Bridge", "main", f"pretrain, {ranks} ranks, {stages} stages", found)
+    found.problems += wrong_losses(log, recorded, 0, ROW)
+    assert not found.problems, "\n".join(found.problems[:20])
+    assert found.rows.keys() == set(range(STEPS * GLOBAL_BATCH))
+    assert found.splits == {"train", "valid"} and found.segments > found.calls > 0
+    assert len(iterations(log)) == STEPS
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("fault", ["boundaries shifted", "boundaries lost"])
+def test_the_probe_catches_what_is_put_in(
+    tree: Path, fault: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="boundaries of the batch do not reach its attention"):
+        train(tree, tmp_path, corpus.path("web.json"), 1, 1, fault)

@@ -175,6 +175,7 @@ def test_full_validation_is_the_documents_one_by_one(
     sets = [range(NUM_WEB), range(NUM_WEB, NUM_WEB + NUM_FEW)]
     flags = ["--full-validation", "--multiple-validation-sets"]
     log = host.run(layout, corpus, tmp_path / "records", *flags)
+    assert "segments of a micro batch are kept apart: probed in" in log
     found, means = check_evaluation(load_ranks(tmp_path / "records"), corpus, sets)
     note(host, layout.name, found)
     assert not found.problems, "\n".join(found.problems[:20])

@@ -18,15 +18,18 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
+from megapack.integrations import gpt_neox, megatron_deepspeed
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
 from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import (
     SIDE_KEYS,
+    EvaluationLoss,
     build_text_rows,
     manifest_of_list,
     shared_rows,
     split_bounds,
+    whole_sets,
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.samples import make_dataset
@@ -127,6 +130,54 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
         assert bool((row["labels"][predicts_odd] >= 0).all())
     kept = sum(float(rows.rows[number]["loss_mask"].mean()) for number in range(32)) / 32
     assert 0.4 < kept < 0.55
+
+
+def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
+    corpus: IndexedDataset,
+) -> None:
+    how: dict[str, Any] = {"num_rows": None, "with_labels": False, "varlen": True, "times": 2}
+    large, small = (
+        build_text_rows(manifest(corpus.prefix), OPTIONS, split=split, **how)
+        for split in ((0.0, 0.5), (0.9, 1.0))
+    )
+    assert large is not None and small is not None
+    assert len(small.rows) < len(large.rows) == whole_sets((large, None, small)) * 8
+    assert len(small) == len(large) == 2 * len(large.rows) == 2 * len(small.rows)
+    expected = np.concatenate([corpus[i] for i in range(540, 600)])
+    for offset in (0, len(small.rows)):
+        found = torch.cat([small[offset + i]["text"][:-1] for i in range(len(small.rows))])
+        assert sorted(found[found > 0].tolist()) == sorted(expected[expected > 0].tolist())
+    assert not small[len(small) - 1][SIDE_KEYS[2]].any(), "the last rows are empty"
+    with pytest.raises(IndexError):
+        small[len(small)]
+
+
+def test_whole_sets_without_a_loss_mask_are_refused() -> None:
+    for host in (gpt_neox, megatron_deepspeed):
+        with pytest.raises(ConfigError, match="full_validation is True and varlen False"):
+            host.install(varlen=False, full_validation=True)
+
+
+def test_evaluation_loss_is_the_mean_over_all_labels() -> None:
+    """The host takes the mean of the means of micro batches, of which one has no label."""
+    generator = torch.Generator().manual_seed(0)
+    losses = [torch.rand(128, generator=generator) for _ in range(3)]
+    masks = [(torch.arange(128) < labels).float() for labels in (120, 80, 0)]
+    evaluation = EvaluationLoss()
+
+    def mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return evaluation.weigh((losses * mask).sum() / mask.sum(), mask)
+
+    def evaluate() -> dict[str, float]:
+        means = [float(mean(*pair)) for pair in zip(losses, masks, strict=True)]
+        return {"loss": sum(means) / len(means)}
+
+    def divide(found: dict[str, float], share: float) -> None:
+        found["loss"] /= share
+
+    expected = torch.cat(losses)[torch.cat(masks) > 0].mean()
+    assert evaluation.wrap(evaluate, divide)()["loss"] == pytest.approx(float(expected))
+    assert mean(losses[0], masks[0]) == losses[0][:120].mean(), "in training nothing is weighed"
 
 
 @pytest.mark.parametrize(

@@ -311,12 +311,6 @@ class Plan:
         return self.chat_format is not None
 
     @property
-    def ends(self) -> tuple[str, ...]:
-        """Endings of the datasets that every stream has."""
-        groups = self.config.group_key is not None
-        return ("", *([LABELS] if self.has_labels else []), *([GROUPS] if groups else []))
-
-    @property
     def split(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return self.config.split_weights

@@ -1,0 +1,137 @@
+"""axolotl: packed rows by a plugin, with axolotl's own names of sizes.
+
+    plugins: [megapack.integrations.axolotl.PackedPlugin]
+    datasets: [{path: chats.yaml}]       # a manifest, a shard manifest or a prefix
+    test_datasets: [{path: held_out}]    # the same, each document once
+    sequence_len: 8192
+    micro_batch_size: 2                  # a micro batch of 16,384 tokens
+    gradient_accumulation_steps: 4       # on 8 ranks: steps of 524,288 tokens
+
+axolotl's trainer, model loader and adapters stay; its preparation of datasets does not run. By
+default it counts the labels of every rank apart and takes the mean of the means of micro batches;
+here a loss is the mean over all labels of a step. docs/guides/finetuning.md has the limits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from axolotl.common.datasets import TrainDatasetMeta
+from axolotl.core.trainers.base import AxolotlTrainer
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+
+from megapack.errors import ConfigError
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowOptions
+from megapack.integrations.transformers import MicroBatches, PackedTrainerMixin
+
+__all__ = ["PackedAxolotlTrainer", "PackedPlugin", "PackedPluginArguments"]
+
+# Options that another trainer, order or layout of rows stands behind, and what to do instead.
+REFUSED = {
+    "sample_packing": "would pack packed rows again: leave it out",
+    "batch_flattening": "would pack packed rows again: leave it out",
+    "pretraining_dataset": "is read by axolotl: give the documents as datasets",
+    "streaming": "is read by axolotl: give the documents as datasets",
+    "val_set_size": "would cut a part off: give evaluation data as test_datasets",
+    "curriculum_sampling": "is an order: write it into the manifest",
+    "group_by_length": "is an order: write it into the manifest",
+    "rl": "wants pairs or prompts, and rows are documents to learn",
+    "reward_model": "wants pairs, and rows are documents to learn",
+    "process_reward_model": "wants steps with rewards, and rows are documents to learn",
+    "lora_qkv_kernel": "rewrites the model's class, and its architecture cannot be tried: false",
+    "lora_o_kernel": "rewrites the model's class, and its architecture cannot be tried: false",
+}
+
+
+class PackedPluginArguments(BaseModel):
+    """What the plugin adds to axolotl's configuration."""
+
+    megapack_probe: bool = True
+    """Try the model on an early micro batch before it trains (``PackedTrainerMixin.probe``)."""
+
+
+class PackedAxolotlTrainer(PackedTrainerMixin, AxolotlTrainer):  # type: ignore[misc]  # no stubs
+    """axolotl's trainer on packed micro batches; see ``PackedTrainerMixin``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # axolotl looks for num_items_in_batch by name, which models take as one of their **kwargs.
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        taken = inspect.signature(model.forward).parameters.values()
+        self.model_accepts_loss_kwargs = any(one.kind is one.VAR_KEYWORD for one in taken)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            raise ConfigError(
+                f"{type(model).__name__} takes no num_items_in_batch, so every micro batch would "
+                "count alike, however many labels it has: train a model whose forward takes "
+                "**kwargs"
+            )
+
+
+class PackedPlugin(BasePlugin):  # type: ignore[misc]
+    """The plugin that axolotl's ``plugins`` names."""
+
+    def get_input_args(self) -> str:
+        """By name, as axolotl imports it."""
+        return f"{__name__}.{PackedPluginArguments.__name__}"
+
+    def register(self, cfg: Any) -> None:
+        """axolotl switches the kernels of ``REFUSED`` on where nothing is said of them."""
+        for name in ("lora_qkv_kernel", "lora_o_kernel"):
+            if cfg.get(name) is None:
+                cfg[name] = False
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:
+        """Packed micro batches of ``datasets`` and ``test_datasets``.
+
+        Raises:
+            ConfigError: an option of ``REFUSED`` is set, or other than one dataset is named; what
+                ``open_rows`` refuses.
+        """
+        for name, reason in REFUSED.items():
+            if cfg[name]:
+                raise ConfigError(f"{name} is {cfg[name]!r}, which {reason}")
+        if preprocess:
+            raise ConfigError("packed rows are ready: there is nothing to preprocess; run train")
+        train = _micro_batches(cfg, "datasets")
+        num_epochs = float(cfg.num_epochs or 1)
+        if not cfg.max_steps and not num_epochs.is_integer():
+            raise ConfigError(f"num_epochs is {num_epochs}: give a whole number, or max_steps")
+        steps = cfg.max_steps or train.schedule.num_steps(int(num_epochs))
+        evaluated = _micro_batches(cfg, "test_datasets") if cfg.test_datasets else None
+        return TrainDatasetMeta(train, evaluated, total_num_steps=steps)
+
+    def get_trainer_cls(self, cfg: Any) -> type[PackedAxolotlTrainer]:
+        """axolotl's causal trainer, on packed micro batches."""
+        return type("Trainer", (PackedAxolotlTrainer,), {"probe": cfg.megapack_probe})
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:  # noqa: ARG002
+        """Labels are counted over all ranks."""
+        return {"average_tokens_across_devices": True}
+
+
+def _micro_batches(cfg: Any, key: str) -> MicroBatches:
+    """What ``datasets`` or ``test_datasets`` names; ranks are dealt by the trainer."""
+    if len(cfg[key]) != 1:
+        raise ConfigError(
+            f"{key} has {len(cfg[key])} entries; give one: several datasets are the sources of a "
+            "manifest"
+        )
+    finite = key != "datasets"
+    options = RowOptions(
+        sequence_length=cfg.sequence_len,
+        rows_per_block=cfg.micro_batch_size * cfg.gradient_accumulation_steps * cfg.world_size,
+        seed=42 if cfg.seed is None else cfg.seed,  # as axolotl has it
+    )
+    manifest = Manifest.read(cfg[key][0]["path"])
+    rows = open_rows(manifest, open_sources(manifest), options, finite=finite)
+    return MicroBatches(
+        rows.packed,
+        rows.schedule,
+        micro_batch_tokens=cfg.micro_batch_size * cfg.sequence_len,
+        uneven="pad" if finite else "error",
+    )

@@ -1,0 +1,153 @@
+"""axolotl's own train on the CPU, as the example has it: losses, gradients, evaluation, refusals.
+
+``AXOLOTL=/path/to/checkout/src:/packages``, folders as PATH has them; the packages are those that
+this axolotl wants and the environment has not. For 0.19.0: transformers 5.14.1, trl 1.8.0,
+tokenizers 0.22.2, huggingface_hub 1.17.0, datasets 4.8.4, torchao, peft, bitsandbytes, ...
+Losses and gradients are compared with those of the documents one by one, by transformers' own
+``eager`` attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
+from tests.hosts.chats import Chats, write_chats
+from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+
+FOLDERS = trees_of("AXOLOTL")
+ROW, ROWS_PER_STEP, STEPS, SEED = 256, 8, 3, 7
+TOLERANCE = 2e-5  # relative; float32 under another attention and other shapes
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not FOLDERS, reason="AXOLOTL names no folder with axolotl"),
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    return write_chats(tmp_path_factory.mktemp("chats"))
+
+
+def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
+    """Run the example's configuration, as it is changed for a tiny model; what was logged."""
+    folder.mkdir()
+    settings = yaml.safe_load((ROOT / "examples" / "axolotl_packed.yaml").read_text())
+    settings |= {
+        "base_model": chats.path("model"),
+        "attn_implementation": "sdpa",
+        "datasets": [{"path": chats.path("chats.json")}],
+        "test_datasets": [{"path": chats.path("chats.json")}],
+        "sequence_len": ROW,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": ROWS_PER_STEP // (2 * ranks),
+        "max_steps": STEPS,
+        "seed": SEED,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "optimizer": "adamw_torch",
+        "learning_rate": 0,
+        "eval_steps": STEPS,
+        "save_steps": STEPS,
+        "output_dir": str(folder / "out"),
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | changed))
+    environment = environment_of(FOLDERS[0], "hosts") | {
+        "PYTHONPATH": os.pathsep.join(map(str, [*FOLDERS, ROOT, Path(sys.prefix) / "hosts"])),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "LOG_LEVEL": "INFO",
+        "ACCELERATE_USE_CPU": "true",  # as of accelerate launch --cpu: gloo
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(LAUNCHERS / "launch_axolotl.py"), fault, str(folder / "config.yaml")]
+    return finish(command, folder, environment, "axolotl")
+
+
+@pytest.fixture(scope="module")
+def rows(chats: Chats) -> RowDataset:
+    """Those of the run, read without axolotl."""
+    options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=SEED)
+    manifest = Manifest.read(chats.path("chats.json"))
+    return open_rows(manifest, open_sources(manifest), options)
+
+
+def mean_loss(model: Any, samples: Iterator[dict[str, Any]]) -> torch.Tensor:
+    """Over all labels, each document forwarded by itself."""
+    total, count = torch.zeros(()), 0
+    for sample in samples:
+        for begin, end in zip(sample["cu_seqlens"], sample["cu_seqlens"][1:], strict=False):
+            labels = sample["labels"][begin:end]
+            if (labels >= 0).any():
+                logits = model(sample["tokens"][None, begin:end]).logits[0]
+                total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+                count += int((labels >= 0).sum())
+    assert count > 100
+    return total / count
+
+
+@pytest.mark.parametrize(("ranks", "adapter"), [(1, "lora"), (2, None)])
+def test_axolotl_trains_with_the_losses_of_the_documents(
+    ranks: int, adapter: str | None, chats: Chats, rows: RowDataset, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    log = train(tmp_path / "run", chats, ranks, adapter=adapter)
+    assert log.count("documents of a micro batch are kept apart: probed in") == ranks
+    state = tmp_path / "run" / "out" / f"checkpoint-{STEPS}" / "trainer_state.json"
+    told = json.loads(state.read_text())["log_history"]
+    trained = [entry for entry in told if "loss" in entry]
+    assert len(trained) == STEPS
+    model = AutoModelForCausalLM.from_pretrained(chats.path("model"), attn_implementation="eager")
+    for step, entry in enumerate(trained):
+        ids = rows.schedule.step(step).sample_ids
+        loss = mean_loss(model, (rows.packed[i] for i in ids.tolist()))
+        assert entry["loss"] == pytest.approx(float(loss), rel=TOLERANCE)
+        if adapter is None:
+            model.zero_grad()
+            loss.backward()
+            norm = torch.stack([weight.grad.norm() for weight in model.parameters()]).norm()
+            assert entry["grad_norm"] == pytest.approx(float(norm), rel=10 * TOLERANCE)
+    evaluated = {entry["eval_loss"] for entry in told if "eval_loss" in entry}
+    with torch.no_grad():
+        expected = mean_loss(model, (rows.packed[i] for i in range(len(rows.packed))))
+    assert len(evaluated) == 1
+    assert evaluated.pop() == pytest.approx(float(expected), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"fault": "joined"}, "see another document"),
+        ({"fault": "moved"}, "see another document"),
+        ({"fault": "shifted"}, "is the mask, or are the labels, shifted once too often"),
+        ({"datasets": "window.json"}, "the run has attention windows [32], and attention 'sdpa'"),
+        ({"sample_packing": True}, "sample_packing is True, which would pack packed rows again"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value.values())),
+)
+def test_axolotl_stops_where_rows_would_be_trained_wrongly(
+    changed: dict[str, Any], message: str, chats: Chats, tmp_path: Path
+) -> None:
+    source = {"prefix": chats.path("chats"), "index": chats.path("chats.samples")}
+    windowed = {"sources": [source], "attention_window": 32}
+    Path(chats.path("window.json")).write_text(json.dumps(windowed))
+    if "datasets" in changed:
+        changed = {"datasets": [{"path": chats.path(changed["datasets"])}]}
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        train(tmp_path / "run", chats, test_datasets=None, eval_steps=None, **changed)
