@@ -83,7 +83,10 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
     values = {"vocab_size": rows, **keys}
 
     def make() -> Any:
-        result = AutoConfig.for_model(kind, **values)
+        try:  # transformers warns of special tokens that a smaller vocabulary does not have
+            result = AutoConfig.for_model(kind, **{**dict.fromkeys(_SPECIAL), **values})
+        except StrictDataclassError:
+            result = AutoConfig.for_model(kind, **values)
         _begin_anew(result, given=values)
         if kind == "gpt2_alibi":
             result.alibi_slopes = alibi_slopes(result.n_head).tolist()
