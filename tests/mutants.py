@@ -316,10 +316,8 @@ label_of_cut: the last token of a cut document predicts itself
 
 csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
-- piece.last_label_at, 1, labels + body);
--         mask[body] = 1.0F;
-+ piece.last_label_at, 1, labels + body);
-+         mask[body] = 0.0F;
+- piece.last_label_at, 1, factor, labels + body, mask + body);
++ piece.last_label_at, 1, 0.0F, labels + body, mask + body);
 
 csrc/core/gather/plan.cpp: gather
 positions_of_documents: positions count from the begin of the file
