@@ -19,8 +19,8 @@ import argparse
 
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.datasets import local_file
+from megapack.cli.output import Work, is_part, printed_as_json
 from megapack.cli.pack import add_sharing
-from megapack.cli.report import Work, is_part, printed_as_json
 from megapack.units import count, counted
 
 

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
+from megapack.cli.output import Work, note, print_table
 from megapack.cli.pack import add_alignment, add_groups
-from megapack.cli.report import Work, note, print_table
 from megapack.compare import (
     GPUS,
     MODELS,

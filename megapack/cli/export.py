@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_shared, token_id
 from megapack.cli.datasets import local_file
-from megapack.cli.report import Work, printed_as_json
+from megapack.cli.output import Work, printed_as_json
 from megapack.errors import ConfigError, require
 from megapack.packing import SampleIndex
 from megapack.packing.verify import prefix_of_samples

@@ -28,8 +28,8 @@ from rich.text import Text
 
 from megapack.cli.arguments import add_shared
 from megapack.cli.datasets import named_files
+from megapack.cli.output import Screen, note, print_table, printed_as_json
 from megapack.cli.pack import describe_shards, print_composition, print_shards
-from megapack.cli.report import Screen, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sample_index import IDX_CHECKSUMS
@@ -139,7 +139,7 @@ def view_sample(
     chosen, weights = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
     everything = index.sample(sample)[1]
     segments = everything if segments is None else segments
-    groups = dict(zip(everything, _groups(index, sample), strict=True))
+    groups = dict(zip(everything, index.groups_of(sample), strict=True))
     offsets, lengths = dataset.document_offsets, dataset.document_lengths
     views: list[SegmentView] = []
     for document, begin, length in segments:
@@ -166,15 +166,6 @@ def view_sample(
             )
         )
     return views
-
-
-def _groups(index: SampleIndex, sample: int) -> list[int]:
-    """The number of the group of every segment of a sample, counted in it."""
-    first, end = index.sample_segment_offsets[sample : sample + 2].tolist()
-    if index.segment_joined is None:
-        return list(range(end - first))
-    numbers: list[int] = (np.cumsum(np.asarray(index.segment_joined[first:end]) == 0) - 1).tolist()
-    return numbers
 
 
 def print_sample(

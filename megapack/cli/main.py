@@ -34,7 +34,7 @@ COMMANDS = {
     "simulate": ("megapack.cli.simulate", "steps replayed on a cluster: time, bubbles, idle ranks"),
     "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
     "trace": ("megapack.cli.trace", "which documents a run sees, and when"),
-    "report": ("megapack.cli.run_page", "a run on one page: losses, decisions, speed (HTML)"),
+    "report": ("megapack.cli.report", "a run on one page: losses, decisions, speed (HTML)"),
     "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
     "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
     "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),

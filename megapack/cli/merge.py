@@ -18,7 +18,7 @@ import argparse
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, printed_as_json
+from megapack.cli.output import Work, printed_as_json
 from megapack.storage import IndexedDataset
 from megapack.storage.merge import merge
 from megapack.units import counted

@@ -47,7 +47,7 @@ from megapack.cli.arguments import (
     share,
 )
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work, is_part, note, print_table, printed_as_json
+from megapack.cli.output import Work, is_part, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, how_it_differs, pack
 from megapack.packing.groups import identity_of, read_groups
@@ -57,7 +57,7 @@ from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
 from megapack.storage.dataset import open_index, read_documents
 from megapack.storage.files import check_target
-from megapack.storage.index_file import IndexFile, prefix_of
+from megapack.storage.index_file import BESIDE, IndexFile, prefix_of
 from megapack.storage.remote.copies import local_output_file
 from megapack.units import count, counted, percent
 
@@ -173,7 +173,7 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
         )
     found = dataset_prefixes(args.prefixes)
     # What stands beside a dataset is no dataset of its own.
-    beside = {p + end for p in found for end in (".labels", ".weights", ".groups")}
+    beside = {p + end for p in found for end in BESIDE}
     prefixes = [p for p in found if p not in beside]
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite

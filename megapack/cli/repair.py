@@ -15,7 +15,7 @@ import argparse
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.report import Work
+from megapack.cli.output import Work
 from megapack.cli.verify import print_findings
 from megapack.errors import FormatError
 from megapack.storage.repair import repair

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_shared, positive
-from megapack.cli.report import Screen, note, print_table
+from megapack.cli.output import Screen, note, print_table
 from megapack.compare import MODELS
 from megapack.config import load_config
 from megapack.errors import ConfigError, DataError

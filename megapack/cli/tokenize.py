@@ -35,7 +35,7 @@ from megapack.cli.arguments import (
     token_argument,
 )
 from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
-from megapack.cli.report import Work, note
+from megapack.cli.output import Work, note
 from megapack.errors import ConfigError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset

@@ -35,7 +35,7 @@ import numpy as np
 
 from megapack.cli.arguments import add_shared, positive
 from megapack.cli.inspect import decoder, print_sample, view_sample
-from megapack.cli.report import Screen, print_table, printed_as_json
+from megapack.cli.output import Screen, print_table, printed_as_json
 from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.storage.files import atomic_write, check_target

@@ -16,7 +16,7 @@ import time
 
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.config_arguments import add_corpus_arguments
-from megapack.cli.report import note
+from megapack.cli.output import note
 from megapack.tokenization.corpus.documents import Faults, ReadOptions, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.tokenizers.train import train_tokenizer

@@ -4,10 +4,10 @@
   megapack-build upload shards/*.idx gs://bucket/folder
   megapack-build upload web.shards.json s3://bucket/folder
 
-Each takes its name along, and with it its .samples, labels and loss weights where they lie beside
-it. Beside every dataset come checksums of its blocks, by which readers know that what arrives is
-right. The .idx comes last: a dataset is there in whole or not at all. A shard manifest comes behind
-all its shards, which keep their places beside it.
+Each takes its name along, and with it its .samples, labels, loss weights and groups where they lie
+beside it. Beside every dataset come checksums of its blocks, by which readers know that what
+arrives is right. The .idx comes last: a dataset is there in whole or not at all. A shard manifest
+comes behind all its shards, which keep their places beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megapack.cli.datasets import named_files
 from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
+from megapack.storage.index_file import BESIDE
 from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
@@ -37,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     prefixes, _, manifests = named_files(args.prefixes)
     for prefix in prefixes:
         target = f"{folder}/{Path(prefix).name}"
-        beside = [end for end in (".labels", ".weights") if IndexedDataset.exists(prefix + end)]
-        _upload(prefix, target, beside)
+        beside = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
+        _upload(prefix, target, ("", *beside))
         if Path(f"{prefix}.samples").exists():
             _put(f"{prefix}.samples", f"{target}.samples")
     for manifest in manifests:
@@ -64,18 +65,16 @@ def _upload_source(manifest: str, folder: str) -> None:
     remove_object(target)  # it speaks of shards that are replaced now
     for shard in shards:
         if not is_remote(shard.prefix):
-            beside = {".labels": shard.labels, ".weights": shard.weights}
-            target_of = f"{folder}/{places[shard.prefix]}"
-            _upload(shard.prefix, target_of, [end for end, is_there in beside.items() if is_there])
+            _upload(shard.prefix, f"{folder}/{places[shard.prefix]}", shard.ends)
         if not is_remote(shard.samples):
             _put(shard.samples, f"{folder}/{places[shard.samples]}")
     _put(manifest, target)
 
 
-def _upload(prefix: str, target: str, beside: list[str]) -> None:
-    for suffix in ("", *beside):
-        upload_dataset(f"{prefix}{suffix}", f"{target}{suffix}")
-        print(f"{prefix}{suffix} -> {target}{suffix}")
+def _upload(prefix: str, target: str, ends: tuple[str, ...]) -> None:
+    for end in ends:
+        upload_dataset(f"{prefix}{end}", f"{target}{end}")
+        print(f"{prefix}{end} -> {target}{end}")
 
 
 def _put(path: str, target: str) -> None:

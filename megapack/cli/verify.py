@@ -22,7 +22,7 @@ import json
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
 from megapack.cli.datasets import named_files
-from megapack.cli.report import Work
+from megapack.cli.output import Work
 from megapack.errors import FormatError
 from megapack.packing.sharded import SUFFIX, load_shards
 from megapack.packing.verify import verify_samples, verify_shard

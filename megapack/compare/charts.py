@@ -2,7 +2,7 @@
 
 matplotlib draws; ``draw`` turns what it made (a ``Chart``) into an element of the page: colours
 become the page's (``PALETTE``: light, dark), text stays text, and exact values show under the
-mouse. The page of a run (``megapack.cli.run_page``) is drawn by the same two.
+mouse. The page of a run (``megapack.cli.report``) is drawn by the same two.
 
     draw(trade_off, comparison)  # -> '<svg viewBox="0 0 691.2 316.8" role="img" ...>...</svg>'
 

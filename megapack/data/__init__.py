@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.loader import PackedLoader as PackedLoader
     from megapack.data.loader import RankChecker as RankChecker
     from megapack.data.loader import build_loader as build_loader
-    from megapack.data.program import ScheduleConfig as ScheduleConfig
     from megapack.data.report import plan_exclusions as plan_exclusions
     from megapack.data.report import plan_run as plan_run
     from megapack.data.report import unseen_documents as unseen_documents
@@ -40,6 +39,7 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.schedule import Draw as Draw
     from megapack.data.schedule import Schedule as Schedule
     from megapack.data.schedule import Step as Step
+    from megapack.data.step_config import ScheduleConfig as ScheduleConfig
 
 _HOME = {  # public name -> the module that has it
     name.name: node.module

@@ -52,6 +52,7 @@ from megapack.packing.sharded import (
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.files import check_target
+from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import read_meta
 
 # ---- Samples as documents of their own: a segment each, and the token behind it where it goes on
@@ -184,8 +185,8 @@ class Arranger:
                 )
             )
             kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
-                (".labels", "labels", {"allow_negative": True}),
-                (".weights", "weights", {"dtype": np.float16}),
+                (LABELS, "labels", {"allow_negative": True}),
+                (WEIGHTS, "weights", {"dtype": np.float16}),
             )
             beside = [
                 stack.enter_context(

@@ -184,7 +184,7 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``megapack.data.program.StepConfig``, like all down to ``micro_step_tokens``."""
+    """As in ``megapack.data.step_config.StepConfig``, like all down to ``micro_step_tokens``."""
     order: str | None = None
     """How buckets follow each other from here on."""
     num_cycles: int | None = None

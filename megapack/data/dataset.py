@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
@@ -41,7 +40,6 @@ from megapack.data.documents import (
 )
 from megapack.data.program import Mixture
 from megapack.data.sources import (
-    Attention,
     Exclusions,
     LabelTotals,
     SampleSource,
@@ -49,10 +47,11 @@ from megapack.data.sources import (
     check_has_groups,
     read_exclusions,
 )
+from megapack.data.step_config import Attention
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import LabelDocuments
+from megapack.storage.dataset import LabelDocuments, weights_identity
 from megapack.storage.remote import is_remote
 
 Ids = NDArray[np.int64]
@@ -151,7 +150,7 @@ class PackedDataset(Dataset[Batch]):
             exclusions=self._exclusions,
             attention=self._options["attention"],
             counter=self._count_labels,
-            token_weights=list(map(_digest_of_weights, self.datasets, self.weight_datasets)),
+            token_weights=list(map(_weights_identity, self.datasets, self.weight_datasets)),
         )
         alignment = self._options["alignment"]
         for window in self.samples.windows:
@@ -405,13 +404,11 @@ class PackedDataset(Dataset[Batch]):
         return dataset
 
 
-def _digest_of_weights(documents: SourceDocuments, weights: IndexedDataset | None) -> str | None:
+def _weights_identity(documents: SourceDocuments, weights: IndexedDataset | None) -> str | None:
     """What tells the loss weights of a source from others; None: it has none."""
-    if weights is not None:
-        return xxhash.xxh3_64_hexdigest(repr((weights.meta or {}).get("bin")).encode())
-    if isinstance(documents, ShardedDocuments) and documents.has_weights:
-        return f"of {len(documents.index.shards)} shards"
-    return None
+    if isinstance(documents, ShardedDocuments):
+        return documents.weights_identity
+    return None if weights is None else weights_identity(weights)
 
 
 def _is_remote(documents: SourceDocuments) -> bool:

@@ -22,7 +22,14 @@ from megapack.errors import ConfigError, IndexMismatchError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import LabelDocuments, label_list, open_labels, open_weights
+from megapack.storage.dataset import (
+    LabelDocuments,
+    label_list,
+    open_labels,
+    open_weights,
+    weights_identity,
+)
+from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import common_metadata
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
@@ -93,9 +100,12 @@ class ShardedDocuments:
         return {"max_token_id": max(known), "document_end_token": end}
 
     @property
-    def has_weights(self) -> bool:
-        """Whether loss weights beside some shard are used."""
-        return self.with_weights and any(shard.weights for shard in self.index.shards)
+    def weights_identity(self) -> str | None:
+        """What tells the loss weights beside shards from others; None: none are used."""
+        known = [shard.weights for shard in self.index.shards]
+        if not self.with_weights or not any(known):
+            return None
+        return xxhash.xxh3_64_hexdigest(repr(known).encode())
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """What the builders of all shards, and of the labels and weights beside some, were told
@@ -129,9 +139,15 @@ class ShardedDocuments:
                     f"{shard.prefix} has changed since {self.prefix} was written: {name} {now}, "
                     f"and it was {then}; restore it, or pack the shards again"
                 )
-        labels = f"{shard.prefix}.labels" if self.with_labels and shard.labels else None
-        weights = f"{shard.prefix}.weights" if self.with_weights and shard.weights else None
-        return dataset, open_labels(dataset, labels), open_weights(dataset, weights)
+        labels = shard.prefix + LABELS if self.with_labels and shard.labels else None
+        weights = shard.prefix + WEIGHTS if self.with_weights and shard.weights else None
+        opened = open_weights(dataset, weights)
+        if opened is not None and weights_identity(opened) != shard.weights:
+            raise IndexMismatchError(
+                f"{weights} has changed since {self.prefix} was written; restore it, or pack the "
+                "shards again"
+            )
+        return dataset, open_labels(dataset, labels), opened
 
 
 class OpenSources(NamedTuple):

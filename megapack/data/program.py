@@ -1,12 +1,9 @@
 """A run as a program: its stages in full, and from which step on each of them holds.
 
-- ``StepConfig``, ``ScheduleConfig``: what a step consists of and how steps follow each other; the
-  section ``data:`` of a configuration and every ``Schedule`` have these fields from here.
 - ``Mixture``: what a run says of its sources, beside their documents and samples.
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
 - ``within_epochs``: the same with weights that repeat no source too often (UniMax).
 - ``Window``: an attention window, which may grow.
-- ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
 
     resolve(config, Mixture(names=["web", "math"], weights=[1, 0], stages=[
         Stage(from_step=100, weights={"math": 1}, ramp=Ramp(until_step=200, pieces=2)),
@@ -30,160 +27,17 @@ from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapack.config import check_positive, check_range
 from megapack.data.blend import Ramp, Stage
 from megapack.data.bucket_order import order_named, whole_weights
 from megapack.data.sample_order import Scores
+from megapack.data.step_config import Loss, ScheduleConfig
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """What a step consists of, and how steps follow each other; all of it but the seed."""
-
-    tokens_per_step: int
-    """Tokens of one optimizer step over all ranks, padding included."""
-    order: str = "proportional"
-    """How buckets follow each other; a name of ``megapack.data.bucket_order.ORDERS``."""
-    num_cycles: int | None = None
-    """Times per epoch that a curriculum starts over; null takes the order's own number."""
-    mix: Literal["step", "micro_step"] = "step"
-    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
-    micro_step_tokens: int | None = None
-    """With ``mix: micro_step``: tokens that all ranks take from one bucket at a time. Fixed here,
-    not by the number of ranks, so that steps do not depend on it."""
-    row_tokens: int | None = None
-    """Rows of this many tokens hold ``n = row_tokens // capacity`` samples each, which begin at 0,
-    s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); what a sample leaves
-    of its s tokens, and the last one of the row, is padding. A row of 64 holds samples of 24 at 0
-    and 32, samples of 10 at 0, 10, 20, 30, 40 and 50. Needed only when a capacity does not divide
-    ``tokens_per_step``."""
-    cost_window: int = 1
-    """The samples that a source gives to this many consecutive draws of a bucket are put in order
-    of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_order``);
-    for draws with one sample per rank, which no dealing can balance. Costs of steps differ as much
-    more as those of ranks differ less, and sources of unlike costs stay unlike, since every draw
-    has its exact share of each. 1: off."""
-
-    def __post_init__(self) -> None:
-        order_named(self.order)
-        check_positive(
-            "data",
-            tokens_per_step=self.tokens_per_step,
-            num_cycles=self.num_cycles,
-            micro_step_tokens=self.micro_step_tokens,
-            row_tokens=self.row_tokens,
-            cost_window=self.cost_window,
-        )
-        if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
-            raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
-        if self.tokens_per_step % self.draw_tokens:
-            raise ConfigError(
-                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
-                f"{self.tokens_per_step}"
-            )
-
-    @property
-    def draw_tokens(self) -> int:
-        """Tokens that come from one bucket at a time."""
-        return self.micro_step_tokens or self.tokens_per_step
-
-    @property
-    def draws_per_step(self) -> int:
-        return self.tokens_per_step // self.draw_tokens
-
-    def samples_per_draw(self, capacity: int) -> int:
-        """Samples of one bucket that a draw holds. Raises ConfigError: they do not fill it."""
-        tokens, row = self.draw_tokens, self.row_tokens
-        if row is None:
-            if tokens % capacity:
-                raise ConfigError(
-                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
-                    f"multiple of {capacity} ({tokens // capacity * capacity} or "
-                    f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
-                    "many whole samples as fit, the rest of it is padding"
-                )
-            return tokens // capacity
-        if tokens % row:
-            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
-        if capacity > row:
-            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
-        return tokens // row * (row // capacity)
-
-    def check_micro_batches(
-        self, num_ranks: int, tokens: int, uneven: Literal["error", "pad"], where: str = ""
-    ) -> None:
-        """Refuse ranks among which the micro batches of a draw cannot be dealt.
-
-        Args:
-            num_ranks: data-parallel size.
-            tokens: of a micro batch, one forward of one rank.
-            uneven: ``pad`` gives some ranks an empty micro batch.
-            where: how the message begins.
-
-        Raises:
-            ConfigError: micro batches do not divide the draw, or ranks the micro batches; the
-                message names sizes that do.
-        """
-        if tokens < 1 or self.draw_tokens % tokens:
-            raise ConfigError(
-                f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
-                f"of a draw; with {num_ranks} ranks {_divisors(self.draw_tokens // num_ranks)} "
-                "would"
-            )
-        count = self.draw_tokens // tokens
-        if count % num_ranks and uneven != "pad":
-            raise ConfigError(
-                f"{where}{num_ranks} ranks do not divide the {count} micro batches of {tokens} "
-                f"tokens in a draw of {self.draw_tokens}; use {_divisors(count)} ranks, another "
-                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(StepConfig):
-    """Everything, beside the samples, that decides what a step contains."""
-
-    seed: int = 0
-    """Seed of shuffles and of the order of buckets."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("run", at_least=0, seed=self.seed)
-
-
-def _divisors(number: int) -> str:
-    """A few divisors, largest last, for a message."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return ", ".join(map(str, found[-6:])) or "none"
-
-
-def check_group(size: int, num_ranks: int) -> None:
-    """Refuse groups of ``size`` ranks that do not divide ``num_ranks``. Raises ConfigError."""
-    if size < 1 or num_ranks % size:
-        raise ConfigError(
-            f"sequence_parallel_size is {size}, and {num_ranks} ranks cannot be divided into "
-            "groups of it; choose a divisor"
-        )
-
-
-def ranks_per_micro_batch(
-    capacity: int, micro_batch_tokens: int, sequence_parallel_size: int
-) -> int:
-    """Ranks that share a micro batch of samples of ``capacity`` tokens: one, or a whole group.
-
-    A sample longer than the tokens of one rank's forward is held by a group of consecutive ranks,
-    which exchange what attention needs (``megapack.attention.sequence_parallel``): on short buckets
-    the ranks of a group work apart, on long ones together, always ``micro_batch_tokens`` each.
-    """
-    return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
-
-
-Loss = Literal["token_mean", "sequence_mean", "longalign"]
 
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]

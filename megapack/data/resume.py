@@ -23,11 +23,11 @@ from megapack.data.bucket_order import order_named
 from megapack.data.program import (
     STAGE_FIELDS,
     Program,
-    ScheduleConfig,
     StageSettings,
     drawn_by,
 )
 from megapack.data.sources import SampleSource
+from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ResumeError
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range, from_dict, to_dict
 from megapack.data.blend import BlendConfig, Stage, load_blend
-from megapack.data.program import Loss, ScheduleConfig, StepConfig, check_group
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
+from megapack.data.step_config import Attention, Loss, ScheduleConfig, StepConfig, check_group
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.storage.files import atomic_write
@@ -58,7 +58,7 @@ class DataConfig(StepConfig):
     """Tokens of one forward of one rank: capacity x samples, the same in every bucket."""
     positions: Literal["segment", "document", "sample"] = "segment"
     """Where position ids restart."""
-    attention: Literal["document", "group", "sample"] = "document"
+    attention: Attention = "document"
     """Reach of attention: its own document, the documents of its group that stand before it (data
     packed with ``--groups``), or the whole sample (the baseline)."""
     label_boundary: Literal["document", "sample"] = "document"

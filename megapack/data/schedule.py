@@ -58,7 +58,6 @@ from megapack.data.bucket_order import (
 from megapack.data.program import (
     Mixture,
     Program,
-    ScheduleConfig,
     StageSettings,
     resolve,
     spans,
@@ -67,6 +66,7 @@ from megapack.data.program import (
 )
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource
+from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -29,13 +29,13 @@ from megapack.data.blend import Stage
 from megapack.data.bucket_order import Bucket, Place, buckets_of
 from megapack.data.program import Mixture, numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
+from megapack.data.step_config import Attention
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
-Attention = Literal["document", "group", "sample"]  # what a token attends to
 
 
 class Shards:
@@ -429,19 +429,11 @@ class SampleSource:
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
 
     def groups_of(self, sample: int, num_lists: int = 0) -> list[int]:
-        """Beside ``segments``: the number of the group, counted in the sample, that each is of.
-
-        Segments of one number see each other with attention ``group``.
-        """
+        """Beside ``segments``: of each the number of its group, as ``SampleIndex.groups_of``."""
         shard, local = self.shard_of(sample)
-        index = self.shards.index(shard)
-        segments, _ = segments_of(index, np.array([local]))
-        alone = np.ones(len(segments), np.bool_)
-        if index.segment_joined is not None:
-            alone = np.asarray(index.segment_joined[segments]) == 0
         kept = self._kept(shard, np.array([local]), num_lists)[2] > 0
-        numbers = np.unique(np.cumsum(alone)[kept], return_inverse=True)[1]
-        return [int(number) for number in numbers]
+        numbers = np.array(self.shards.index(shard).groups_of(local), np.int64)[kept]
+        return [int(number) for number in np.unique(numbers, return_inverse=True)[1]]
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Global ids of the samples that hold a piece of some documents of an index, ascending.

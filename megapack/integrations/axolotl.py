@@ -23,8 +23,7 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from megapack.errors import ConfigError
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rows import RowOptions
 from megapack.integrations.transformers import MicroBatches, PackedTrainerMixin
 
@@ -127,8 +126,7 @@ def _micro_batches(cfg: Any, key: str) -> MicroBatches:
         rows_per_block=cfg.micro_batch_size * cfg.gradient_accumulation_steps * cfg.world_size,
         seed=42 if cfg.seed is None else cfg.seed,  # as axolotl has it
     )
-    manifest = Manifest.read(cfg[key][0]["path"])
-    rows = open_rows(manifest, open_sources(manifest), options, finite=finite)
+    rows = open_data_path(cfg[key][0]["path"], options, finite=finite)
     return MicroBatches(
         rows.packed,
         rows.schedule,

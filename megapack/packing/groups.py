@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapack.errors import ConfigError, DataError
 from megapack.packing.metrics import Lengths, checksum
 from megapack.storage import IndexedDataset
+from megapack.storage.index_file import GROUPS
 
 Ids = NDArray[np.int64]
 
@@ -54,7 +55,7 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
         except ValueError as error:
             raise ConfigError(f"{groups} is no .npy of group ids: {error}") from error
         return check_groups(ids, num_documents, groups)
-    name = f"{prefix}.groups"
+    name = prefix + GROUPS
     if not IndexedDataset.exists(name):
         raise ConfigError(
             f"there is no {name}: tokenize with --group-key, or give --groups a .npy of ids"

@@ -212,6 +212,16 @@ class SampleIndex:
         columns = (self.segment_document, self.segment_begin, self.segment_length)
         return bucket, list(zip(*(column[segments].tolist() for column in columns), strict=True))
 
+    def groups_of(self, sample: int) -> list[int]:
+        """Of every segment of a sample the number of its group, counted in the sample: segments of
+        one number see each other with attention ``group``."""
+        first, end = self.sample_segment_offsets[sample : sample + 2].tolist()
+        if self.segment_joined is None:
+            return list(range(end - first))
+        alone = np.asarray(self.segment_joined[first:end]) == 0
+        numbers: list[int] = (np.cumsum(alone) - 1).tolist()
+        return numbers
+
     def segment_arrays(self) -> tuple[NDArray[Any], ...]:
         """The arrays in the order in which the C++ core takes them."""
         return (

@@ -41,8 +41,9 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import open_index, open_labels, open_weights
+from megapack.storage.dataset import open_index, open_labels, open_weights, weights_identity
 from megapack.storage.files import check_target
+from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 
@@ -168,9 +169,13 @@ class ShardPacker:
     def _check_unchanged(self, shard: PackedShard) -> None:
         """By fingerprints: what was packed is not read again."""
         samples = SampleIndex.load(shard.samples)
+        labels, weights = (shard.prefix + end for end in (LABELS, WEIGHTS))
+        own = IndexedDataset(weights) if IndexedDataset.exists(weights) else None
         for name, found, said in (
             (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),
             (shard.samples, samples.fingerprint, shard.samples_fingerprint),
+            (labels, IndexedDataset.exists(labels), shard.labels),
+            (weights, None if own is None else weights_identity(own), shard.weights),
         ):
             if found != said:
                 raise IndexMismatchError(
@@ -206,7 +211,7 @@ def describe_shard(
     Raises:
         IndexMismatchError: the labels or weights beside it are of other documents.
     """
-    labels = open_labels(dataset)
+    labels, weights = open_labels(dataset), open_weights(dataset)
     streams = [dataset] if labels is None else [dataset, labels]
     known = [stream.meta["max_token_id"] for stream in streams if stream.meta is not None]
     meta = dataset.meta or {}
@@ -228,7 +233,7 @@ def describe_shard(
         vocab_size=meta.get("vocab_size"),
         document_end_token=meta.get("document_end_token"),
         labels=labels is not None,
-        weights=open_weights(dataset) is not None,
+        weights=None if weights is None else weights_identity(weights),
     )
 
 

@@ -45,6 +45,7 @@ from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import SampleIndex
 from megapack.storage.files import atomic_write, open_regular
+from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import is_below, redacted, split
 from megapack.storage.remote.copies import local_output_file
@@ -80,8 +81,15 @@ class PackedShard:
     document_end_token: int | None
     labels: bool
     """Whether ``<prefix>.labels`` belongs to it."""
-    weights: bool = False
-    """Whether ``<prefix>.weights`` belongs to it."""
+    weights: str | None = None
+    """``weights_identity`` of ``<prefix>.weights``, compared whenever the shard is opened; None:
+    there are none."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Of the prefixes of its documents (""), and of what belongs to them."""
+        beside = {LABELS: self.labels, WEIGHTS: self.weights is not None}
+        return ("", *(end for end, is_there in beside.items() if is_there))
 
 
 def place(path: str) -> str:
@@ -239,6 +247,7 @@ _CHECKS: dict[str, Check] = {
     "str": is_text,
     "int": is_count,
     "int | None": lambda value: value is None or type(value) is int,
+    "str | None": lambda value: value is None or is_text(value),
     "tuple[int, ...]": are_counts,
     "bool": lambda value: type(value) is bool,
 }
@@ -286,7 +295,8 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         raise FormatError(f"{path} is no shard manifest of megapack")
     if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):
         raise FormatError(
-            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}: pack "
+            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION} "
+            f"and {VERSION_OF_WEIGHTS}: pack "
             f"again, megapack-build pack PREFIX ... --output {path} --overwrite"
         )
     if content.pop("xxh3", None) != _digest(content):
@@ -324,7 +334,7 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    row = {"weights": False, **row} if isinstance(row, dict) else row
+    row = {"weights": None, **row} if isinstance(row, dict) else row
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")

@@ -76,8 +76,7 @@ def verify_shard(
         OSError: a file exists but cannot be read.
     """
     shard = index.shards[number]
-    beside = {".labels": shard.labels, ".weights": shard.weights}
-    streams = [shard.prefix, *(shard.prefix + end for end, is_there in beside.items() if is_there)]
+    streams = [shard.prefix + end for end in shard.ends]
     findings = {s: verify(s, tokens=tokens, progress=progress) for s in streams}
     if not has_errors(findings[shard.prefix]):
         findings[shard.samples] = verify_samples(shard.samples, shard.prefix)

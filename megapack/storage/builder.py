@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack.errors import DataError
 from megapack.storage.dataset import read_document_lengths
 from megapack.storage.files import WriterLock
-from megapack.storage.index_file import Tokens, path_of, pick_dtype, prefix_of
+from megapack.storage.index_file import WEIGHTS, Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     MAX_SEQUENCE_LENGTH,
     DatasetContent,
@@ -328,7 +328,7 @@ def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **opti
             many; a weight that cannot be stored.
     """
     lengths = read_document_lengths(prefix).tolist()
-    with IndexedDatasetBuilder(f"{prefix_of(prefix)}.weights", np.float16, **options) as builder:
+    with IndexedDatasetBuilder(prefix_of(prefix) + WEIGHTS, np.float16, **options) as builder:
         for document, values in enumerate(weights):
             if document >= len(lengths) or len(values) != lengths[document]:
                 wanted = f"has {lengths[document]} tokens" if document < len(lengths) else "is none"

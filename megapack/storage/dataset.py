@@ -23,12 +23,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.files import identity_of
 from megapack.storage.index_file import (
+    LABELS,
+    WEIGHTS,
     IndexFile,
     dtype_of_code,
     map_file,
@@ -39,7 +42,7 @@ from megapack.storage.index_file import (
 from megapack.storage.metadata import difference_from_files, read_meta
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
-from megapack.storage.tokens import LOSS_WEIGHTS
+from megapack.storage.tokens import holds_weights
 
 
 class BinReader:
@@ -449,7 +452,7 @@ def open_labels(
         IndexMismatchError: the labels were written for other documents.
         FormatError, OSError: a file is damaged or missing.
     """
-    return _open_beside(documents, labels, "labels")
+    return _open_beside(documents, labels, LABELS)
 
 
 def open_weights(
@@ -469,8 +472,8 @@ def open_weights(
         IndexMismatchError: the weights were written for other documents.
         FormatError, OSError: a file is damaged or missing, or holds no weights.
     """
-    found = _open_beside(documents, weights, "weights")
-    if found is not None and not LOSS_WEIGHTS.items() <= (found.meta or {}).items():
+    found = _open_beside(documents, weights, WEIGHTS)
+    if found is not None and not holds_weights(found.meta):
         raise FormatError(
             f"{found.prefix}.meta.json does not say loss_weights: float16, so what stands there "
             "may be anything: write it with IndexedDatasetBuilder(prefix, numpy.float16), or take "
@@ -479,11 +482,16 @@ def open_weights(
     return found
 
 
+def weights_identity(weights: IndexedDataset) -> str:
+    """What tells loss weights from others: of the checksums of their .bin, which is not read."""
+    return xxhash.xxh3_64_hexdigest(repr((weights.meta or {}).get("bin")).encode())
+
+
 def _open_beside(
-    documents: IndexedDataset, given: LabelDocuments, what: Literal["labels", "weights"]
+    documents: IndexedDataset, given: LabelDocuments, end: str
 ) -> IndexedDataset | None:
     if given == "auto":
-        given = f"{documents.prefix}.{what}"
+        given = documents.prefix + end
         if not IndexedDataset.exists(given):
             return None
     if given is None:
@@ -494,8 +502,8 @@ def _open_beside(
         theirs, ours = getattr(given, name), getattr(documents, name)
         if theirs != ours:
             raise IndexMismatchError(
-                f"{what} {given.prefix} and documents {documents.prefix} do not belong together: "
-                f"{name} is {theirs} and {ours}; write both in one run"
+                f"{end[1:]} {given.prefix} and documents {documents.prefix} do not belong "
+                f"together: {name} is {theirs} and {ours}; write both in one run"
             )
     return given
 

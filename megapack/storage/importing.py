@@ -53,10 +53,10 @@ from megapack.storage.metadata import TokenFacts, check_metadata, read_meta
 from megapack.storage.remote.copies import local_output
 from megapack.storage.survey import survey
 from megapack.storage.tokens import (
-    LOSS_WEIGHTS,
     TokenLimits,
     TokenWriter,
     as_tokens,
+    holds_weights,
     scan_tokens,
 )
 
@@ -141,7 +141,7 @@ def open_foreign(
 def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
     prefix = prefix_of(path)
     with contextlib.suppress(FormatError):  # another tool's file of that name
-        if LOSS_WEIGHTS.items() <= (read_meta(prefix) or {}).items():
+        if holds_weights(read_meta(prefix)):
             raise ConfigError(
                 f"{prefix} holds loss weights, which stand beside the documents that they are of: "
                 "copy its three files"

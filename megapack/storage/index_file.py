@@ -1,6 +1,6 @@
 """Megatron's .bin/.idx pair, opened: names, header, arrays.
 
-- ``path_of``, ``prefix_of``: names; ``pick_dtype``, ``dtype_of_code``: types of tokens
+- ``path_of``, ``prefix_of``, ``BESIDE``: names; ``pick_dtype``, ``dtype_of_code``: types of tokens
 - ``IndexFile``: one .idx, mapped; ``read_header``: its first 34 bytes
 - ``open_pair``: an .idx and the .bin that belongs to it, although a writer may replace them
 - ``map_file``, ``block_checksums``, ``CheckedArray``: whole files in memory
@@ -164,6 +164,12 @@ _OPENING_BYTES = 512
 _SPREAD_BLOCKS = 16
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
+
+
+# What ends the prefix of a dataset that stands beside another: of each of its tokens the label, the
+# loss weight; of each of its documents the group.
+LABELS, WEIGHTS, GROUPS = ".labels", ".weights", ".groups"
+BESIDE = (LABELS, WEIGHTS, GROUPS)
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:

@@ -13,7 +13,7 @@ import contextlib
 import io
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,11 @@ def _to_array(tokens: Any) -> NDArray[Any]:
 
 LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata by which a dataset of them is known
 NUM_LOSS_WEIGHTS = 0x7C00  # bit patterns below those of infinity
+
+
+def holds_weights(meta: Mapping[str, Any] | None) -> bool:
+    """Whether a dataset's meta file says that it holds loss weights."""
+    return LOSS_WEIGHTS.items() <= (meta or {}).items()
 
 
 def as_loss_weights(weights: Any) -> Tokens:
@@ -227,7 +232,7 @@ class InputDataset:
     @property
     def holds_weights(self) -> bool:
         """Whether its meta file says that it holds loss weights."""
-        return LOSS_WEIGHTS.items() <= (self.meta or {}).items()
+        return holds_weights(self.meta)
 
     def open_tokens(self) -> io.FileIO:
         """The .bin that belongs to the index.

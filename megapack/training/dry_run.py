@@ -17,10 +17,11 @@ import torch
 import yaml
 
 from megapack.config import to_dict
-from megapack.data.program import Window, ranks_per_micro_batch
+from megapack.data.program import Window
 from megapack.data.report import often_repeated, plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
+from megapack.data.step_config import ranks_per_micro_batch
 from megapack.devices import peak_flops
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction

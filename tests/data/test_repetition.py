@@ -13,9 +13,10 @@ from reference.programs import weights_within_epochs
 from megapack import pack
 from megapack.data import Schedule
 from megapack.data.blend import Ramp, Source, Stage, load_blend
-from megapack.data.program import Mixture, ScheduleConfig, resolve, within_epochs
+from megapack.data.program import Mixture, resolve, within_epochs
 from megapack.data.report import check_epochs, often_repeated, plan_run
 from megapack.data.sources import SampleSource
+from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
 from tests.data.corpora import packed_lengths
 

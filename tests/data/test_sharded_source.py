@@ -394,6 +394,33 @@ def test_documents_and_samples_that_do_not_fit_together_are_refused(corpus: Corp
         PackedDataset(None, corpus.merged)
 
 
+def test_other_loss_weights_of_a_shard_are_refused_until_it_is_packed_again(tmp_path: Path) -> None:
+    documents = random_documents(packed_lengths(40, 64, 0), 0)
+    write_documents(tmp_path / "a", documents)
+    manifest = str(tmp_path / "web.shards.json")
+
+    def weigh(weight: float) -> None:
+        write_weights(tmp_path / "a", [[weight] * len(d) for d in documents], overwrite=True)
+
+    def packed(*, overwrite: bool = False) -> PackedDataset:
+        prefixes = [str(tmp_path / "a")]
+        plan = plan_packing(manifest, prefixes, {"buckets": BUCKETS}, overwrite=overwrite)
+        pack_shards(plan, lambda _: None, overwrite=overwrite)
+        return PackedDataset(None, manifest)
+
+    weigh(0.5)
+    first = packed()
+    assert set(first[0]["loss_mask"].unique().tolist()) == {0.0, 0.5}
+    weigh(2.0)
+    with pytest.raises(IndexMismatchError, match=r"a\.weights has changed .* pack the"):
+        PackedDataset(None, manifest)[0]
+    with pytest.raises(IndexMismatchError, match=r"a\.weights has changed .* --overwrite"):
+        packed()
+    again = packed(overwrite=True)
+    assert set(again[0]["loss_mask"].unique().tolist()) == {0.0, 2.0}
+    assert first.samples.token_weights != again.samples.token_weights != [None]
+
+
 # ---- An arranged source has the samples of the one it was made of, in the order they are read in
 
 
@@ -412,7 +439,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     manifest = str(folder / "web.shards.json")
     plan = plan_packing(manifest, [str(folder / name) for name in "abc"], {"buckets": BUCKETS})
     shards = pack_shards(plan, lambda _: None)
-    assert [shard.weights for shard in shards] == [False, True, False]
+    assert [shard.weights is not None for shard in shards] == [False, True, False]
     assert json.loads(Path(manifest).read_text())["version"] == 3  # older ones read past weights
     return manifest
 

@@ -15,7 +15,7 @@ import pytest
 from commands import build
 from packing_inputs import same_arrays
 
-from megapack.cli import report
+from megapack.cli import output
 from megapack.cli.main import main
 from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES, SampleIndex, pack
@@ -159,8 +159,8 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
-    with report.Work("packing") as work:
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    with output.Work("packing") as work:
         for step in range(1, 5):
             now += 6.0
             work(step, 4)

@@ -30,7 +30,7 @@ import xxhash
 
 from megapack.config import check_range
 from megapack.errors import ConfigError, require
-from megapack.storage.index_file import prefix_of
+from megapack.storage.index_file import BESIDE, GROUPS, LABELS, WEIGHTS, prefix_of
 from megapack.storage.remote import is_remote
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
@@ -51,14 +51,11 @@ _EXECUTION = frozenset(
 )
 # Fields whose options have another name.
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
-LABELS = ".labels"  # ends the stream, and the prefix, of a dataset of labels
-WEIGHTS = ".weights"  # and of one of loss weights
-GROUPS = ".groups"  # the same of group ids, one per document
 
 
 def ending_of(name: str) -> str:
     """What ends a stream or prefix that stands beside one of tokens; "": it is of tokens."""
-    return next((end for end in (LABELS, WEIGHTS, GROUPS) if name.endswith(end)), "")
+    return next((end for end in BESIDE if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)

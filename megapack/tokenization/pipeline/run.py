@@ -21,13 +21,13 @@ import numpy as np
 from megapack.errors import DataError, MegapackError
 from megapack.executors import Counted, carry_out, prepare_processes
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.index_file import path_of, read_header
+from megapack.storage.index_file import WEIGHTS, path_of, read_header
 from megapack.storage.merge import merge
 from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import MIN_SHARD_BYTES
-from megapack.tokenization.pipeline.plan import WEIGHTS, BuildConfig, Plan, ending_of, make_plan
+from megapack.tokenization.pipeline.plan import BuildConfig, Plan, ending_of, make_plan
 from megapack.tokenization.pipeline.worker import ShardWorker, open_coder
 from megapack.tokenization.pipeline.workspace import (
     Estimate,

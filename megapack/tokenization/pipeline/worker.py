@@ -22,16 +22,10 @@ from megapack import _core
 from megapack.errors import ConfigError, MegapackError
 from megapack.executors import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
+from megapack.storage.index_file import GROUPS, LABELS, WEIGHTS
 from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split, lacks_documents
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.pipeline.plan import (
-    GROUPS,
-    LABELS,
-    WEIGHTS,
-    Plan,
-    chat_templates,
-    ending_of,
-)
+from megapack.tokenization.pipeline.plan import Plan, chat_templates, ending_of
 from megapack.tokenization.pipeline.workspace import (
     ShardRecord,
     Totals,

@@ -15,8 +15,8 @@ import yaml
 from html_pages import Nesting, ids_of
 
 from megapack.cli.main import main
-from megapack.cli.run_charts import NUM_BINS, Bins, RunLog, read_run
-from megapack.cli.run_page import checks, render
+from megapack.cli.report import checks, render
+from megapack.cli.report_charts import NUM_BINS, Bins, RunLog, read_run
 from megapack.data.blend import Stage
 from megapack.data.run import Decision, Decisions
 
