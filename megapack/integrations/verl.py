@@ -37,8 +37,7 @@ from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import VERL_SFT, emit, loss_terms
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
 from megapack.planning import StepPlan, plan_step
@@ -209,7 +208,6 @@ class SFTRows(Dataset[dict[str, Tensor]]):
                 f"data.train_files and data.val_files are both {parquet_files!r}; verl takes them "
                 "in different orders, so give validation a manifest of its own"
             )
-        manifest = Manifest.read(parquet_files)
         options = RowOptions(
             sequence_length=data["max_length"], rows_per_block=data["train_batch_size"], seed=0
         )
@@ -220,7 +218,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
                 "step (data.train_batch_size)"
             )
         num_rows = None if rows < 0 else rows * options.rows_per_block
-        self.rows = open_rows(manifest, open_sources(manifest), options, num_rows=num_rows)
+        self.rows = open_data_path(parquet_files, options, num_rows=num_rows)
         if tokenizer is not None:
             check_token_ids(self.rows.packed, len(tokenizer))
         # The place in the run of every number that the sampler asks for.

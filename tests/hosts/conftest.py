@@ -10,6 +10,14 @@ from tests.hosts.corpus import Corpus, write_corpus
 from tests.hosts.matrix import MATRIX
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``tree``: every checkout that a module names (``TREES``), where a test does not say which."""
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "tree" in metafunc.fixturenames and "tree" not in chosen:
+        trees = getattr(metafunc.module, "TREES", []) or [None]
+        metafunc.parametrize("tree", trees, ids=lambda tree: tree and tree.name, scope="module")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return write_corpus(tmp_path_factory.mktemp("documents"))

@@ -18,7 +18,6 @@ from tests.hosts import matrix
 from tests.hosts.check import (
     check_evaluation,
     check_program,
-    check_run,
     compare,
     load_ranks,
 )
@@ -45,12 +44,6 @@ pytestmark = [
 Rows = dict[int, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
 def test_the_guide_has_the_script_that_is_run() -> None:
     guide = (ROOT / "docs" / "guides" / "gpt_neox.md").read_text()
     assert f"```python\n{SCRIPT}```" in guide
@@ -61,14 +54,11 @@ def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(load_ranks(tmp_path / "run"), corpus, shifted=True)
-    matrix.note(HOST, tree.name, layout.name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
-    assert found.segments > found.calls > 0
+    sizes = {"rows": layout.train_iters * GLOBAL_BATCH, "layers": LAYERS}
+    told = (HOST, tree, layout.name, tmp_path / "run", corpus)
+    found = matrix.trained(*told, **sizes, shifted=True)
     recomputed = bool(layout.settings.get("checkpoint_activations"))
     assert (found.attentions > LAYERS * found.calls) == recomputed
-    assert found.attentions >= LAYERS * found.calls, "attention of every layer was noted"
     assert log.count("| lm_loss:") == layout.train_iters, "and the run went to its end"
     assert "nan |" not in log.lower()
     assert ("validation results" in log) == layout.evaluates
@@ -91,14 +81,9 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", ranks=1, micro_batch=3, stages=stages)
     run(tree, first, corpus, tmp_path / "saved", **keep, exit_interval=2)
     run(tree, then, corpus, tmp_path / "loaded", **keep, load=keep["save"])
-    before, after = (
-        check_run(load_ranks(tmp_path / name), corpus, shifted=True) for name in ("saved", "loaded")
-    )
-    engine = ", pipeline engine" if stages else ""
-    matrix.note(HOST, tree.name, f"DP 2 to DP 1, resumed{engine}", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
-    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+    told = {"rows": GLOBAL_BATCH, "remark": ", pipeline engine" if stages else ""}
+    folders = (tmp_path / "saved", tmp_path / "loaded")
+    matrix.resumed(HOST, tree, folders, corpus, **told, shifted=True)
 
 
 VALUE = re.compile(r" (?:validation|test) results at .*?lm_loss value: (\S+)")

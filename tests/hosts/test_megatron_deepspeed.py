@@ -17,7 +17,6 @@ from tests.hosts import matrix
 from tests.hosts.check import (
     check_evaluation,
     check_program,
-    check_run,
     compare,
     load_ranks,
 )
@@ -46,12 +45,6 @@ pytestmark = [
 Rows = dict[int, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
 def test_the_guide_has_the_script_that_is_run() -> None:
     guide = (ROOT / "docs" / "guides" / "megatron_deepspeed.md").read_text()
     assert f"```python\n{SCRIPT}```" in guide
@@ -62,12 +55,10 @@ def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(load_ranks(tmp_path / "run"), corpus, shifted=True)
-    matrix.note(HOST, tree.name, layout.name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.train_iters * GLOBAL_BATCH))
-    assert found.segments > found.calls > 0
-    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    sizes = {"rows": layout.train_iters * GLOBAL_BATCH, "layers": LAYERS}
+    told = (HOST, tree, layout.name, tmp_path / "run", corpus)
+    found = matrix.trained(*told, **sizes, shifted=True)
+    assert found.attentions == LAYERS * found.calls
     assert "validation loss at iteration 3" in log
     assert log.count("| lm loss:") == layout.train_iters, "and the run went to its end"
     compare(known_rows.setdefault(layout.data, {}), found, at_least=GLOBAL_BATCH)
@@ -89,13 +80,8 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", ranks=1, micro_batch=3)
     run(tree, first, corpus, tmp_path / "saved", *keep, "--exit-interval", "2")
     run(tree, then, corpus, tmp_path / "loaded", *keep, "--load", checkpoint)
-    before, after = (
-        check_run(load_ranks(tmp_path / name), corpus, shifted=True) for name in ("saved", "loaded")
-    )
-    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
-    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+    folders = (tmp_path / "saved", tmp_path / "loaded")
+    matrix.resumed(HOST, tree, folders, corpus, rows=GLOBAL_BATCH, shifted=True)
 
 
 VALUE = re.compile(r" validation loss at .*?lm loss value: (\S+)")

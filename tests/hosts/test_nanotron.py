@@ -21,7 +21,7 @@ import yaml
 from ports import free_port
 
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, load_ranks
+from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus
 from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
 
@@ -187,23 +187,15 @@ def run(
     return finish(started, folder, around, f"{layout.name} on {tree}")
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(load_ranks(tmp_path / "run"), corpus)
-    matrix.note(HOST, tree.name, layout.name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.steps * STEP_ROWS))
-    assert found.segments > found.calls > 0
-    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    told = (HOST, tree, layout.name, tmp_path / "run", corpus)
+    found = matrix.trained(*told, **sizes)
+    assert found.attentions == LAYERS * found.calls
     assert len(re.findall(r"iteration: .*lm_loss: [\d.]+", log)) == layout.steps
     assert log.count("documents of a micro batch are kept apart: probed in") == layout.ranks
     compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
@@ -239,11 +231,8 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     run(tree, first, corpus, tmp_path / "first")
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "then", saved=tmp_path / "first" / "saved")
-    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("first", "then"))
-    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * STEP_ROWS))
-    assert after.rows.keys() == set(range(2 * STEP_ROWS, 4 * STEP_ROWS))
+    folders = (tmp_path / "first", tmp_path / "then")
+    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
 
 
 @pytest.mark.parametrize(

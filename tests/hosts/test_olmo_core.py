@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ports import free_port
 
 from megapack.errors import ConfigError
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, evaluated_labels, load_ranks
+from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus, write_short
 from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
 
@@ -103,23 +102,15 @@ def run(
     )
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(load_ranks(tmp_path / "run"), corpus)
-    matrix.note(HOST, tree.name, layout.name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.steps * STEP_ROWS))
-    assert found.segments > found.calls > 0
-    assert found.attentions == LAYERS * found.calls, "attention of every layer was noted"
+    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    told = (HOST, tree, layout.name, tmp_path / "run", corpus)
+    found = matrix.trained(*told, **sizes)
+    assert found.attentions == LAYERS * found.calls
     assert f"step={layout.steps}/{layout.steps}" in log
     assert log.count("documents of a micro batch are kept apart: probed in") >= 1
     compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
@@ -157,17 +148,8 @@ def test_evaluation_is_the_documents_one_by_one(
     options = f"--evaluate {corpus.path('short.json')}"
     layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, options=options, steps=1)
     log = run(tree, layout, corpus, tmp_path / "run", HOST_VALIDATED=corpus.path("short"))
-    recorded = load_ranks(tmp_path / "run")
-    found = check_run(recorded, corpus)
-    matrix.note(HOST, tree.name, name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    labels = evaluated_labels(recorded)
-    assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
-    told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
-    assert len(told) == ranks
-    for loss, expected, count in told:
-        assert int(count) == len(labels)
-        assert float(loss) == pytest.approx(float(expected), rel=TOLERANCE)
+    told = {"log": log, "texts": texts, "ranks": ranks, "tolerance": TOLERANCE}
+    matrix.evaluated(HOST, tree, name, tmp_path / "run", corpus, **told)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(
@@ -178,11 +160,8 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     run(tree, first, corpus, tmp_path / "saved")
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "loaded", save=tmp_path / "saved")
-    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("saved", "loaded"))
-    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * STEP_ROWS))
-    assert after.rows.keys() == set(range(2 * STEP_ROWS, 4 * STEP_ROWS))
+    folders = (tmp_path / "saved", tmp_path / "loaded")
+    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
 
 
 def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(

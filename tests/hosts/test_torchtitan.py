@@ -14,14 +14,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.hosts import matrix
-from tests.hosts.check import check_run, compare, evaluated_labels, load_ranks
+from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus, write_short
 from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
 
@@ -140,23 +139,14 @@ def run(
     return finish(command(tree, layout, corpus, *more), folder, around, f"{layout.name} on {tree}")
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def tree(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.param
-    return found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    found = check_run(load_ranks(tmp_path / "run"), corpus)
-    matrix.note(HOST, tree.name, layout.name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(layout.steps * GLOBAL_BATCH))
-    assert found.segments > found.calls > 0
-    assert found.attentions >= LAYERS * found.calls, "attention of every layer was noted"
+    sizes = {"rows": layout.steps * GLOBAL_BATCH, "layers": LAYERS}
+    told = (HOST, tree, layout.name, tmp_path / "run", corpus)
+    found = matrix.trained(*told, **sizes)
     assert len(re.findall(r"step: *\d+ .*loss: *[\d.]+", log)) >= layout.steps
     assert log.count("documents of a micro batch are kept apart") == layout.ranks * layout.probed
     # It validates after step 1 and step 3, and opens a loader each time.
@@ -188,17 +178,8 @@ def test_validation_without_steps_is_the_documents_one_by_one(
     layout = Layout(name=name, ranks=ranks, micro_batch=micro_batch, steps=1)
     folder = tmp_path / "run"
     log = run(tree, layout, corpus, folder, *options, HOST_VALIDATED=corpus.path("short"))
-    recorded = load_ranks(folder)
-    found = check_run(recorded, corpus)
-    matrix.note(HOST, tree.name, name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    labels = evaluated_labels(recorded)
-    assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
-    told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
-    assert len(told) == ranks
-    for loss, expected, count in told:
-        assert int(count) == len(labels)
-        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    told = {"log": log, "texts": texts, "ranks": ranks, "tolerance": 1e-6}
+    matrix.evaluated(HOST, tree, name, folder, corpus, **told)
 
 
 def test_a_run_resumes_with_other_ranks_and_micro_batches(
@@ -211,11 +192,8 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     first = Layout(name="save", ranks=2, data="mix.json", steps=2)
     run(tree, first, corpus, tmp_path / "saved", *keep)
     run(tree, then, corpus, tmp_path / "loaded", *keep)
-    before, after = (check_run(load_ranks(tmp_path / name), corpus) for name in ("saved", "loaded"))
-    matrix.note(HOST, tree.name, "DP 2 to DP 1, resumed", after)
-    assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * GLOBAL_BATCH))
-    assert after.rows.keys() == set(range(2 * GLOBAL_BATCH, 4 * GLOBAL_BATCH))
+    folders = (tmp_path / "saved", tmp_path / "loaded")
+    matrix.resumed(HOST, tree, folders, corpus, rows=GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize(
