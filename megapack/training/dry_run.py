@@ -20,9 +20,10 @@ from megapack.config import to_dict
 from megapack.data.program import Window
 from megapack.data.report import often_repeated, plan_run
 from megapack.data.run import PlannedRun
-from megapack.data.schedule import StageDraws
+from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.step_config import ranks_per_micro_batch
 from megapack.devices import peak_flops
+from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
@@ -92,6 +93,7 @@ def dry_run(
         )
         + _balance(config, steps, ranks, flops),
         *sources,
+        *_groups(schedule),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
@@ -99,6 +101,18 @@ def dry_run(
     if show_config:
         sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
     return "\n\n".join(sections)
+
+
+def _groups(schedule: Schedule) -> list[str]:
+    """What packing made of the groups of every source that has some."""
+    names, indices = schedule.samples.names, schedule.samples.indices
+    found = [
+        f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "
+        f"{m['num_groups_longer_than_largest_bucket']:,} longer than the largest bucket"
+        for name, index in zip(names, indices, strict=True)
+        if isinstance(index, SampleIndex) and "num_groups" in (m := index.metrics())
+    ]
+    return ["\n".join(found)] if found else []
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:

@@ -14,7 +14,8 @@ import yaml
 
 from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.storage import IndexedDatasetBuilder, read_document_lengths
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
@@ -264,6 +265,18 @@ def test_dry_run_tells_the_epochs_of_every_source(corpus: Corpus, tmp_path: Path
     write_blend(blend, corpus, max_epochs=0.5)
     with pytest.raises(ConfigError, match="would repeat source math"):
         dry_run(config)
+
+
+def test_dry_run_counts_the_groups_of_a_source(corpus: Corpus, tmp_path: Path) -> None:
+    lengths = read_document_lengths(str(corpus.train))
+    groups = np.arange(len(lengths)) // 5
+    grouped = pack(lengths, "bucket", buckets=[64, 128, 256], groups=groups)
+    path = tmp_path / "grouped.samples"
+    grouped.save(path, source=IndexedDataset(corpus.train))
+    data = {"index": str(path), "attention": "group"}
+    text = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", data=data)))
+    cut = grouped.metrics()["num_cut_groups"]
+    assert f": {-(-len(lengths) // 5):,}, {cut:,} cut, " in text and cut > 0
 
 
 def test_equal_held_out_sets_are_refused(corpus: Corpus, tmp_path: Path) -> None:
