@@ -27,10 +27,11 @@ from megapack.packing.strategies import Request, Strategy, find_strategy
 # ---- Room for segments that begin at multiples of a number, as context parallelism needs them, and
 # for the sentinels of fill-in-the-middle
 # A strategy is given every document length with room for sentinels, rounded up to the alignment,
-# and afterwards the segments their true lengths. Capacities are multiples, so strategies cut at multiples only (the windows of
-# `seamless` begin anywhere, but each is a sample by itself): a document ends inside of its last
-# segment, every other one is full, and a sample whose rounded segments fit holds them with each at
-# a multiple of the alignment. What lies between two of them is padding like any other.
+# and afterwards the segments their true lengths. Capacities are multiples, so strategies cut at
+# multiples only (the windows of `seamless` begin anywhere, but each is a sample by itself): a
+# document ends inside of its last segment, every other one is full, and a sample whose rounded
+# segments fit holds them with each at a multiple of the alignment. What lies between two of them is
+# padding like any other.
 # A document's room stands before its last token: 10 tokens with room for 3 are nine, room, and one
 # behind it. So if a strategy cuts the room, the document is cut, and one that is not has its room.
 
