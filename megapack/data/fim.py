@@ -227,7 +227,7 @@ def open_fim(config: FimConfig, seed: int, datasets: Sequence[SourceDocuments]) 
     tables = None
     if config.cuts == "character":
         assert files is not None  # FimConfig checked it
-        tables = character_tables(files)
+        tables = None
     return Fim(**ids, eod=eod, spm_rate=config.spm_rate, seed=seed, tables=tables)
 
 
@@ -276,9 +276,7 @@ def _eod(
 
 def check_fim(
     fim: Fim,
-    sources: Iterable[
-        tuple[str, float, SourceDocuments, SourceIndex, IndexedDataset | None],
-    ],
+    sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex, IndexedDataset | None],],
 ) -> None:
     """Refuse sources that cannot be turned round.
 

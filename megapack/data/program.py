@@ -107,7 +107,10 @@ def largest_fim_rates(
 ) -> list[float]:
     """Of every source the largest rate that it has in some stage, given those it begins with."""
     changes = [stage.fim_rates or {} for stage in stages]
-    return [max(rate, *(c.get(n, 0.0) for c in changes), 0.0) for n, rate in zip(names, rates, strict=True)]
+    return [
+        max(rate, *(c.get(n, 0.0) for c in changes), 0.0)
+        for n, rate in zip(names, rates, strict=True)
+    ]
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
