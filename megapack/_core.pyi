@@ -193,7 +193,7 @@ class Gatherer:
     ) -> None: ...
     # excluded: documents, ascending; excluded_by: the first list (from 1 on) that has
     # each of them; segment_joined: 1 where one goes on in the group of the one before;
-    # first_document: its number in the source; fim_longest: documents of at most so many tokens
+    # first_document: its number in the source; fim_longest: documents of 2 to so many tokens
     # have room for sentinels, -1: none. A shard that is open already stays as it is.
     def open(
         self,

@@ -205,7 +205,7 @@ void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Se
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
         Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
-        if (!whole || segment.length > shard.fim_longest) continue;
+        if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
         const std::int64_t document = shard.first_document + segment.document;
         const std::uint64_t key = random_bits(of_epoch, static_cast<std::uint64_t>(document));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;

@@ -42,7 +42,7 @@ struct Fim {
     std::int64_t eod = -1;  // stays behind all, where a document ends with it
     double spm_rate = 0;
     std::uint64_t seed = 0;
-    CharacterCuts cuts;
+    CharacterCuts cuts = {};
 };
 
 // Throws std::invalid_argument for sentinels that are none and for tables that contradict

@@ -58,7 +58,7 @@ struct Shard {
     Span<const std::int64_t> excluded;     // documents that some list masks, ascending
     Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
     std::int64_t first_document = 0;       // its number in the source
-    std::int64_t fim_longest = -1;  // documents of at most so many tokens have room for sentinels
+    std::int64_t fim_longest = -1;  // documents of 2 to so many tokens have room for sentinels
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
