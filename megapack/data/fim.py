@@ -22,6 +22,7 @@ has room (``pack --fim-room``) and that no sample cuts. All others stay as they 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -226,8 +227,10 @@ def open_fim(config: FimConfig, seed: int, datasets: Sequence[SourceDocuments]) 
             )
     tables = None
     if config.cuts == "character":
+        from megapack.tokenization.tokenizers.vocabulary import token_bytes  # noqa: PLC0415
+
         assert files is not None  # FimConfig checked it
-        tables = None
+        tables = character_tables(token_bytes(files))
     return Fim(**ids, eod=eod, spm_rate=config.spm_rate, seed=seed, tables=tables)
 
 
@@ -269,6 +272,56 @@ def _eod(
         "fim: neither the datasets' metadata nor a tokenizer say which token ends documents: give "
         "fim.eod, or eod: none"
     )
+
+
+# ---- Cuts between characters ---------------------------------------------------------------------
+
+# Of a token that is cut; more would need more room in every document, for a few rare tokens.
+MOST_PARTS = 4
+
+
+def character_tables(texts: Sequence[bytes | None]) -> Tables:
+    """How tokens are cut between their characters, for ``_core.Fim``.
+
+    What is left of a cut, and what is right of it, is written with as few tokens as there are for
+    its bytes, the longest first. Where that takes more than ``MOST_PARTS``, or there are none, a
+    cut goes to the end of the token.
+
+        character_tables([b"a", b"b", b"ab"])      # token 2 has two characters, one cut: 0 | 1
+        # -> characters 1 1 2; first_cut 0 0 0 1; first_part 0 1 2; parts 0 1
+
+    Args:
+        texts: of every token its bytes (UTF-8, which may begin or end within a character); None: it
+            has no text.
+    """
+    ids = {text: token for token, text in enumerate(texts) if text}  # pieces stand behind bytes
+    longest, known = max(map(len, ids), default=0), {b"": ()}
+
+    def written(text: bytes) -> tuple[int, ...] | None:
+        if text not in known:
+            ends = range(min(len(text), longest), 0, -1)
+            rests = ((ids[text[:end]], written(text[end:])) for end in ends if text[:end] in ids)
+            ways = ((token, *rest) for token, rest in rests if rest is not None)
+            known[text] = min(ways, key=len, default=None)
+        return known[text]
+
+    characters = np.zeros(len(texts), np.int64)
+    first_cut, first_part, parts = np.zeros(len(texts) + 1, np.int64), [0], array("q")
+    for token, text in enumerate(texts):
+        begins = [at for at, byte in enumerate(text or b"") if byte & 0xC0 != 0x80]
+        characters[token] = len(begins)
+        inner = [at for at in begins if at]
+        first_cut[token + 1] = first_cut[token] + len(inner)
+        for at in inner:
+            assert text is not None
+            sides = written(text[:at]), written(text[at:])
+            left, right = (side or () for side in sides)
+            allowed = None not in sides and len(left) + len(right) <= MOST_PARTS
+            for side in (left, right):
+                parts.extend(side if allowed else ())
+                first_part.append(len(parts))
+    table = np.array(first_part, np.int64)
+    return characters, first_cut, table, np.array(parts, np.int64)
 
 
 # ---- Whether sources allow it --------------------------------------------------------------------
