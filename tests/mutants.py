@@ -327,8 +327,8 @@ masked_last_label: the last token of a cut document has a label that does not co
 - last.at, 1, factor, labels + body, mask + body);
 + last.at, 1, 0.0F, labels + body, mask + body);
 fim_weights: what follows a sentinel weighs like what stands before it
-- fill_weights(weights_at(shard, runs[r].at), runs[r].length, factor, mask);
-+ fill_weights(weights_at(shard, runs[r - 1].at), runs[r].length, factor, mask);
+- fill_weights(weights_at(shard, run.at), run.length, factor, mask);
++ fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
 
 csrc/core/gather/fim.cpp: gather
 fim_whole: documents that are cut are transformed

@@ -147,6 +147,7 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
             check(count >= 0 && count <= std::numeric_limits<std::uint16_t>::max(), "a token has ",
                   count, " characters; the most is 65535");
             fim->cuts.characters.push_back(static_cast<std::uint16_t>(count));
+            fim->cuts.most = std::max(fim->cuts.most, static_cast<std::uint64_t>(count));
         }
         fim->cuts.first_cut = copied(first_cut, "first_cut");
         fim->cuts.first_part = copied(first_part, "first_part");

@@ -150,6 +150,7 @@ CharacterCuts random_cuts(std::mt19937_64& random) {
         }
     }
     cuts.parts.shrink_to_fit();
+    cuts.most = *std::max_element(cuts.characters.begin(), cuts.characters.end());
     return cuts;
 }
 

@@ -18,7 +18,7 @@ from megapack.data import PackedDataset
 from megapack.data.fim import Fim, FimDraws, character_tables
 from megapack.packing import pack
 from tests.data.corpora import index_of, random_documents, write_documents
-from tests.reference.fim import units
+from tests.reference.fim import key_of, unit
 
 PRE, SUF, MID, END, EOD = 200, 201, 202, 203, 0
 # Tokens 1 to 119: letters, words of them, halves of a character and whole ones.
@@ -99,7 +99,7 @@ def test_a_document_is_told_alike_in_any_order_and_company(many: PackedDataset) 
     found = rows(many, ids, draws(5, 0.5, epoch=2))
     assert rows(many, ids[::-1], draws(5, 0.5, epoch=2)) == found[::-1]
     assert [rows(many, [i], draws(1, 0.5, epoch=2))[0] for i in ids] == found
-    assert [row[0] == PRE for row in found] == [units(7, 2, i)[0] < 0.5 for i in ids]
+    assert [row[0] == PRE for row in found] == [unit(key_of(7, 2, i), 0) < 0.5 for i in ids]
 
 
 @pytest.mark.parametrize("cuts", ["token", "character"])
