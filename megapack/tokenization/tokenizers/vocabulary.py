@@ -41,7 +41,7 @@ def token_of(files: TokenizerFiles, text: str, where: str) -> int:
         known = ", ".join(sorted(files.special)[:20]) or "none"
         raise ConfigError(
             f"{where} is {text!r}, which is not one token of {files.name}: add it to the tokenizer "
-            f"(megapack-build train-tokenizer --special-tokens), or give its id (special: {known})"
+            f"(megapack-build train-tokenizer --special-token), or give its id (special: {known})"
         )
     return found
 
