@@ -18,11 +18,12 @@ import yaml
 
 from megapack.config import to_dict
 from megapack.data.program import Window
-from megapack.data.report import often_repeated, plan_run
+from megapack.data.report import describe_fim, often_repeated, plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import StageDraws
 from megapack.data.step_config import ranks_per_micro_batch
 from megapack.devices import peak_flops
+from megapack.packing.sharded import ShardedIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
@@ -92,6 +93,7 @@ def dry_run(
         )
         + _balance(config, steps, ranks, flops),
         *sources,
+        *_fim(steps),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
@@ -99,6 +101,29 @@ def dry_run(
     if show_config:
         sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
     return "\n\n".join(sections)
+
+
+def _fim(plan: PlannedRun) -> list[str]:
+    """How many documents fill-in-the-middle can turn round."""
+    samples = plan.schedule.samples
+    rows: list[str] = []
+    if samples.fim is None:
+        return rows
+    for name, index in zip(samples.names, samples.indices, strict=True):
+        if not index.fim_room:
+            continue
+        if isinstance(index, ShardedIndex):
+            rows.append(
+                f"{name}: room for {index.fim_room} tokens; its shards count their documents"
+            )
+            continue
+        metrics = index.metrics()
+        room = metrics["num_documents_with_fim_room"]
+        rows.append(
+            f"{name}: {room:,} of {metrics['num_documents']:,} documents have room for "
+            f"{index.fim_room} tokens; the others are told as they are"
+        )
+    return ["\n".join(["fill-in-the-middle:", *rows])]
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
@@ -144,6 +169,7 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
+            *describe_fim(stage).splitlines(),
             *(
                 [f"attention inside: {reach}"]
                 if (reach := config.data.attention) != "document"
