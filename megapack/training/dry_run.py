@@ -18,7 +18,7 @@ import yaml
 
 from megapack.config import to_dict
 from megapack.data.program import Window
-from megapack.data.report import often_repeated, plan_run
+from megapack.data.report import describe_fim, often_repeated, plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.step_config import ranks_per_micro_batch
@@ -93,7 +93,7 @@ def dry_run(
         )
         + _balance(config, steps, ranks, flops),
         *sources,
-        *_groups(schedule),
+        *_packed(schedule),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
@@ -103,16 +103,26 @@ def dry_run(
     return "\n\n".join(sections)
 
 
-def _groups(schedule: Schedule) -> list[str]:
-    """What packing made of the groups of every source that has some."""
-    names, indices = schedule.samples.names, schedule.samples.indices
-    found = [
-        f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "
-        f"{m['num_groups_longer_than_largest_bucket']:,} longer than the largest bucket"
-        for name, index in zip(names, indices, strict=True)
-        if isinstance(index, SampleIndex) and "num_groups" in (m := index.metrics())
-    ]
-    return ["\n".join(found)] if found else []
+def _packed(schedule: Schedule) -> list[str]:
+    """What packing made of groups, and for how many documents it left the room that
+    fill-in-the-middle needs; of many datasets each index has its own counts."""
+    rows = []
+    for name, index in zip(schedule.samples.names, schedule.samples.indices, strict=True):
+        if not isinstance(index, SampleIndex):
+            continue
+        m = index.metrics()
+        if "num_groups" in m:
+            rows.append(
+                f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "
+                f"{m['num_groups_longer_than_largest_bucket']:,} longer than the largest bucket"
+            )
+        if schedule.samples.fim is not None and index.fim_room:
+            rows.append(
+                f"fill-in-the-middle of {name}: {m['num_documents_with_fim_room']:,} of "
+                f"{m['num_documents']:,} documents have room for {index.fim_room} tokens; the "
+                "others are told as they are"
+            )
+    return ["\n".join(rows)] if rows else []
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
@@ -158,6 +168,7 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
+            *describe_fim(stage).splitlines(),
             *(
                 [f"attention inside: {reach}"]
                 if (reach := config.data.attention) != "document"
