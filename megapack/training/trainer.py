@@ -176,11 +176,11 @@ class Trainer:
                     self.go_back(found.spike)
             self.profiler.close()
             self.monitor.close()
+            self.finish_save()
             self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks alike, and what was begun before is good
             self.finish_save()
             raise
-        self.finish_save()
         if stopped:
             return "signal"
         return "stop_at" if self.done < self.inputs.num_steps else "done"

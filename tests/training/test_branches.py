@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megapack.config import load_config
 from megapack.data.run import read_decisions
 from megapack.errors import ConfigError
 from megapack.storage.metadata import checksum
+from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig, PretrainConfig
 
 from .conftest import Corpus
@@ -163,6 +165,17 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]
+    # What comes while another is copied is left out, unless nothing comes after it.
+    mirror.keep_only([])
+    gate = Event()
+    monkeypatch.setattr(
+        "megapack.training.engine.mirror.put_object", lambda *a: gate.wait() and put_object(*a)
+    )
+    for tag in tags:
+        mirror.copy(directory, tags, tag)
+    gate.set()
+    mirror.wait()
+    assert mirror.tags() == tags
     mirror.keep_only([])
     mirror.wait()
     assert mirror.tags() == []

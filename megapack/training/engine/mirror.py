@@ -45,13 +45,14 @@ class Mirror:
     Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
     checkpoint is complete there or absent; the logs that led to it are there before. They are
     copied in a thread while training goes on, one checkpoint at a time; where one is not done when
-    the next is there, that one is left out. What the directory no longer has is removed. A failure
-    is said and does not stop the run.
+    the next is there, that one is left out, but not the last of a run. What the directory no longer
+    has is removed. A failure is said and does not stop the run.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._copying: Future[None] | None = None
+        self._left_out: tuple[Path, list[str], str] | None = None
 
     def copy(self, directory: Path, tags: list[str], tag: str) -> None:
         """Begin to copy a checkpoint of the directory, which holds these."""
@@ -59,12 +60,17 @@ class Mirror:
             logger.warning(
                 "%s: still busy with a checkpoint before, %s left out", self.address, tag
             )
+            self._left_out = directory, tags, tag
             return
+        self._left_out = None
         self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
 
     def wait(self) -> None:
-        """Until what was begun is done."""
+        """Until what was begun is done, and the newest checkpoint is not left out."""
         _MIRROR.submit(int).result()
+        if self._left_out is not None:
+            self.copy(*self._left_out)
+            _MIRROR.submit(int).result()
 
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
