@@ -97,11 +97,11 @@ def expected_documents(data: PackedDataset, step: Any) -> list[list[int]]:
         documents = {d: documents_of(data.documents(source))[d].tolist() for d, _, _ in segments}
         for document, begin, length in segments:
             own = documents[document]
-            numbers = definition.units(SEED, epoch, document)
+            key = definition.key_of(SEED, epoch, document)
             whole = 1 < length == len(own) <= max(BUCKETS) - 4
             told = own[begin : begin + length]
-            if whole and numbers[0] < rate:
-                told = [token for token, _ in definition.told(own, fim, numbers)]
+            if whole and definition.unit(key, 0) < rate:
+                told = [token for token, _ in definition.told(own, fim, key)]
             found.append(told)
     return found
 
@@ -221,9 +221,12 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
             fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
             for (document, begin, length), epoch, tokens in zip(whole, epochs, told, strict=True):
                 own = merged[document].tolist()
-                numbers = definition.units(SEED, int(epoch), document)
-                if 1 < length == len(own) <= max(BUCKETS) - 4 and numbers[0] < FIM.rate:
-                    own = [token for token, _ in definition.told(own, fim, numbers)]
+                key = definition.key_of(SEED, int(epoch), document)
+                if (
+                    1 < length == len(own) <= max(BUCKETS) - 4
+                    and definition.unit(key, 0) < FIM.rate
+                ):
+                    own = [token for token, _ in definition.told(own, fim, key)]
                     assert tokens == own
                 else:
                     assert tokens == own[begin : begin + length]

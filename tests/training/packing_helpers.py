@@ -114,7 +114,7 @@ def losses_one_by_one(
 def _told(tokens: Tensor, fim: Fim, document: int, epoch: int, rate: float) -> Tensor:
     """A whole document that has room, as fill-in-the-middle tells it; without an end sentinel."""
     rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate, fim.seed)
-    numbers = definition.units(fim.seed, epoch, document)
-    if not (len(tokens) > 1 and numbers[0] < rate):
+    key = definition.key_of(fim.seed, epoch, document)
+    if not (len(tokens) > 1 and definition.unit(key, 0) < rate):
         return tokens
-    return torch.tensor([token for token, _ in definition.told(tokens.tolist(), rule, numbers)])
+    return torch.tensor([token for token, _ in definition.told(tokens.tolist(), rule, key)])
