@@ -55,18 +55,6 @@ MEGAPACK_CLONES void widen_each(const std::int64_t* from, std::int64_t count, Ou
     widen_loop(from, count, to);
 }
 
-constexpr std::int64_t kLine = 64;  // bytes of a cache line
-// Of a long run the beginning is enough: the processor sees the stream and goes on by itself.
-constexpr std::int64_t kMostAhead = 16384;
-
-// Has these elements brought into the cache, as far as that is worthwhile; changes nothing else.
-void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
-    const std::int64_t itemsize = bytes_of(from.type);
-    const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
-    const std::int64_t size = std::min(count * itemsize, kMostAhead);
-    for (std::int64_t byte = 0; byte < size; byte += kLine) __builtin_prefetch(begin + byte);
-}
-
 // to[i] = element at + i of the array, as int64.
 void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* tokens) { widen_each(tokens, count, to); });

@@ -20,6 +20,10 @@ struct Cut {
     std::int64_t cut;
 };
 
+std::uint64_t number_of(const Shard& shard, const Segment& segment) {
+    return static_cast<std::uint64_t>(shard.first_document + segment.document);
+}
+
 std::int64_t token_at(const Shard& shard, std::int64_t at) {
     return with_type(shard.tokens, at, [](const auto* t) { return static_cast<std::int64_t>(*t); });
 }
@@ -168,7 +172,7 @@ void check_fim(const Fim& fim) {
           "; it must be from 0 to 1");
     const CharacterCuts& cuts = fim.cuts;
     if (cuts.first_cut.empty()) return;
-    const auto ascends_to = [](const std::vector<std::int64_t>& from, std::int64_t end) {
+    const auto ascends_to = [](const std::vector<std::int32_t>& from, std::int64_t end) {
         return !from.empty() && from.front() == 0 && from.back() == end &&
                std::is_sorted(from.begin(), from.end());
     };
@@ -181,7 +185,7 @@ void check_fim(const Fim& fim) {
         check(cuts.characters[id] == inner || cuts.characters[id] == inner + 1, "token ", id,
               " has ", cuts.characters[id], " characters and ", inner, " cuts");
     }
-    for (const std::int64_t part : cuts.parts) check(part >= 0, "a part is token ", part);
+    for (const std::int32_t part : cuts.parts) check(part >= 0, "a part is token ", part);
     const auto most = std::max_element(cuts.characters.begin(), cuts.characters.end());
     check(most != cuts.characters.end() && cuts.most == *most,
           "the most characters of a token are said to be ", cuts.most);
@@ -192,15 +196,22 @@ void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Se
     if (fim == nullptr || !(ref.fim_rate > 0)) return;
     const auto epoch = static_cast<std::uint64_t>(ref.epoch);
     const std::uint64_t of_epoch = random_bits(random_bits(fim->seed, kPurpose), epoch);
+    std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // segments, and their keys
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
-        Segment& segment = segments[s];
+        const Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
         if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
-        const std::int64_t document = shard.first_document + segment.document;
-        const std::uint64_t key = random_bits(of_epoch, static_cast<std::uint64_t>(document));
+        const std::uint64_t key = random_bits(of_epoch, number_of(shard, segment));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;
-        segment.runs.begin = ssize(runs);
+        drawn.emplace_back(s, key);
+        const bool all = !fim->cuts.first_cut.empty();  // to find characters; else how it ends
+        const std::int64_t count = all ? segment.length : 1;
+        prefetch(shard.tokens, segment.token_begin + segment.length - count, count);
+    }
+    for (const auto& [s, key] : drawn) {
+        Segment& segment = segments[s];
         FimDraw draw{};
+        segment.runs.begin = ssize(runs);
         Writer(*fim, shard, segment, runs).write(key, draws == nullptr ? nullptr : &draw);
         segment.runs.end = ssize(runs);
         segment.placed = 0;
@@ -209,7 +220,7 @@ void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Se
         }
         if (draws == nullptr) continue;
         draw.segment = s;
-        draw.document = document;
+        draw.document = static_cast<std::int64_t>(number_of(shard, segment));
         draws->push_back(draw);
     }
 }

@@ -25,11 +25,11 @@ namespace megapack {
 // A token has one cut for every character that begins behind its first byte.
 struct CharacterCuts {
     std::vector<std::uint16_t> characters;  // that begin in a token, by id
-    std::vector<std::int64_t> first_cut;    // its first, by id, one more than there are ids
+    std::vector<std::int32_t> first_cut;    // its first, by id, one more than there are ids
     // The tokens left of cut c are parts [first_part[2 c], first_part[2 c + 1]), those right of it
     // end at first_part[2 c + 2]. Without any the cut moves to the end of its token.
-    std::vector<std::int64_t> first_part;
-    std::vector<std::int64_t> parts;
+    std::vector<std::int32_t> first_part;
+    std::vector<std::int32_t> parts;
     std::uint64_t most = 0;  // characters of a token
 
     bool is_forbidden(std::int64_t cut) const {
