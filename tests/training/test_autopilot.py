@@ -369,12 +369,13 @@ def test_mixing_that_was_decided_is_replayed_at_every_resume(
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     start_run(zygote, blend_config(blend, corpus, whole, **sections), "whole").succeed()
     config = blend_config(blend, corpus, moved, **sections)
+    start_run(zygote, config, "to5", "stop_at=5", ranks=1).succeed()
+    # The second decision is on the disk, and no checkpoint has it yet.
+    fault = {rank: {"faults": {"kill_before_step": [8]}} for rank in range(4)}
+    assert -signal.SIGKILL in start_run(zygote, config, "killed", ranks=4, of_rank=fault).wait()
     late = {1: {"faults": {"decisions_seen_late": []}}}
-    for stop, ranks in ((5, 1), (8, 4), (13, 2), (16, 1)):
-        started = start_run(
-            zygote, config, f"to{stop}", f"stop_at={stop}", ranks=ranks, of_rank=late
-        )
-        started.succeed()
+    start_run(zygote, config, "to13", "stop_at=13", of_rank=late).succeed()
+    start_run(zygote, config, "to16", ranks=1).succeed()
     ours, theirs = read_decisions(moved), read_decisions(whole)
     assert ours is not None and theirs is not None
     assert [d.begin for d in ours.decisions] == [4, 8, 12]
