@@ -34,9 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONGEST = ("under_sanitizers", "compiled_layers")  # tests, by their names
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sanitizers take minutes: they begin, so that in the end nobody waits for them alone."""
-    items.sort(key=lambda item: "sanitizers" not in item.name)
+    """What takes a minute begins, so that in the end nobody waits for it alone."""
+    items.sort(key=lambda item: not any(name in item.name for name in LONGEST))
 
 
 @pytest.hookimpl(trylast=True)
