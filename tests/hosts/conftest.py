@@ -29,6 +29,18 @@ def known_rows() -> dict[str, dict[int, tuple[int, ...]]]:
     return {}
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``-n`` the process that prints is told what others have found."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["matrix"] = MATRIX
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for host, cells in getattr(node, "workeroutput", {}).get("matrix", {}).items():
+        MATRIX.setdefault(host, {}).update(cells)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for host, cells in MATRIX.items():
         releases = list(dict.fromkeys(release for release, _ in cells))
