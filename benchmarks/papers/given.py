@@ -1,6 +1,7 @@
 """Perplexity of held-out text that is given more than what stands before it in its document.
 
 - ``behind``: files of a folder behind others of it, and the same files alone (recipe groups).
+- ``middle``: the middles of documents, given what stands around them (recipe fim).
 - ``perplexity``: of parts of streams, each token given all that stands before it in its stream.
 
 A folder has files a, b and c of 900, 800 and 700 tokens, and 2,048 are a sample: b is scored behind
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,42 @@ def behind(model: TrainingModel, here: World, config: EngineConfig, run: Run) ->
         "behind": perplexity(model, here, config, after),
         "files": len(alone),
         "tokens": sum(part.end - part.begin for part in alone),
+    }
+
+
+def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
+    """The probe of a run: held-out documents cut in three, as documents are cut in training.
+
+    Returns:
+        prefix, text, PSM, SPM: perplexities of the same middles, given these (the recipe says
+        what they are); files, tokens: how many are scored.
+    """
+    assert run.fim is not None
+    said = {name: np.array([token]) for name, token in run.fim["sentinels"].items()}
+    before, after, inside = said["prefix"], said["suffix"], said["middle"]
+    dataset = IndexedDataset(prepare(next(iter(run.validate.values()))).valid)
+    draw = np.random.default_rng(0)
+    parts: dict[str, list[Part]] = {}
+    for begin, end in pairwise(dataset.document_offsets.tolist()):
+        body = dataset.tokens[begin : end - 1].astype(np.int64)  # without its end-of-document token
+        low, high = sorted(draw.integers(0, len(body) + 1, 2))
+        if low in (0, high) or len(body) + len(said) > run.valid_bucket:
+            continue
+        prefix, wanted, suffix = body[:low], body[low:high], body[high:]
+        given = {
+            "prefix": [prefix],
+            "text": [suffix, prefix],
+            "PSM": [before, prefix, after, suffix, inside],
+            "SPM": [before, after, suffix, inside, prefix],
+        }
+        for name, all_before in given.items():
+            stream = np.concatenate([*all_before, wanted])
+            parts.setdefault(name, []).append(Part(stream, len(stream) - len(wanted), len(stream)))
+    scored = parts["prefix"]
+    return {
+        **{name: perplexity(model, here, config, some) for name, some in parts.items()},
+        "files": len(scored),
+        "tokens": sum(part.end - part.begin for part in scored),
     }
 
 

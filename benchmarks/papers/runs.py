@@ -64,6 +64,8 @@ class Run:
     alike, and repeated never."""
     max_epochs: float | None = None
     """Of ``corpus``, beside ``other``."""
+    fim: Mapping[str, Any] | None = None
+    """The section of the manifest; samples then need room for the sentinels."""
     config: Mapping[str, Any]
     start: Run | None = None
     """Continue from the weights of this run; ``config`` then names no model."""

@@ -264,17 +264,18 @@ def configuration(task: Task, folder: Path) -> PretrainConfig:
 
 
 def _sources(task: Task, folder: Path, num_steps: int) -> dict[str, str]:
-    """Fields of ``data``: documents and samples, or the manifest of two sources."""
+    """Fields of ``data``: documents and samples, or a manifest where there is more to say."""
+    run = task.run
     one = {"prefix": str(task.prepared.train), "index": str(folder / "train.samples")}
-    if task.other is None:
+    if task.other is None and run.fim is None:
         return one
-    other = {"prefix": str(task.other.train), "index": str(folder / "other.samples")}
-    manifest = {
-        "run_tokens": num_steps * task.run.config["data"]["tokens_per_step"],
-        "sources": [
-            {"name": "corpus", **one, "weight": 1, "max_epochs": task.run.max_epochs},
-            {"name": "other", **other, "weight": 1, "max_epochs": 1},
-        ],
-    }
+    manifest: dict[str, Any] = {"sources": [{"name": "corpus", **one, "weight": 1}]}
+    if run.fim is not None:
+        manifest["fim"] = run.fim
+    if task.other is not None:
+        other = {"prefix": str(task.other.train), "index": str(folder / "other.samples")}
+        manifest["run_tokens"] = num_steps * run.config["data"]["tokens_per_step"]
+        manifest["sources"][0]["max_epochs"] = run.max_epochs
+        manifest["sources"].append({"name": "other", **other, "weight": 1, "max_epochs": 1})
     (folder / "blend.json").write_text(json.dumps(manifest), encoding="utf-8")
     return {"blend": str(folder / "blend.json")}

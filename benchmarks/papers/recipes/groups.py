@@ -28,7 +28,8 @@ EQUAL = (
 )
 GROUPS, DEFAULT = "folders, attention in groups", "files, attention in documents (the default)"
 MASKED, STRANGERS = "folders, attention in documents", "shuffled ids, attention in groups"
-CAPACITY = 2048
+CAPACITY = 1024
+STEP = 8  # samples of a step: folders of a step are many, and gradients alike
 
 # name: (groups, attention)
 ARMS: dict[str, tuple[Literal["folder", "shuffled"] | None, str]] = {
@@ -43,16 +44,16 @@ def runs(scale: Scale) -> list[Run]:
     """Four ways to put files together times seeds."""
     corpus = Corpus(
         domain="code",
-        train_bytes=scale.pick(cpu=1_600_000, quick=150_000, gpu=20_000_000),
-        valid_bytes=scale.pick(cpu=150_000, quick=15_000, gpu=500_000),
+        train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
+        valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000),
         min_bytes=100,
-        max_bytes=scale.pick(cpu=2_000, quick=2_000, gpu=16_000),
+        max_bytes=scale.pick(cpu=1_500, quick=1_500, gpu=16_000),
         folders=True,
     )
-    steps = scale.pick(cpu=300, quick=4, gpu=200)
-    capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=4 * CAPACITY)
-    size = scale.pick(cpu=capacity, quick=capacity, gpu=32768)
-    sizes = {"tokens_per_step": size, "micro_batch_tokens": size}
+    steps = scale.pick(cpu=90, quick=4, gpu=200)
+    capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=8 * CAPACITY)
+    size = STEP * capacity
+    sizes = {"tokens_per_step": size, "micro_batch_tokens": 4 * capacity}
     return [
         Run(
             recipe="groups",

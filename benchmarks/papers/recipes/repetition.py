@@ -61,7 +61,7 @@ def runs(scale: Scale) -> list[Run]:
     setting = Setting(scale)
     capacity = setting.ladder[-1]
     steps = scale.pick(cpu=256, quick=32, gpu=300)
-    unit = steps * setting.step_tokens // (2 * MOST) * 9 // 4  # bytes of U; 2.25 are a token
+    unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U; 2.5 are a token
     sizes = {"min_bytes": 100, "max_bytes": 2 * capacity}
     files = Corpus(domain="code", train_bytes=unit, valid_bytes=100_000, **sizes)
     prose = Corpus(
