@@ -155,6 +155,24 @@ class MemoryPool:
     def __init__(self, max_blocks: int) -> None: ...
     def take(self, num_bytes: int) -> NDArray[np.uint8]: ...
 
+# Fill-in-the-middle: sentinels, the token that ends a document (-1: none), and of character cuts
+# the tables (megapack/data/fim.py makes them): int64 characters (ids,), first_cut (ids + 1,),
+# first_part (2 cuts + 1,), parts.
+class Fim:
+    def __init__(
+        self,
+        *,
+        prefix: int,
+        suffix: int,
+        middle: int,
+        end: int = -1,
+        eod: int = -1,
+        spm_rate: float,
+        seed: int,
+        tables: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+        | None = None,
+    ) -> None: ...
+
 # A run of ids, from first_ids[r] to first_ids[r + 1], is consecutive samples of shards[r] from
 # first_samples[r] on; sources: of every shard the number of its source.
 class Gatherer:
@@ -171,10 +189,12 @@ class Gatherer:
         loss: str,
         alignment: int,
         pad_token: int,
+        fim: Fim | None = None,
     ) -> None: ...
     # excluded: documents, ascending; excluded_by: the first list (from 1 on) that has
-    # each of them; segment_joined: 1 where one goes on in the group of the one before. A shard
-    # that is open already stays as it is.
+    # each of them; segment_joined: 1 where one goes on in the group of the one before;
+    # first_document: its number in the source; fim_longest: documents of 2 to so many tokens
+    # have room for sentinels, -1: none. A shard that is open already stays as it is.
     def open(
         self,
         shard: int,
@@ -191,6 +211,8 @@ class Gatherer:
         excluded: NDArray[np.int64],
         excluded_by: NDArray[np.int64],
         segment_joined: NDArray[np.uint8] | None = None,
+        first_document: int = 0,
+        fim_longest: int = -1,
     ) -> None: ...
     # shards that are not open
     @property
@@ -198,7 +220,9 @@ class Gatherer:
     # those of these samples; all else is for samples of open ones
     def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen;
-    # num_lists: of excluded documents, those in force; factors: of samples, on their loss masks
+    # num_lists: of excluded documents, those in force; factors: of samples, on their loss masks;
+    # epochs and fim_rates: of samples, the pass that they are of and the share of their documents
+    # that is transformed, both or neither
     def gather(
         self,
         sample_ids: NDArray[np.int64],
@@ -213,11 +237,27 @@ class Gatherer:
         num_cu_seqlens: int,
         num_lists: int,
         factors: NDArray[np.float32] | None = None,
+        epochs: NDArray[np.int64] | None = None,
+        fim_rates: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
     # -> of every sample labels, their weight, and sequences that have some
     def count_labels(
-        self, sample_ids: NDArray[np.int64], num_lists: int
+        self,
+        sample_ids: NDArray[np.int64],
+        num_lists: int,
+        epochs: NDArray[np.int64] | None = None,
+        fim_rates: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]: ...
+    # -> of every transformed document, int64: position in sample_ids, segment of the sample
+    # (without what lists mask), number in the source, 1 for SPM, and the places of its two cuts,
+    # in tokens or characters
+    def fim_draws(
+        self,
+        sample_ids: NDArray[np.int64],
+        num_lists: int,
+        epochs: NDArray[np.int64],
+        fim_rates: NDArray[np.float64],
+    ) -> tuple[NDArray[np.int64], ...]: ...
     def token_ranges(
         self, sample_ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -1,10 +1,12 @@
 // gather: a Gatherer holds the mapped arrays of its shards; every call validates, releases the GIL
 // and writes a whole micro batch into the caller's buffers.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "bindings/checked_array.hpp"
 #include "core/base/buffer.hpp"
@@ -119,19 +121,87 @@ class MemoryPool {
     std::shared_ptr<Returned> returned_;
 };
 
+std::vector<std::int64_t> copied(const Array<std::int64_t>& array, const char* name) {
+    const auto values = view(array, name);
+    return {values.begin(), values.end()};
+}
+
+using Table = Array<std::int64_t>;
+
+// tables: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,), parts, all int64.
+std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix,
+                              const py::object& middle, const py::object& end,
+                              const py::object& eod, double spm_rate, const py::object& seed,
+                              const std::optional<std::tuple<Table, Table, Table, Table>>& tables) {
+    auto fim = std::make_shared<Fim>();
+    fim->prefix = integer(prefix, "prefix");
+    fim->suffix = integer(suffix, "suffix");
+    fim->middle = integer(middle, "middle");
+    fim->end = integer(end, "end", -1);
+    fim->eod = integer(eod, "eod", -1);
+    fim->spm_rate = spm_rate;
+    fim->seed = word(seed, "seed");
+    if (tables) {
+        const auto& [characters, first_cut, first_part, parts] = *tables;
+        for (const std::int64_t count : view(characters, "characters")) {
+            check(count >= 0 && count <= std::numeric_limits<std::uint16_t>::max(), "a token has ",
+                  count, " characters; the most is 65535");
+            fim->cuts.characters.push_back(static_cast<std::uint16_t>(count));
+        }
+        fim->cuts.first_cut = copied(first_cut, "first_cut");
+        fim->cuts.first_part = copied(first_part, "first_part");
+        fim->cuts.parts = copied(parts, "parts");
+    }
+    check_fim(*fim);
+    return fim;
+}
+
+using Epochs = std::optional<Array<std::int64_t>>;
+using Rates = std::optional<Array<double>>;
+
+// Of every sample its pass and rate of fill-in-the-middle, checked.
+class FimOfSamples {
+  public:
+    FimOfSamples(const Epochs& epochs, const Rates& rates, std::int64_t num_samples) {
+        check(epochs.has_value() == rates.has_value(),
+              "give epochs and fim_rates, or neither of them");
+        if (!epochs) return;
+        epochs_ = view(*epochs, "epochs");
+        rates_ = view(*rates, "fim_rates");
+        check(epochs_.size() == num_samples && rates_.size() == num_samples, epochs_.size(),
+              " epochs and ", rates_.size(), " fim_rates for ", num_samples,
+              " samples; give one for each");
+        for (const double rate : rates_) {
+            check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
+        }
+    }
+    void give(std::vector<SampleRef>& refs) const {
+        for (std::int64_t i = 0; i < epochs_.size(); ++i) {
+            refs[i].epoch = epochs_[i];
+            refs[i].fim_rate = rates_[i];
+        }
+    }
+
+  private:
+    Span<const std::int64_t> epochs_;
+    Span<const double> rates_;
+};
+
 class Gatherer {
   public:
     Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
              const py::object& positions_name, const py::object& attention,
              const py::object& label_boundary, const py::object& loss_name,
-             const py::object& alignment, const py::object& pad_token)
-        : options_{positions(positions_name),
+             const py::object& alignment, const py::object& pad_token, std::shared_ptr<Fim> fim)
+        : fim_(std::move(fim)),
+          options_{positions(positions_name),
                    extent(attention, "attention"),
                    extent(label_boundary, "label_boundary"),
                    loss(loss_name),
                    integer(alignment, "alignment", 1),
-                   integer(pad_token, "pad_token")},
+                   integer(pad_token, "pad_token"),
+                   fim_.get()},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
           shards_(sources.size()),
@@ -151,7 +221,8 @@ class Gatherer {
               const py::object& sample_segment_offsets, const py::object& segment_document,
               const py::object& segment_begin, const py::object& segment_length,
               const Array<std::int64_t>& excluded, const Array<std::int64_t>& excluded_by,
-              const std::optional<Array<std::uint8_t>>& segment_joined) {
+              const std::optional<Array<std::uint8_t>>& segment_joined,
+              const py::object& first_document, const py::object& fim_longest) {
         Shard& place = shards_[integer(shard, "shard", 0, ssize(shards_) - 1)];
         if (place.is_open()) return;
         Shard opened(index_view(index_bytes, index_name));
@@ -167,6 +238,8 @@ class Gatherer {
         opened.excluded_by = view(excluded_by, "excluded_by");
         if (segment_joined) opened.joined = view(*segment_joined, "segment_joined");
         opened.source = place.source;
+        opened.first_document = integer(first_document, "first_document", 0);
+        opened.fim_longest = integer(fim_longest, "fim_longest", -1);
         check_shard(opened);
         place = opened;
         if (reads_exactly_) megapack::read_exactly({&place, 1});
@@ -188,12 +261,13 @@ class Gatherer {
                      Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
                      Array<float>& loss_mask, Array<std::int64_t>& position_ids,
                      const py::object& per_row, const py::object& num_cu_seqlens,
-                     const py::object& num_lists,
-                     const std::optional<Array<float>>& factors) const {
+                     const py::object& num_lists, const std::optional<Array<float>>& factors,
+                     const Epochs& epochs, const Rates& fim_rates) const {
         const auto samples = view(sample_ids, "sample_ids");
         const auto weighed = factors ? view(*factors, "factors") : Span<const float>();
         check(!factors || weighed.size() == samples.size(), weighed.size(), " factors for ",
               samples.size(), " samples; give one for each");
+        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
         const GatherShape shape{integer(num_rows, "num_rows", 1),
                                 integer(row_tokens, "row_tokens", 1),
                                 integer(capacity, "capacity", 1)};
@@ -208,6 +282,7 @@ class Gatherer {
         const std::int64_t max_seqlen = unlocked([&] {
             std::vector<SampleRef> refs = located(samples, lists);
             for (std::int64_t i = 0; i < weighed.size(); ++i) refs[i].factor = weighed[i];
+            of_samples.give(refs);
             const GatherPlan plan = plan_gather(shards_, refs, shape, options_);
             cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
             if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
@@ -222,14 +297,18 @@ class Gatherer {
     }
 
     // Labels, their weight, and sequences that have some, of every sample.
-    py::tuple count(const Array<std::int64_t>& sample_ids, const py::object& num_lists) const {
+    py::tuple count(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
+                    const Epochs& epochs, const Rates& fim_rates) const {
         const auto samples = view(sample_ids, "sample_ids");
+        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::vector<std::int64_t> labels, sequences;
         std::vector<double> weight;
         unlocked([&] {
+            std::vector<SampleRef> refs = located(samples, lists);
+            of_samples.give(refs);
             for (const LabelTotals& total :
-                 count_labels(shards_, located(samples, lists), options_.label_boundary)) {
+                 count_labels(shards_, refs, options_.label_boundary, fim_.get())) {
                 labels.push_back(total.labels);
                 weight.push_back(total.weight);
                 sequences.push_back(total.sequences);
@@ -237,6 +316,33 @@ class Gatherer {
         });
         return py::make_tuple(to_numpy(std::move(labels)), to_numpy(std::move(weight)),
                               to_numpy(std::move(sequences)));
+    }
+
+    // Of every transformed document: its sample (a position in sample_ids), its segment there, its
+    // number in the source, whether it is SPM, and its two places.
+    py::tuple fim_draws(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
+                        const Epochs& epochs, const Rates& fim_rates) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
+        const std::int64_t lists = integer(num_lists, "num_lists", 0);
+        std::array<std::vector<std::int64_t>, 6> columns;
+        unlocked([&] {
+            std::vector<SampleRef> refs = located(samples, lists);
+            of_samples.give(refs);
+            const auto draws = draw_fim(fim_.get(), shards_, refs);
+            for (std::int64_t i = 0; i < ssize(draws); ++i) {
+                for (const FimDraw& draw : draws[i]) {
+                    const std::int64_t row[] = {i,        draw.segment, draw.document,
+                                                draw.spm, draw.first,   draw.second};
+                    for (std::size_t c = 0; c < columns.size(); ++c) columns[c].push_back(row[c]);
+                }
+            }
+        });
+        py::tuple result(columns.size());
+        for (std::size_t c = 0; c < columns.size(); ++c) {
+            result[c] = to_numpy(std::move(columns[c]));
+        }
+        return result;
     }
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
@@ -270,6 +376,7 @@ class Gatherer {
         return locate_samples(runs_, samples, lists);
     }
 
+    std::shared_ptr<Fim> fim_;
     GatherOptions options_;
     SampleRuns runs_;
     std::vector<Shard> shards_;  // by number of the shard
@@ -285,29 +392,39 @@ void register_gather(py::module_& m) {
     py::class_<MemoryPool>(m, "MemoryPool")
         .def(py::init<const py::object&>(), py::arg("max_blocks"))
         .def("take", &MemoryPool::take, py::arg("num_bytes"));
+    py::class_<Fim, std::shared_ptr<Fim>>(m, "Fim").def(
+        py::init(&make_fim), py::kw_only(), py::arg("prefix"), py::arg("suffix"), py::arg("middle"),
+        py::arg("end") = -1, py::arg("eod") = -1, py::arg("spm_rate"), py::arg("seed"),
+        py::arg("tables") = py::none());
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
                       const py::object&, const py::object&, const py::object&, const py::object&,
-                      const py::object&>(),
+                      const py::object&, std::shared_ptr<Fim>>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
              py::arg("positions"), py::arg("attention"), py::arg("label_boundary"), py::arg("loss"),
-             py::arg("alignment"), py::arg("pad_token"))
+             py::arg("alignment"), py::arg("pad_token"), py::arg("fim") = py::none())
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
              py::arg("labels"), py::arg("weights"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
-             py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none())
+             py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none(),
+             py::arg("first_document") = 0, py::arg("fim_longest") = -1)
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("num_rows"),
              py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
              py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
              py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"),
-             py::arg("num_lists"), py::arg("factors").noconvert() = py::none())
+             py::arg("num_lists"), py::arg("factors").noconvert() = py::none(),
+             py::arg("epochs").noconvert() = py::none(),
+             py::arg("fim_rates").noconvert() = py::none())
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
-             py::arg("num_lists"))
+             py::arg("num_lists"), py::arg("epochs").noconvert() = py::none(),
+             py::arg("fim_rates").noconvert() = py::none())
+        .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(),
+             py::arg("num_lists"), py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert())
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);

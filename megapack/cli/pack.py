@@ -88,6 +88,11 @@ def print_composition(index: SampleIndex) -> None:
             ("groups of documents", count(m["num_groups"]), ""),
             ("groups cut", count(m["num_cut_groups"]), f"{longer} bucket"),
         ]
+    if "num_documents_with_fim_room" in m:
+        found, room = m["num_documents_with_fim_room"], index.fim_room
+        others = m["num_documents"] - m["num_empty_documents"] - found
+        remark = f"for {room} tokens more; {count(others)} others stay as they are"
+        facts.append(("documents with FIM room", count(found), remark))
     print()
     for name, value, remark in facts:
         print(f"{name:26} {value:>16}  {remark}".rstrip())
@@ -235,6 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_groups(parser)
     add_shared(parser, "--seed", "--threads")
     add_alignment(parser)
+    add_fim_room(parser)
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
     add_shared(parser, "--json")
     add_sharing(parser.add_argument_group("many datasets (what is written never depends on it)"))
@@ -266,10 +272,22 @@ def add_alignment(parser: Arguments) -> None:
     )
 
 
+def add_fim_room(parser: Arguments) -> None:
+    """``args.fim_room``; compare has it as well."""
+    parser.add_argument(
+        "--fim-room",
+        metavar="N",
+        type=int,
+        default=0,
+        help="leave room for every whole document to grow by N tokens: the sentinels of "
+        "fill-in-the-middle, 3 or 4, and what cuts between characters add (default: %(default)s)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     known = _parameters_by_name()
     given = {name: value for name, value in vars(args).items() if name in known}
-    options = {name: getattr(args, name) for name in ("buckets", "preset", "alignment")}
+    options = {name: getattr(args, name) for name in ("buckets", "preset", "alignment", "fim_room")}
     options["match_repetition"] = args.match_repetition
     options["groups"] = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):

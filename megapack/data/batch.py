@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.config import check_positive
+from megapack.data.fim import FimDraws
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, most_segments
 
@@ -58,6 +59,7 @@ class MicroBatch:
         imbalance_undealt: the same had the samples been dealt in the order of the schedule.
         source: (samples,) int64, number of the source (dataset) of every sample.
         loss_weight: (samples,) float32, factors on their loss masks; None: 1.
+        fim: of every sample what fill-in-the-middle draws by; None: no source of the step has it.
         step_label_weight: what losses times loss masks are divided by: the sum of the loss mask
             over the whole step and all ranks; None: ``num_step_label_tokens``.
         attention_window: of the step, tokens; None: there is none.
@@ -80,6 +82,7 @@ class MicroBatch:
     attention_window: int | None
     num_lists: int = 0
     sequence_parallel_size: int = 1
+    fim: FimDraws | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -90,9 +93,15 @@ class MicroBatch:
     def __getitem__(self, i: int) -> int:
         return int(self.sample_ids[i])
 
+    @property
+    def gathered_by(self) -> dict[str, Any]:
+        """Arguments of ``PackedDataset.micro_batch`` beside its layout, by name."""
+        names = ("sample_ids", "capacity", "loss_weight", "fim", "attention_window", "num_lists")
+        return {name: getattr(self, name) for name in names}
+
     def about(self) -> Batch:
         """Facts that go along with the tensors of the batch."""
-        left_out = ("num_lists", "sequence_parallel_size", "loss_weight")
+        left_out = ("num_lists", "sequence_parallel_size", "loss_weight", "fim")
         about = {name: value for name, value in vars(self).items() if name not in left_out}
         arrays = {name: torch.from_numpy(about[name]) for name in ("sample_ids", "source")}
         return {name: value for name, value in about.items() if value is not None} | arrays

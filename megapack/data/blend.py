@@ -13,13 +13,14 @@
     max_epochs: 4                  # no source is repeated more often: such a run is refused, or
     run_tokens: 10_000_000_000     # over so many tokens the others take what a source is short of
     attention_window: 2048
+    fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
       - {from_step: 9000, skip_steps: 200}                      # data that made the loss spike
       - {from_step: 9500, attention_window: 8192, window_steps: 2000}
       - {from_step: 12000, weights: {web: 0.5, late: 0.5}, order: grow-p2, loss_weights: {late: 2}}
       - {from_step: 14000, weights: {late: 1}, ramp: {until_step: 15000}}    # little by little
-      - {from_step: 15000, exclude: {web: takedown.txt}}        # documents masked from here on
+      - {from_step: 15000, exclude: {web: takedown.txt}, fim_rates: {code: 0.9}}
 
 What a stage does not say stays as it was (``megapack.data.program``). The same file serves launch/
 and the hosts of ``megapack.integrations``, which also pack sources that have no index and form rows
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megapack.config import check_positive, check_range, load_config
+from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
@@ -71,6 +73,9 @@ class Source:
     loss_weight: float = 1.0
     """Factor on the loss of its labels: each counts like so many in the mean over a step. The loss
     denominator is the sum of these factors, so equal factors change nothing."""
+    fim_rate: float | None = None
+    """Share of its documents that are told with their middle at the end; None: ``fim.rate`` of the
+    manifest."""
     valid_prefix: str | None = None
     """Held-out documents of the same kind, for ``launch/``: its evaluations tell their loss beside
     those of the other sources. Hosts have validation data of their own."""
@@ -84,6 +89,7 @@ class Source:
 
     def __post_init__(self) -> None:
         check_range(f"source {self.title!r}", at_least=0, weight=self.weight)
+        check_range(f"source {self.title!r}", at_least=0, at_most=1, fim_rate=self.fim_rate)
         check_positive(
             f"source {self.title!r}", loss_weight=self.loss_weight, max_epochs=self.max_epochs
         )
@@ -204,6 +210,8 @@ class Stage:
     ramp going."""
     loss_weights: dict[str, float] | None = None
     """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
+    fim_rates: dict[str, float] | None = None
+    """Source name -> ``Source.fim_rate`` from here on; that of a source not named stays."""
     attention_window: int | None = None
     """Attention stays inside pieces of so many tokens of a segment (``Window``); 0: inside
     segments, as without a window."""
@@ -263,6 +271,8 @@ class BlendConfig:
     attention_window: int | None = None
     """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
     (``megapack.data.program.Window``). None: inside segments."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle (``megapack.data.fim``). None: documents are told as they are."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -286,6 +296,13 @@ class BlendConfig:
                 )
 
     @property
+    def fim_rates(self) -> list[float] | None:
+        """``fim_rate`` of every source; None: nothing is said of it."""
+        usual = None if self.fim is None else self.fim.rate
+        rates = [usual if s.fim_rate is None else s.fim_rate for s in self.sources]
+        return None if set(rates) == {None} else [rate or 0.0 for rate in rates]
+
+    @property
     def limits(self) -> list[float | None]:
         """``max_epochs`` of every source."""
         return [
@@ -299,6 +316,7 @@ class BlendConfig:
             self,
             sources=tuple(source.relative_to(folder) for source in self.sources),
             stages=tuple(stage.relative_to(folder) for stage in self.stages),
+            fim=self.fim and self.fim.relative_to(folder),
         )
 
 

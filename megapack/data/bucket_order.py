@@ -332,6 +332,15 @@ class BucketStream:
         ids = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
         return ids[begin - first * size : end - first * size]
 
+    def epochs(self, begin: int, end: int) -> Ids:
+        """Beside ``ids``: the pass over its source's samples that each is of; windows of cost move
+        samples within a pass."""
+        which, first, count, places = self.blend.range(begin, end)
+        cursors = np.repeat(self.starts[which] + first - np.cumsum(count) + count, count)
+        epochs = np.empty(end - begin, np.int64)
+        epochs[places] = (cursors + np.arange(end - begin)) // np.repeat(self.sizes[which], count)
+        return epochs
+
     def cursor(self, i: int, end: int) -> int:
         """How many samples source ``i`` gave, before this stream and in its first ``end``."""
         return int(self.starts[i]) + self.blend.taken_of(i, end)

@@ -38,7 +38,8 @@ from megapack.data.documents import (
     SourceDocuments,
     open_sources,
 )
-from megapack.data.program import Mixture
+from megapack.data.fim import Fim, FimDraws, check_fim, open_fim
+from megapack.data.program import Mixture, largest_fim_rates
 from megapack.data.sources import (
     Exclusions,
     LabelTotals,
@@ -88,7 +89,8 @@ class PackedDataset(Dataset[Batch]):
             has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
             this ``alignment``; otherwise rows must be longer than the capacity.
         mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
-            stages, scores, max_epochs, run_tokens, loss_weights, loss, attention_window.
+            stages, scores, max_epochs, run_tokens, loss_weights, loss, attention_window, fim and
+            fim_rates, with the seed of the run.
 
     Attributes:
         datasets, label_datasets, weight_datasets: the documents of every source, and the labels and
@@ -136,10 +138,21 @@ class PackedDataset(Dataset[Batch]):
         self._connect(indices, Mixture(**mixture).of([item.prefix for item in self.datasets]))
 
     def _connect(
-        self, indices: list[SourceIndex], mixture: Mixture, exclusions: Exclusions | None = None
+        self,
+        indices: list[SourceIndex],
+        mixture: Mixture,
+        exclusions: Exclusions | None = None,
+        fim: Fim | None = None,
     ) -> None:
         """In this process."""
         shards = Shards(indices)
+        if fim is None and mixture.fim is not None:
+            fim = open_fim(mixture.fim, mixture.seed, self.datasets)
+            names = mixture.names or ()
+            rates = mixture.fim_rates or [mixture.fim.rate] * len(names)
+            most = largest_fim_rates(rates, names, mixture.stages)
+            sources = (names, most, self.datasets, indices, self.label_datasets)
+            check_fim(fim, zip(*sources, strict=True))
         self._exclusions = exclusions or read_exclusions(
             mixture.stages, mixture.names or (), [index.num_documents for index in indices]
         )
@@ -151,6 +164,7 @@ class PackedDataset(Dataset[Batch]):
             attention=self._options["attention"],
             counter=self._count_labels,
             token_weights=list(map(_weights_identity, self.datasets, self.weight_datasets)),
+            fim=fim,
         )
         alignment = self._options["alignment"]
         for window in self.samples.windows:
@@ -165,6 +179,7 @@ class PackedDataset(Dataset[Batch]):
             first_samples=shards.first_samples,
             sources=shards.sources,
             loss=self.samples.mixture.loss,
+            fim=None if fim is None else fim.core(),
             **self._options,
         )
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
@@ -180,7 +195,7 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_options", "datasets", "label_datasets", "weight_datasets")
         given = {name: getattr(self, name) for name in names}
-        own = (self.samples.indices, self.samples.mixture, self._exclusions)
+        own = (self.samples.indices, self.samples.mixture, self._exclusions, self.samples.fim)
         return {"given": given, "own": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -202,21 +217,23 @@ class PackedDataset(Dataset[Batch]):
             tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
             cu_seqlens int32 (segments + 1,); max_seqlen int.
         """
-        return self._sample(i, 0)
+        return self._sample(i)
 
-    def _sample(self, i: int, num_lists: int) -> Batch:
+    def _sample(self, i: int, num_lists: int = 0, fim: FimDraws | None = None) -> Batch:
         sample = i.__index__()
         if sample < 0:
             sample += len(self)
-        batch = self.micro_batch([sample], num_lists=num_lists)
+        batch = self.micro_batch([sample], num_lists=num_lists, fim=fim)
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]
         return batch
 
     def __getitems__(self, samples: Sequence[int]) -> list[Batch]:
         """One batch for each; torch's DataLoader hands over what its batch sampler gave, and a
-        ``MicroBatch`` says which documents are masked."""
-        return [self._sample(i, getattr(samples, "num_lists", 0)) for i in samples]
+        ``MicroBatch`` says which documents are masked, and which turned round."""
+        num_lists, fim = getattr(samples, "num_lists", 0), getattr(samples, "fim", None)
+        own = [None if fim is None else fim.of(slice(n, n + 1)) for n in range(len(samples))]
+        return [self._sample(i, num_lists, of) for i, of in zip(samples, own, strict=True)]
 
     def micro_batch(
         self,
@@ -229,6 +246,7 @@ class PackedDataset(Dataset[Batch]):
         loss_weight: ArrayLike | None = None,
         attention_window: int | None = None,
         num_lists: int = 0,
+        fim: FimDraws | None = None,
     ) -> Batch:
         """Gather samples of one bucket.
 
@@ -245,6 +263,8 @@ class PackedDataset(Dataset[Batch]):
                 tokens, all else stays; None: they are whole.
             num_lists: documents of the first so many lists of excluded documents are padding; that
                 of the step or ``MicroBatch``.
+            fim: of every sample, by what its documents are turned round; that of the
+                ``MicroBatch``. None: they are told as they are.
 
         Returns:
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
@@ -296,6 +316,7 @@ class PackedDataset(Dataset[Batch]):
                 0 if attention_window else entries,
                 num_lists,
                 factors,
+                *(fim or ()),
             )
 
         bounds = self.remote_reads.read(ids, gather)
@@ -338,17 +359,20 @@ class PackedDataset(Dataset[Batch]):
         """Have nothing read around what is asked for; in this process, from now on."""
         self._gatherer.read_exactly()
 
-    def count_labels(self, sample_ids: ArrayLike, num_lists: int = 0) -> Ids:
+    def count_labels(
+        self, sample_ids: ArrayLike, num_lists: int = 0, fim: FimDraws | None = None
+    ) -> Ids:
         """Tokens of every sample that have a label, int64.
 
         Arguments are those of ``micro_batch``.
         """
-        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists)
+        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists, fim)
 
-    def _count_labels(self, ids: Ids, num_lists: int) -> LabelTotals:
+    def _count_labels(self, ids: Ids, num_lists: int, fim: FimDraws | None) -> LabelTotals:
         self._open_for(ids)
-        count = partial(self._gatherer.count_labels, ids, num_lists)
-        return LabelTotals(*self._remote_labels.read(ids, count))
+        count = partial(self._gatherer.count_labels, ids, num_lists, *(fim or ()))
+        reads = self._remote_labels if fim is None else self.remote_reads
+        return LabelTotals(*reads.read(ids, count))
 
     def documents(self, shard: int) -> IndexedDataset:
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be.
@@ -398,6 +422,8 @@ class PackedDataset(Dataset[Batch]):
             excluded=excluded,
             excluded_by=excluded_by,
             segment_joined=joined if self.samples.attention == "group" else None,
+            first_document=first,
+            fim_longest=-1 if self.samples.fim is None else index.fim_longest,
         )
         self.remote_reads.add(shard, dataset, labels, weights)
         self._remote_labels.add(shard, labels, weights)
@@ -434,6 +460,12 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
     Raises:
         ConfigError: naming the dataset and its largest id.
     """
+    fim = data.samples.fim
+    if fim is not None and fim.largest_id >= vocab_size:
+        raise ConfigError(
+            f"fim writes token id {fim.largest_id}, and the model has ids below {vocab_size}: give "
+            "it a larger vocabulary, or choose other sentinels"
+        )
     chosen = [labels for labels in data.label_datasets if labels is not None]
     for dataset in [*data.datasets, *chosen]:
         if np.iinfo(dataset.dtype).max < vocab_size:
@@ -499,6 +531,8 @@ def open_blend(
         names=[source.title for source in sources],
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
+        fim=blend.fim,
+        fim_rates=blend.fim_rates,
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         weight_dataset=[None if s.token_weights == "none" else s.token_weights for s in sources],
         max_epochs=blend.limits,

@@ -107,6 +107,11 @@ class ShardedDocuments:
             return None
         return xxhash.xxh3_64_hexdigest(repr(known).encode())
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether labels beside some shard are used."""
+        return self.with_labels and any(shard.labels for shard in self.index.shards)
+
     def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """What the builders of all shards, and of the labels and weights beside some, were told
         alike; every shard is opened. Raises as ``open``."""

@@ -395,15 +395,7 @@ class PackedLoader:
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
             size = layout.micro_batch_tokens
             out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self.pin_memory)
-            batch = self.dataset.micro_batch(
-                item.sample_ids,
-                layout=layout,
-                capacity=item.capacity,
-                out=out,
-                loss_weight=item.loss_weight,
-                attention_window=item.attention_window,
-                num_lists=item.num_lists,
-            )
+            batch = self.dataset.micro_batch(**item.gathered_by, layout=layout, out=out)
             _, row_tokens = layout.rows(item.capacity)
             if shared > 1:
                 batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)

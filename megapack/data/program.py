@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megapack.config import check_positive, check_range
 from megapack.data.blend import Ramp, Stage
 from megapack.data.bucket_order import order_named, whole_weights
+from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
 from megapack.data.step_config import Loss, ScheduleConfig
 from megapack.errors import ConfigError
@@ -69,10 +70,21 @@ class Mixture:
     """What a step's loss is the mean of (``megapack.data.sampler``)."""
     attention_window: int | None = None
     """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle (``megapack.data.fim``); None: none."""
+    fim_rates: Sequence[float] | None = None
+    """Share of every source's documents; None: ``fim.rate``."""
+    seed: int = 0
+    """Of the run, which ``fim`` draws by."""
 
     def of(self, names: Sequence[str]) -> Mixture:
         """The same with names where it has none. Raises ConfigError: not one of each per source."""
-        for what, given in (("weights", self.weights), ("loss weights", self.loss_weights)):
+        of_sources: dict[str, Sequence[Any] | None] = {
+            "weights": self.weights,
+            "loss weights": self.loss_weights,
+            "rates of fim": self.fim_rates,
+        }
+        for what, given in of_sources.items():
             if given is not None and len(given) != len(names):
                 raise ConfigError(
                     f"{len(given)} {what} for {len(names)} indices; give one for each"
@@ -88,6 +100,17 @@ class Mixture:
             )
         names = list(self.names or names)
         return replace(self, weights=weights, names=names, scores=scores, max_epochs=list(limits))
+
+
+def largest_fim_rates(
+    rates: Sequence[float], names: Sequence[str], stages: Sequence[Stage]
+) -> list[float]:
+    """Of every source the largest rate that it has in some stage, given those it begins with."""
+    changes = [stage.fim_rates or {} for stage in stages]
+    return [
+        max(rate, *(c.get(n, 0.0) for c in changes), 0.0)
+        for n, rate in zip(names, rates, strict=True)
+    ]
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
@@ -159,6 +182,8 @@ class StageSettings(NamedTuple):
     """Whether it is a piece of a ramp, after which another one comes."""
     loss_weights: tuple[float, ...] | None = None
     """Loss weights, one per source; None: 1 for all."""
+    fim_rates: tuple[float, ...] | None = None
+    """Share of documents with their middle at the end, one per source; None: 0 for all."""
     window: Window | None = None
 
     def window_at(self, step: int) -> int | None:
@@ -255,7 +280,9 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
     check_range("the run", at_least=0, attention_window=mixture.attention_window)
     window = Window(mixture.attention_window) if mixture.attention_window else None
     factors = _loss_weights({}, mixture.loss_weights, names, "the run")
-    program: Program = (StageSettings(0, 0, config, weights, loss_weights=factors, window=window),)
+    rates = _fim_rates({}, mixture, mixture.fim_rates, "the run")
+    settings = StageSettings(0, 0, config, weights)
+    program: Program = (settings._replace(loss_weights=factors, fim_rates=rates, window=window),)
     ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
     written, decided = deque(mixture.stages), deque(mixture.decided)
     while written or decided:
@@ -282,6 +309,9 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
             num_lists=last.num_lists + (stage.exclude is not None),
             ramping=bool(ramp),
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
+            fim_rates=_fim_rates(
+                stage.fim_rates, mixture, last.fim_rates or [0.0] * len(names), str(stage)
+            ),
             window=_window(stage, begin, last),
         )
         if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
@@ -459,6 +489,24 @@ def _loss_weights(
     remedy = "to measure a source without training on it, make it a validation set"
     _check_above_0(by, "loss weight", dict(zip(names, result, strict=True)), remedy)
     return tuple(result) if set(result) != {1.0} else None
+
+
+def _fim_rates(
+    changes: Mapping[str, float] | None, mixture: Mixture, before: Sequence[float] | None, by: str
+) -> tuple[float, ...] | None:
+    names = mixture.names or ()
+    usual = 0.0 if mixture.fim is None else mixture.fim.rate
+    result = [usual] * len(names) if before is None else [float(rate) for rate in before]
+    for number, rate in numbered(changes or {}, names, f"{by} gives a rate of fim to").items():
+        result[number] = float(rate)
+    rates = {f"rate of fim of {name!r}": rate for name, rate in zip(names, result, strict=True)}
+    check_range(by, at_least=0, at_most=1, **rates)
+    if mixture.fim is None and any(result):
+        raise ConfigError(
+            f"{by} has a rate of fim and there is no fim: say its sentinels (fim: {{sentinels: "
+            "...}} in the manifest), or leave the rate out"
+        )
+    return tuple(result) if any(result) else None
 
 
 def _check_above_0(by: str, what: str, values: Mapping[str, float], remedy: str) -> None:

@@ -24,6 +24,7 @@ from megapack.data.program import (
     STAGE_FIELDS,
     Program,
     StageSettings,
+    Weights,
     drawn_by,
 )
 from megapack.data.sources import SampleSource
@@ -38,7 +39,7 @@ ORDER_VERSION = 3
 # What a stage can change, and the rest. Those of training are not of the order of samples, and
 # written only where there are some.
 _STAGE = (*STAGE_FIELDS, "weights")
-_TRAINING = ("loss_weights", "attention_window", "attention")
+_TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention")
 _WHOLE_RUN = (
     "order_version",
     *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
@@ -58,6 +59,8 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), 
     "loss_weights": "the same samples are drawn, and their losses count otherwise",
     "loss": "the same samples are drawn, and their losses count otherwise",
     "token_weights": "the same samples are drawn, and their losses count otherwise",
+    "fim": "the same samples are drawn, and their documents are turned round otherwise",
+    "fim_rates": "the same samples are drawn, and other shares of their documents turned round",
     "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
     "attention": "the same samples are drawn, and documents of a group see each other, or no more",
 }
@@ -89,13 +92,11 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
 
 
 def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
-    # Loss weights up to the last one that is not 1, of what is drawn.
-    pairs = zip(stage.loss_weights or (), stage.weights, strict=False)
-    factors = [1.0 if weight == 0 else factor for factor, weight in pairs]
-    while factors and factors[-1] == 1:
-        factors.pop()
+    rates = _of_drawn(stage.fim_rates, stage.weights, 0.0)
     optional = {
-        "loss_weights": factors,
+        "loss_weights": _of_drawn(stage.loss_weights, stage.weights, 1.0),
+        "fim": samples.fim.identity() if samples.fim is not None and rates else None,
+        "fim_rates": rates,
         "attention_window": list(stage.window or ()),
         "attention": "group" if samples.attention == "group" else None,
         "exclude": samples.exclusions.digests(stage.num_lists, samples.names),
@@ -108,6 +109,15 @@ def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
         "weights": list(stage.weights),
         **{name: value for name, value in optional.items() if value},
     }
+
+
+def _of_drawn(values: Sequence[float] | None, weights: Weights, usual: float) -> list[float]:
+    """Of what is drawn, up to the last that is not as usual."""
+    pairs = zip(values or (), weights, strict=False)
+    found = [usual if weight == 0 else value for value, weight in pairs]
+    while found and found[-1] == usual:
+        found.pop()
+    return found
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:

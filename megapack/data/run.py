@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range, from_dict, to_dict
 from megapack.data.blend import BlendConfig, Stage, load_blend
+from megapack.data.fim import FimConfig
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
 from megapack.data.step_config import Attention, Loss, ScheduleConfig, StepConfig, check_group
@@ -67,6 +68,8 @@ class DataConfig(StepConfig):
     """What the loss of a step is the mean of: all its label tokens; ``sequence_mean`` and
     ``longalign``: the means of its sequences, each what a sample has of a document. Both of these
     have the same gradients; they differ in the unit of the weights (``megapack.data.sampler``)."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle of prefix and index; a blend's manifest has its own."""
     uneven: Literal["error", "pad"] = "error"
     """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
     verify: bool = True
@@ -87,6 +90,8 @@ class DataConfig(StepConfig):
                 "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
                 "both"
             )
+        if self.blend and self.fim is not None:
+            raise ConfigError("data: fim is of prefix and index; a blend has it in its manifest")
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
                 "data: valid_index is given and valid_prefix is not; give the documents that it is "
@@ -303,13 +308,14 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
         "attention": section.attention,
         "label_boundary": section.label_boundary,
         "loss": section.loss,
+        "seed": config.seed,
     }
     if section.blend is not None:
         blend = load_blend(section.blend)
         data = open_blend(blend, **options)
     else:
         assert section.index is not None  # DataConfig checked it
-        blend, data = None, PackedDataset(section.prefix, section.index, **options)
+        blend, data = None, PackedDataset(section.prefix, section.index, fim=section.fim, **options)
     planned = plan_steps(config, data, decided)
     return OpenRun(**planned.__dict__, data=data, blend=blend, decisions=decided)
 

@@ -296,6 +296,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     loss_weight=None
                     if weights.of_samples is None
                     else weights.of_samples[begin + mine],
+                    fim=None if draw.fim is None else draw.fim.of(mine),
                     step_label_weight=weights.label_weight,
                     attention_window=settings.window_at(step),
                     num_lists=content.num_lists,
@@ -356,7 +357,7 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
         content: of the step.
         samples: of the dataset that gathers them.
     """
-    totals = samples.label_totals(content.sample_ids, content.num_lists)
+    totals = samples.label_totals(content.sample_ids, content.num_lists, content.fim)
     num_labels, loss = int(totals.labels.sum()), samples.mixture.loss
     of_sources = schedule.settings_at(content.index).loss_weights
     factors = None

@@ -55,6 +55,7 @@ from megapack.data.bucket_order import (
     order_named,
     shuffle_keys,
 )
+from megapack.data.fim import FimDraws
 from megapack.data.program import (
     Mixture,
     Program,
@@ -83,11 +84,13 @@ class Draw:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids; fewer where a finite schedule ends.
+        fim: of every sample what fill-in-the-middle draws by; None: no source has it.
     """
 
     bucket: int
     capacity: int
     sample_ids: Ids
+    fim: FimDraws | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +101,13 @@ class Step:
         index: of the step, counted from 0.
         draws: what it holds.
         num_lists: of excluded documents in force.
-        count_labels: (sample ids, num_lists) -> tokens of each sample that have a label.
+        count_labels: (sample ids, num_lists, fim) -> tokens of each sample that have a label.
     """
 
     index: int
     draws: tuple[Draw, ...]
     num_lists: int
-    count_labels: Callable[[Ids, int], Ids] = field(repr=False)
+    count_labels: Callable[[Ids, int, FimDraws | None], Ids] = field(repr=False)
 
     @property
     def bucket(self) -> int:
@@ -122,9 +125,15 @@ class Step:
         return np.concatenate([draw.sample_ids for draw in self.draws])
 
     @cached_property
+    def fim(self) -> FimDraws | None:
+        """Those of all draws, in the order of ``sample_ids``; None: no source has it."""
+        parts = [draw.fim for draw in self.draws if draw.fim is not None]
+        return FimDraws(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+
+    @cached_property
     def label_counts(self) -> Ids:
         """Tokens of every sample that have a label, in the order of ``sample_ids``; int64."""
-        return self.count_labels(self.sample_ids, self.num_lists)
+        return self.count_labels(self.sample_ids, self.num_lists, self.fim)
 
     @property
     def num_label_tokens(self) -> int:
@@ -146,7 +155,7 @@ class StageDraws:
 
     Attributes:
         begin: first step.
-        config, weights, num_lists, ramping: those of the settings.
+        config, weights, num_lists, ramping, fim_rates: those of the settings.
         buckets: streams of samples, by rising capacity.
         samples_per_draw: of every bucket.
         num_cycles: per epoch of the order.
@@ -168,6 +177,7 @@ class StageDraws:
         first = settings.begin + settings.skip_steps
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.num_lists, self.ramping = settings.num_lists, settings.ramping
+        self.fim_rates = settings.fim_rates
         self.samples = samples
         order, seed = order_named(self.config.order), self.config.seed
         if samples.score_orders and not order.shuffled and not finite:
@@ -222,7 +232,7 @@ class StageDraws:
         """The same draws, of which some steps may be passed over before the stage begins."""
         result = copy.copy(self)
         result.begin, result.num_lists = settings.begin, settings.num_lists
-        result.ramping = settings.ramping
+        result.ramping, result.fim_rates = settings.ramping, settings.fim_rates
         result._first_draw = self.draw_of(settings.begin + settings.skip_steps)
         return result
 
@@ -247,7 +257,12 @@ class StageDraws:
     def _draw(self, draw: int) -> Draw:
         bucket, turn = self.draws.locate(draw)
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        return Draw(bucket, stream.capacity, stream.ids(turn * count, (turn + 1) * count))
+        begin, end = turn * count, (turn + 1) * count
+        ids, fim = stream.ids(begin, end), None
+        if self.fim_rates is not None:
+            rates = np.array(self.fim_rates)[self.samples.locate(ids)[0]]
+            fim = FimDraws(stream.epochs(begin, end), rates)
+        return Draw(bucket, stream.capacity, ids, fim)
 
     # --- cursors --------------------------------------------------------------------------------
 
@@ -438,6 +453,12 @@ class Schedule:
         if finite:
             _check_tokens_once(self.samples.indices)
             mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
+            mixture = replace(mixture, fim=None, fim_rates=None)
+        elif mixture.fim is not None and mixture.seed != self.config.seed:
+            raise ConfigError(
+                f"fim draws by seed {mixture.seed} and the schedule by {self.config.seed}: give "
+                "the PackedDataset the seed of the run, too"
+            )
         self.finite = finite
         self.program = within_epochs(
             resolve(self.config, mixture), mixture, self.samples.tokens_per_epoch.tolist()

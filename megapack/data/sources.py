@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.blend import Stage
 from megapack.data.bucket_order import Bucket, Place, buckets_of
+from megapack.data.fim import Fim, FimDraws
 from megapack.data.program import Mixture, numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.data.step_config import Attention
@@ -269,10 +270,11 @@ class SampleSource:
         shards: of the indices; None: their own.
         exclusions: of the mixture's stages; None: read now.
         attention: what a token attends to, which decides the cost.
-        counter: (global ids, num_lists) -> labels of each; None: derived from the indices, which
-            works as long as no strategy dropped tokens.
+        counter: (global ids, num_lists, fim) -> labels of each; None: derived from the indices,
+            which works as long as no strategy dropped tokens, and without fill-in-the-middle.
         token_weights: of every index what tells its loss weights per token from others; None, also
             in the list: there are none.
+        fim: the mixture's, with ids; None: there is none.
     """
 
     def __init__(
@@ -283,13 +285,14 @@ class SampleSource:
         shards: Shards | None = None,
         exclusions: Exclusions | None = None,
         attention: Attention = "document",
-        counter: Callable[[Ids, int], LabelTotals] | None = None,
+        counter: Callable[[Ids, int, FimDraws | None], LabelTotals] | None = None,
         token_weights: Sequence[str | None] | None = None,
+        fim: Fim | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices, self.attention, self._counter = list(indices), attention, counter
-        self.token_weights = list(token_weights or [None] * len(indices))
+        self.token_weights, self.fim = list(token_weights or [None] * len(indices)), fim
         self.shards = shards or Shards(self.indices)
         self.bases = self.shards.bases
         self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])
@@ -498,15 +501,18 @@ class SampleSource:
             costs[mine] = padding + (own if whole else _sums(owner, own, len(local)))
         return costs
 
-    def count_labels(self, ids: Ids, num_lists: int = 0) -> Ids:
+    def count_labels(self, ids: Ids, num_lists: int = 0, fim: FimDraws | None = None) -> Ids:
         """Tokens of every sample that have a label, int64 (len(ids),)."""
-        return self.label_totals(ids, num_lists).labels
+        return self.label_totals(ids, num_lists, fim).labels
 
-    def label_totals(self, ids: Ids, num_lists: int = 0) -> LabelTotals:
+    def label_totals(
+        self, ids: Ids, num_lists: int = 0, fim: FimDraws | None = None
+    ) -> LabelTotals:
         """The labels of every sample: all but the last token of each document that ends there,
         where nobody counted them."""
         if self._counter is not None:
-            return self._counter(ids, num_lists)
+            return self._counter(ids, num_lists, fim)
+        assert fim is None, "bare indices have no fill-in-the-middle"
         counts, sequences = np.empty((2, len(ids)), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)

@@ -33,7 +33,7 @@ MOST_DEFAULT_BUCKETS = 5
 # micro step, is the host's.
 STAGE_FIELDS = frozenset(
     {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
-    | {"attention_window", "window_steps"}
+    | {"attention_window", "window_steps", "fim_rates"}
 )
 
 

@@ -19,6 +19,8 @@ import xxhash
 
 from megapack.data.dataset import open_blend
 from megapack.data.documents import ShardedDocuments, SourceDocuments
+from megapack.data.fim import open_fim
+from megapack.data.program import largest_fim_rates
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source, default_buckets
@@ -56,12 +58,16 @@ class Recipe:
     seed: int
     align: int = 1
     """Segments are given room in multiples of this many tokens."""
+    fim_room: int = 0
+    """Tokens by which a document may grow (``megapack.data.fim``)."""
 
     def digest(self, fingerprint: str) -> str:
         """Identity of the index of a dataset with this fingerprint: 32 hexadecimal digits."""
         strategy = find_strategy(self.strategy)
         content = asdict(self) | {"parameters": strategy.resolve(self.parameters)}
         content |= {"version": VERSION, "documents": fingerprint}
+        if not self.fim_room:  # as before there was any
+            del content["fim_room"]
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -170,6 +176,7 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
         seed=recipe.seed,
         threads=min(MAX_THREADS, os.cpu_count() or 1),
         alignment=recipe.align,
+        fim_room=recipe.fim_room,
         **recipe.parameters,
     )
 
@@ -216,6 +223,8 @@ def open_rows(
         cache_directory: of the host; None: ``megapack-cache`` beside the first source, if that is
             no address.
 
+    Documents are turned round (``fim``) where they are trained on, that is, where stages are.
+
     Raises:
         ConfigError: options that exclude each other, or a split without documents.
         MegapackError, OSError: sources that cannot be read or packed.
@@ -228,11 +237,15 @@ def open_rows(
     where = manifest.cache_directory or cache_directory
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
+    if not trains:
+        held_out = tuple(replace(source, fim_rate=None) for source in manifest.sources)
+        manifest = replace(manifest, sources=held_out, stages=(), fim=None)
+    rooms = _fim_rooms(manifest, datasets, options.seed)
     used = [
         (source, dataset, index)
-        for source, dataset in zip(manifest.sources, datasets, strict=True)
+        for source, dataset, room in zip(manifest.sources, datasets, rooms, strict=True)
         if (stages or source.weight != 0)
-        and (index := _index_of(source, dataset, manifest, options, split, where)) is not None
+        and (index := _index_of(source, dataset, manifest, options, split, where, room)) is not None
     ]
     if not used:
         raise ConfigError(
@@ -246,7 +259,8 @@ def open_rows(
         manifest, sources=sources, stages=stages, attention_window=window, run_tokens=run_tokens
     )
     attention = manifest.attention if trains else "document"
-    packed = open_blend(blend, documents, indices, alignment=options.align, attention=attention)
+    how: dict[str, Any] = {"alignment": options.align, "attention": attention}
+    packed = open_blend(blend, documents, indices, seed=options.seed, **how)
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)
@@ -269,6 +283,16 @@ def open_data_path(data_path: str | Manifest, options: RowOptions, **more: Any) 
     return open_rows(manifest, open_sources(manifest), options, **more)
 
 
+def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments], seed: int) -> list[int]:
+    """Of every source the tokens by which its documents may grow."""
+    if manifest.fim is None:
+        return [0] * len(datasets)
+    room = open_fim(manifest.fim, seed, datasets).room
+    names = [source.title for source in manifest.sources]
+    rates = largest_fim_rates(manifest.fim_rates or (), names, manifest.stages)
+    return [room if rate else 0 for rate in rates]
+
+
 def _index_of(
     source: Source,
     dataset: SourceDocuments,
@@ -276,6 +300,7 @@ def _index_of(
     options: RowOptions,
     split: tuple[float, float],
     where: str | Path | None,
+    fim_room: int,
 ) -> SourceIndex | None:
     """The samples of one source's split, None where it has no tokens."""
     begin, end = (round(part * dataset.num_documents) for part in split)
@@ -304,6 +329,7 @@ def _index_of(
         buckets=tuple(buckets),
         seed=options.seed,
         align=options.align,
+        fim_room=fim_room,
     )
     index = cached_index(dataset, recipe, Path(where), node_local=manifest.node_local)
     return index if index.num_samples else None

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.batch import Batch, ReusedBuffers
+from megapack.data.fim import FimDraws
 from megapack.data.sampler import equal_groups, refuse_token_weights
 from megapack.errors import ConfigError
 
@@ -151,6 +152,17 @@ class RowOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
+class Block(NamedTuple):
+    """Rows of one bucket."""
+
+    bucket: int
+    capacity: int
+    samples: NDArray[np.int64]
+    """Ids, (rows_per_block, row // capacity); -1 where there is no sample."""
+    fim: FimDraws | None
+    """Beside them."""
+
+
 class RowDataset(Dataset[dict[str, Tensor]]):
     """Rows of constant length in schedule order.
 
@@ -192,7 +204,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             finite=self.finite,
         )
         self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
-        self._blocks: OrderedDict[int, tuple[int, int, NDArray[np.int64]]] = OrderedDict()
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._layouts: dict[int, BatchLayout] = {}
         self._buffers = ReusedBuffers()
         self._asked = 0
@@ -210,13 +222,13 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``, by rising capacity."""
-        return self._block(self._check(i) // self.options.rows_per_block)[0]
+        return self._block(self._check(i) // self.options.rows_per_block).bucket
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
         """Sample ids of row ``i``, int64 (row // capacity,), in their order in the row; fewer
         where a finite set ends."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
-        samples: NDArray[np.int64] = self._block(block)[2][within]
+        samples: NDArray[np.int64] = self._block(block).samples[within]
         return samples[samples >= 0]
 
     def segments_of(self, i: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -273,7 +285,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
         """Rows of one block."""
-        _, capacity, samples = self._block(block)
+        _, capacity, samples, fim = self._block(block)
         ids = samples[within].reshape(-1)
         if self.finite:
             if (np.diff(ids < 0) < 0).any():  # a sample behind an empty place: as they are dealt
@@ -289,6 +301,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             out=self._buffers.take(len(within), self.options.sequence_length),
             attention_window=self._window(block),
             num_lists=self.schedule.stage_at(block).num_lists,
+            fim=None if fim is None else fim.of(within).flat,
         )
         names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
         rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
@@ -311,21 +324,21 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             )
         return self._layouts[num_rows]
 
-    def _block(self, block: int) -> tuple[int, int, NDArray[np.int64]]:
-        """(bucket, capacity, sample ids (rows_per_block, row // capacity)) of a block; -1 where
-        there is no sample."""
+    def _block(self, block: int) -> Block:
         if block in self._blocks:
             return self._blocks[block]
         step, size = self.schedule.step(block), self.options.rows_per_block
         num_samples = size * (self.options.sequence_length // step.capacity)
+        fim = step.fim
         if (missing := num_samples - len(step.sample_ids)) > 0:
             rows = np.pad(step.sample_ids, (0, missing), constant_values=-1).reshape(size, -1)
         else:
             costs = self.packed.samples.attention_cost(
                 step.sample_ids, step.capacity, self._window(block), num_lists=step.num_lists
             )
-            rows = step.sample_ids[equal_groups(costs, num_samples // size)]
-        self._blocks[block] = (step.bucket, step.capacity, rows)
+            places = equal_groups(costs, num_samples // size)
+            rows, fim = step.sample_ids[places], None if fim is None else fim.of(places)
+        self._blocks[block] = Block(step.bucket, step.capacity, rows, fim)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
         return self._blocks[block]

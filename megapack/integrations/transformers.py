@@ -198,14 +198,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
         chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
-        batch = self.dataset.micro_batch(
-            chosen.sample_ids,
-            layout=self.layout,
-            capacity=chosen.capacity,
-            loss_weight=chosen.loss_weight,
-            attention_window=chosen.attention_window,
-            num_lists=chosen.num_lists,
-        )
+        batch = self.dataset.micro_batch(**chosen.gathered_by, layout=self.layout)
         if chosen.step_label_weight is not None:
             if not self.schedule.finite:  # what is held out is not weighted
                 batch["loss_weights"] = batch["loss_mask"] / (chosen.step_label_weight or 1.0)

@@ -74,7 +74,8 @@ def _are_parameters(value: Any) -> bool:
     plain = (str, bool, int, float, type(None))
     if not isinstance(value, dict) or not all(isinstance(v, plain) for v in value.values()):
         return False
-    return is_count(value.get("alignment", 1)) and value.get("alignment", 1) > 0
+    aligned = is_count(value.get("alignment", 1)) and value.get("alignment", 1) > 0
+    return aligned and is_count(value.get("fim_room", 0))
 
 
 def _are_groups(value: Any) -> bool:

@@ -73,6 +73,8 @@ class DocumentTotals:
         num_whole: those that are one segment from end to end; None: all but the empty ones and
             those that have a segment behind their first, which holds unless tokens were dropped.
         lengths_fingerprint: identity of their lengths.
+        num_with_fim_room: those that are one segment and have the room of ``fim_room``; None: it
+            is 0.
     """
 
     num_documents: int
@@ -81,6 +83,7 @@ class DocumentTotals:
     num_tokens: int
     num_whole: int | None
     lengths_fingerprint: str
+    num_with_fim_room: int | None = None
 
     @classmethod
     def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:

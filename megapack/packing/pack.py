@@ -24,12 +24,16 @@ from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
 
-# ---- Room for segments that begin at multiples of a number, as context parallelism needs them ---
-# A strategy is given every document length rounded up to the alignment, and afterwards the segments
-# their true lengths. Capacities are multiples, so strategies cut at multiples only (the windows of
-# `seamless` begin anywhere, but each is a sample by itself): a document ends inside of its last
-# segment, every other one is full, and a sample whose rounded segments fit holds them with each at
-# a multiple of the alignment. What lies between two of them is padding like any other.
+# ---- Room for segments that begin at multiples of a number, as context parallelism needs them, and
+# for the sentinels of fill-in-the-middle
+# A strategy is given every document length with room for sentinels, rounded up to the alignment,
+# and afterwards the segments their true lengths. Capacities are multiples, so strategies cut at
+# multiples only (the windows of `seamless` begin anywhere, but each is a sample by itself): a
+# document ends inside of its last segment, every other one is full, and a sample whose rounded
+# segments fit holds them with each at a multiple of the alignment. What lies between two of them is
+# padding like any other.
+# A document's room stands before its last token: 10 tokens with room for 3 are nine, room, and one
+# behind it. So if a strategy cuts the room, the document is cut, and one that is not has its room.
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -53,24 +57,63 @@ def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np
     return kept
 
 
-def with_true_lengths(arrays: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
-    """The samples that a strategy made of rounded lengths, with segments cut to the true lengths.
+def with_fim_room(lengths: Lengths, room: int, capacity: int) -> Lengths:
+    """Lengths of documents with ``room`` tokens more, where the largest bucket's capacity allows
+    it and there is something to move, which are two tokens."""
+    return np.where((lengths > 1) & (lengths <= capacity - room), lengths + room, lengths)
+
+
+def with_true_lengths(
+    arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths
+) -> dict[str, Any]:
+    """The samples that a strategy made of lengths with room and rounded, with segments cut to the
+    true lengths; those that lay wholly in the room vanish.
 
     Args:
-        arrays: of a strategy.
+        arrays: of a strategy, or of ``Units.expand``.
         lengths: the documents' own.
+        with_room: of ``with_fim_room``; the same where there is none.
     """
-    documents, begin = arrays["segment_document"], arrays["segment_begin"]
-    length = np.minimum(arrays["segment_length"], lengths[documents] - begin).astype(np.int32)
+    documents = arrays["segment_document"]
+    own, full = lengths[documents], with_room[documents]
+    most = own - (full > own)  # in front of the last token, if there is room before it
+    begin = arrays["segment_begin"]
+    end = begin + arrays["segment_length"]
+    end = np.where(end >= full, own, np.minimum(end, most))
+    begin = np.minimum(begin, most).astype(begin.dtype)
+    length = (end - begin).astype(np.int32)
+    if not length.all():
+        kept = length > 0
+        arrays = _without_segments(arrays, kept)
+        documents, begin, length = documents[kept], begin[kept], length[kept]
     # Dropped and repeated tokens were counted with the roundings.
     repeated = _repeated_tokens(documents, begin, length) if arrays["repeated_tokens"] else 0
     placed = int(length.sum(dtype=np.int64))
     return {
         **arrays,
+        "segment_document": documents,
+        "segment_begin": begin,
         "segment_length": length,
         "repeated_tokens": repeated,
         "dropped_tokens": int(lengths.sum(dtype=np.int64)) - placed + repeated,
     }
+
+
+def _without_segments(arrays: Mapping[str, Any], kept: NDArray[np.bool_]) -> dict[str, Any]:
+    """Without some segments, samples that had no other, and what tells them of each other."""
+    offsets = np.append(0, np.cumsum(kept))[arrays["sample_segment_offsets"]]
+    filled = np.diff(offsets) > 0
+    buckets = np.append(0, np.cumsum(filled))[arrays["bucket_sample_offsets"]]
+    found = {
+        **arrays,
+        "sample_segment_offsets": np.append(0, offsets[1:][filled]),
+        "bucket_sample_offsets": buckets,
+    }
+    joined = arrays.get("segment_joined")
+    if joined is not None:  # what went on behind segments that are gone begins now
+        group = np.cumsum(joined == 0)[kept]
+        found["segment_joined"] = (np.diff(group, prepend=0) == 0).astype(np.uint8)
+    return found
 
 
 def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int32]) -> int:
@@ -96,7 +139,7 @@ class PackingMethod:
         strategy: of ``STRATEGIES``.
         buckets: capacities in tokens, ascending.
         parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1,
-            ``match_repetition`` if it is below, ``groups`` if there are some.
+            ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if there are some.
     """
 
     strategy: Strategy
@@ -107,12 +150,17 @@ class PackingMethod:
     def alignment(self) -> int:
         return int(self.parameters.get("alignment", 1))
 
+    @property
+    def fim_room(self) -> int:
+        return int(self.parameters.get("fim_room", 0))
+
 
 def check_packing(
     strategy: str,
     *,
     buckets: int | Iterable[int],
     alignment: int = 1,
+    fim_room: int = 0,
     match_repetition: float = 1,
     groups: bool = False,
     preset: str | None = None,
@@ -136,6 +184,8 @@ def check_packing(
             raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
+    if _integer("fim_room", fim_room, 0, capacities[-1]):
+        resolved["fim_room"] = int(fim_room)
     if not 0 < match_repetition <= 1:
         raise ConfigError(
             f"match_repetition is {match_repetition}; it must be above 0 and at most 1: tokens of "
@@ -158,6 +208,7 @@ def pack(
     seed: int = 0,
     threads: int = 1,
     alignment: int = 1,
+    fim_room: int = 0,
     match_repetition: float = 1,
     groups: ArrayLike | None = None,
     preset: str | None = None,
@@ -179,6 +230,9 @@ def pack(
         alignment: samples have room for every segment to begin at a multiple of this (2 x context
             parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
             are multiples of it.
+        fim_room: samples have room for every document that they hold whole to grow by this many
+            tokens, the sentinels of fill-in-the-middle, if it has at least two and that fits the
+            largest bucket; the others have none.
         match_repetition: only this share of the documents is packed (``matched_documents``); the
             others give no segment.
         groups: (num_documents,) integers, the group of every document, negative for those on their
@@ -201,6 +255,7 @@ def pack(
         strategy,
         buckets=buckets,
         alignment=alignment,
+        fim_room=fim_room,
         match_repetition=match_repetition,
         groups=ids is not None,
         preset=preset,
@@ -222,17 +277,19 @@ def pack(
             f"{int(kept.sum()):,} of {len(kept):,} documents, "
             f"{100 * totals.num_tokens / max(1, whole):.4g} % of the tokens"
         )
-    step = method.alignment
-    rounded = documents
+    step, room = method.alignment, method.fim_room
+    with_room = rounded = documents
+    if room:
+        with_room = rounded = with_fim_room(documents, room, method.buckets[-1])
     if step > 1:
         if documents.max(initial=0) > _INT32_MAX - step:
-            documents = documents.astype(np.int64)
-        rounded = (documents + (step - 1)) // step * step
+            documents, with_room = documents.astype(np.int64), with_room.astype(np.int64)
+        rounded = (with_room + (step - 1)) // step * step
     units = None
     if ids is not None:
         units = Units.of(ids, rounded, method.buckets[-1])
         checked = _core.DocumentLengths(units.lengths, capacity=method.buckets[-1])
-    elif step > 1:
+    elif step > 1 or room:
         checked = _core.DocumentLengths(rounded)
     arrays = method.strategy.run(
         Request(
@@ -246,12 +303,14 @@ def pack(
     )
     of_groups: dict[str, Any] | None = None
     if units is not None and ids is not None:
-        arrays, counts = units.expand(arrays, documents)
+        arrays, counts = units.expand(arrays, with_room)
         of_groups = {**counts, "ids": identity_of(ids)}
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
-    if step > 1:
-        arrays = with_true_lengths(arrays, documents)
+    if step > 1 or room:
+        arrays = with_true_lengths(arrays, documents, with_room)
+    if room:
+        totals = replace(totals, num_with_fim_room=_count_with_room(arrays, documents, with_room))
     index = SampleIndex(
         **{**arrays, "decisions": {**decisions, **arrays.get("decisions", {})}},
         strategy=strategy,
@@ -265,6 +324,14 @@ def pack(
         whole = _core.whole_documents(*index.segment_arrays(), documents)
         index = replace(index, documents=replace(totals, num_whole=whole))
     return index
+
+
+def _count_with_room(arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths) -> int:
+    """Documents that are one segment and have room."""
+    documents = arrays["segment_document"]
+    own = lengths[documents]
+    whole = (arrays["segment_length"] == own) & (with_room[documents] > own)
+    return len(np.unique(documents[whole]))
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:

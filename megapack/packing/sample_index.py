@@ -166,6 +166,16 @@ class SampleIndex:
         return int(self.parameters.get("alignment", 1))
 
     @property
+    def fim_room(self) -> int:
+        """By so many tokens a document may grow that is one segment of at most ``fim_longest``."""
+        return int(self.parameters.get("fim_room", 0))
+
+    @property
+    def fim_longest(self) -> int:
+        """Tokens of the longest document that has this room; -1: none has any."""
+        return max(self.buckets) - self.fim_room if self.fim_room else -1
+
+    @property
     def has_groups(self) -> bool:
         return self.groups is not None
 
@@ -249,6 +259,8 @@ class SampleIndex:
             repeated_tokens=self.repeated_tokens,
         )
         groups = self.groups or {}
+        if self.documents.num_with_fim_room is not None:
+            metrics["num_documents_with_fim_room"] = self.documents.num_with_fim_room
         return metrics | {name: groups[name] for name in GROUP_COUNTS if name in groups}
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
@@ -397,6 +409,7 @@ class SampleIndex:
             num_tokens=metrics["num_tokens"],
             num_whole=None,
             lengths_fingerprint=header["lengths_fingerprint"],
+            num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
         values = {"segment_joined": None, **header, **arrays}
         values |= {"documents": documents, "path": Path(path)}

@@ -94,7 +94,7 @@ def plan_packing(
         raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
     given = dict(options)
     seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
-    names = ("buckets", "alignment", "match_repetition", "groups", "preset")
+    names = ("buckets", "alignment", "fim_room", "match_repetition", "groups", "preset")
     shape = {name: given.pop(name) for name in names if name in given}
     method = check_packing(strategy, **shape, parameters=given)
     none = np.zeros(0, np.int32)

@@ -151,6 +151,11 @@ class ShardedIndex:
         return int(self.parameters.get("alignment", 1))
 
     @property
+    def fim_room(self) -> int:
+        """As in ``SampleIndex.fim_room``."""
+        return int(self.parameters.get("fim_room", 0))
+
+    @property
     def has_groups(self) -> bool:
         """Whether its shards were packed with groups of documents."""
         return bool(self.parameters.get("groups"))

@@ -1,6 +1,7 @@
 // Whatever an index or an .idx says, the gather stays inside its arrays: it throws or it is right.
 #include <unistd.h>
 
+#include <algorithm>
 #include <iterator>
 #include <random>
 
@@ -131,6 +132,75 @@ void test_weights() {
     REQUIRE(refuses<FormatError>([&] { check_shard(shard); }));
 }
 
+// Ids 0 to 119 with random characters, cuts and parts, some of them forbidden.
+CharacterCuts random_cuts(std::mt19937_64& random) {
+    CharacterCuts cuts;
+    cuts.first_cut.push_back(0);
+    cuts.first_part.push_back(0);
+    for (int id = 0; id < 120; ++id) {
+        const auto inner = static_cast<int>(random() % 4);
+        cuts.characters.push_back(static_cast<std::uint16_t>(inner + random() % 2));
+        cuts.first_cut.push_back(cuts.first_cut.back() + inner);
+        for (int c = 0; c < inner; ++c) {
+            const bool forbidden = random() % 3 == 0;
+            for (int side = 0; side < 2; ++side) {
+                for (auto n = forbidden ? 0 : 1 + random() % 2; n > 0; --n) cuts.parts.push_back(7);
+                cuts.first_part.push_back(ssize(cuts.parts));
+            }
+        }
+    }
+    cuts.parts.shrink_to_fit();
+    return cuts;
+}
+
+// Documents 0 and 3 of the corpus are whole and have room; their tokens all stand in the batch,
+// between the sentinels, and labels are counted as they are filled.
+void test_fim() {
+    Corpus corpus;
+    std::mt19937_64 random(2);
+    int inner = 0;
+    for (int round = 0; round < 2000; ++round) {
+        Fim fim{1, 2, 3, round % 2 ? 4 : -1, round % 3 ? 117 : -1, 0.5, random(), {}};
+        if (round % 4 > 1) fim.cuts = random_cuts(random);
+        check_fim(fim);
+        Shard shard = corpus.shard();
+        shard.fim_longest = 5;
+        const std::vector<std::uint16_t> halves(18, static_cast<std::uint16_t>(0x3c00 + round));
+        if (round % 5 == 0) shard.weights = {halves.data(), 18, TokenType::kUint16};
+        check_shard(shard);
+        const std::vector<Shard> shards{shard};
+        std::vector<SampleRef> refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2});
+        for (SampleRef& ref : refs) ref.fim_rate = 1;
+        GatherOptions options;
+        options.fim = &fim;
+        options.loss = round % 7 ? Loss::kTokenMean : Loss::kSequenceMean;
+        options.label_boundary = round % 2 ? Extent::kSample : Extent::kDocument;
+        const GatherShape shape{1, 72, 24};
+        const GatherPlan plan = plan_gather(shards, refs, shape, options);
+        std::vector<std::int64_t> tokens(72), labels(72), positions(72);
+        std::vector<float> mask(72);
+        fill_gather(plan, options, {tokens, labels, mask, positions});
+        const auto totals = count_labels(shards, refs, options.label_boundary, &fim);
+        for (std::int64_t i = 0; i < 3; ++i) {
+            const auto* begin = labels.data() + 24 * i;
+            REQUIRE(std::count_if(begin, begin + 24, [](auto l) { return l != -100; }) ==
+                    totals[i].labels);
+        }
+        REQUIRE(tokens[0] == 1 && std::count(tokens.begin(), tokens.end(), 3) == 2);
+        const auto own = std::count_if(tokens.begin(), tokens.end(), [](auto t) { return t > 7; });
+        inner += own < 18;
+        REQUIRE(own >= 18 - 4 && own <= 18);
+        REQUIRE(ssize(draw_fim(&fim, shards, refs)[2]) == 1);
+    }
+    REQUIRE(inner > 100);
+    const Fim same{1, 2, 1};
+    REQUIRE(refuses([&] { check_fim(same); }));
+    Fim torn{1, 2, 3};
+    torn.cuts = random_cuts(random);
+    torn.cuts.first_part.back() += 1;
+    REQUIRE(refuses([&] { check_fim(torn); }));
+}
+
 // What is asked for is whole pages, each once however many segments lie in it.
 void test_will_need() {
     const Corpus corpus;
@@ -249,6 +319,7 @@ void test_refused_shapes() {
 int main() {
     test_values();
     test_weights();
+    test_fim();
     test_will_need();
     test_excluded_documents();
     test_shards();

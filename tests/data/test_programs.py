@@ -28,6 +28,7 @@ from megapack.data import (
     plan_run,
     unseen_documents,
 )
+from megapack.data.fim import FimConfig, Sentinels
 from megapack.data.program import Mixture
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
@@ -98,25 +99,32 @@ def cost_of(source: int, capacity: int, number: int) -> int:
 @settings(max_examples=max(PROGRAMS, settings.default.max_examples))
 @given(program=written_programs())
 def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
-    """tests/reference/programs.py draws one sample after the other; here any step by itself."""
+    """tests/reference/programs.py draws one sample after the other; here any step by itself, and of
+    every sample its pass, by which fill-in-the-middle draws."""
     used, (first, *later) = program["used"], program["stages"]
     names = [NAMES[s] for s in used]
-    schedule = Schedule(
-        [POOL[s] for s in used],
-        names=names,
+    stages = [
+        Stage(
+            from_step=stage.begin,
+            weights={n: w for n, w in zip(names, stage.weights, strict=True) if w},
+            tokens_per_step=stage.tokens_per_step,
+            skip_steps=stage.skip_steps,
+        )
+        for stage in later
+    ]
+    mixture = Mixture(
         weights=first.weights,
+        names=names,
+        stages=stages,
+        fim=FimConfig(sentinels=Sentinels(prefix=7, suffix=8, middle=9)),
+        fim_rates=[0.25 * (1 + s) for s in range(len(used))],
+        seed=program["seed"],
+    )
+    schedule = Schedule(
+        SampleSource([POOL[s] for s in used], mixture),
         tokens_per_step=first.tokens_per_step,
         seed=program["seed"],
         cost_window=program["cost_window"],
-        stages=[
-            Stage(
-                from_step=stage.begin,
-                weights={n: w for n, w in zip(names, stage.weights, strict=True) if w},
-                tokens_per_step=stage.tokens_per_step,
-                skip_steps=stage.skip_steps,
-            )
-            for stage in later
-        ],
     )
     counts = [POOL_COUNTS[s] for s in used]
     expected = programs.steps(
@@ -130,7 +138,11 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
     assert len(expected) == 50
     for i in (49, *range(50)):  # any order of asking
         step = schedule.step(i)
-        assert (step.capacity, own_numbers(schedule, step.sample_ids)) == expected[i]
+        drawn = own_numbers(schedule, step.sample_ids)
+        assert step.fim.rates.tolist() == [0.25 * (1 + source) for source, _ in drawn]
+        passes = zip(step.fim.epochs.tolist(), drawn, strict=True)
+        content = [(source, epoch, number) for epoch, (source, number) in passes]
+        assert (step.capacity, content) == expected[i]
 
 
 def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:

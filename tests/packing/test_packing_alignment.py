@@ -1,4 +1,5 @@
-"""Packing with room for aligned segments: every sample fits when it is gathered aligned."""
+"""Packing with room for aligned segments and for the sentinels of fill-in-the-middle: every sample
+fits when it is gathered so."""
 
 from __future__ import annotations
 
@@ -35,15 +36,21 @@ def aligned_packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
     for parameter in ("atom_size", "min_bucket"):
         if chosen.get(parameter) is not None:
             chosen[parameter] *= alignment
-    return {**chosen, "alignment": alignment}
+    fim_room = draw(st.integers(0, min(4, chosen["buckets"][-1])))
+    return {**chosen, "alignment": alignment, "fim_room": fim_room}
 
 
-def rooms(index: SampleIndex, alignment: int) -> list[int]:
-    """Tokens that every sample takes when each of its segments is padded to a multiple."""
-    return [
-        sum(-(-length // alignment) * alignment for _, _, length in index.sample(i)[1])
-        for i in range(index.num_samples)
-    ]
+def rooms(index: SampleIndex, lengths: list[int]) -> list[int]:
+    """Tokens that every sample takes when each of its segments is padded to a multiple, and its
+    whole documents have grown by their room."""
+    alignment = index.alignment
+
+    def tokens(document: int, length: int) -> int:
+        whole = 1 < length == lengths[document] <= index.fim_longest
+        return -(-(length + whole * index.fim_room) // alignment) * alignment
+
+    segments = [index.sample(i)[1] for i in range(index.num_samples)]
+    return [sum(tokens(document, length) for document, _, length in one) for one in segments]
 
 
 def capacities(index: SampleIndex) -> list[int]:
@@ -58,8 +65,12 @@ def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.Dat
     index = pack(np.array(documents, np.int32), name, **chosen)
     assert as_packing(index) == aligned(DEFINITIONS[name], documents, **chosen)
     check_laws(index, np.array(documents, np.int32))
-    for room, capacity in zip(rooms(index, chosen["alignment"]), capacities(index), strict=True):
+    for room, capacity in zip(rooms(index, documents), capacities(index), strict=True):
         assert room <= capacity
+    if chosen["fim_room"]:
+        found = [(d, n) for i in range(len(index)) for d, _, n in index.sample(i)[1]]
+        roomy = {d for d, n in found if 1 < n == documents[d] <= index.fim_longest}
+        assert index.metrics()["num_documents_with_fim_room"] == len(roomy)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,6 +111,28 @@ def test_padding_counts_what_alignment_costs_and_labels_cross_the_cuts() -> None
     assert index.label_tokens(np.array([5, 3, 9], np.int32)).tolist() == [4, 6, 4]
 
 
+def test_fim_room_that_is_cut_is_of_a_document_that_is_cut() -> None:
+    """A strategy may cut documents inside of their room, which then nobody has."""
+    index = pack([5, 10, 6], "concat", buckets=[15], fim_room=3, shuffle=False)
+    samples = [index.sample(i)[1] for i in range(index.num_samples)]
+    assert samples == [[(0, 0, 5), (1, 0, 7)], [(1, 7, 3), (2, 0, 6)]]
+    index = pack([2, 10, 4], "concat", buckets=[16], fim_room=3, shuffle=False)
+    samples = [index.sample(i)[1] for i in range(index.num_samples)]
+    assert samples == [[(0, 0, 2), (1, 0, 9)], [(1, 9, 1), (2, 0, 4)]]
+    assert index.metrics()["num_documents_with_fim_room"] == 2
+
+
+def test_fim_room_is_for_documents_that_the_largest_bucket_holds_with_it(tmp_path: Path) -> None:
+    documents = [0, 1, 2, 13, 14, 40]
+    plain, index = (pack(documents, buckets=[8, 16], fim_room=room) for room in (0, 3))
+    assert "fim_room" not in plain.parameters and plain.fim_room == 0 and plain.fim_longest == -1
+    assert index.fim_room == 3 and index.fim_longest == 13
+    assert index.metrics()["num_documents_with_fim_room"] == 2  # of 2 and 13 tokens
+    index.save(tmp_path / "x.samples")
+    loaded = SampleIndex.load(tmp_path / "x.samples")
+    assert loaded.fim_longest == 13 and loaded.metrics() == index.metrics()
+
+
 def test_alignment_is_kept_in_the_file_and_1_leaves_no_trace(tmp_path: Path) -> None:
     documents = web_like(300)
     plain = pack(documents, buckets=[64, 256])
@@ -127,6 +160,8 @@ def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
         ({"alignment": 0}, "alignment is 0; it must be from 1"),
         ({"alignment": True}, "alignment is True"),
         ({"alignment": 2.5}, "alignment is 2.5"),
+        ({"fim_room": -1}, "fim_room is -1; it must be from 0 to 16"),
+        ({"fim_room": 17}, "fim_room is 17; it must be from 0 to 16"),
         ({"alignment": 3}, "bucket 8 is no multiple of the alignment 3"),
         ({"strategy": "concat", "buckets": 8, "atom_size": 2}, "atom_size 2 is no multiple"),
         ({"strategy": "decompose", "min_bucket": 2}, "min_bucket 2 is no multiple"),

@@ -103,6 +103,8 @@ def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject
         chosen["buckets"] = [4 * capacity for capacity in chosen["buckets"]]
         chosen = {k: v for k, v in chosen.items() if k in ("buckets", "seed", "shuffle")}
         chosen["alignment"] = 4
+    if data.draw(st.booleans(), label="room"):
+        chosen["fim_room"] = min(3, chosen["buckets"][-1])
     defined = grouped(DEFINITIONS[name], ids, documents, **chosen)
     index = pack(np.array(documents, np.int32), name, groups=ids, threads=2, **chosen)
     packing = as_packing(index)
@@ -111,7 +113,7 @@ def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject
     metrics = index.metrics()
     found = [metrics[name] for name in ("num_groups", "num_groups_longer_than_largest_bucket")]
     assert [*found, metrics["num_cut_groups"]] == list(defined[2:])
-    if "alignment" not in chosen:
+    if not {"alignment", "fim_room"} & set(chosen):
         assert packing == defined.packing
     index.verify(np.array(documents, np.int32))
     if name == "bucket" and not {"promote", "padding_threshold", "max_segments"} & set(chosen):

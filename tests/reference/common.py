@@ -73,26 +73,40 @@ def without_partial(samples: list[Sample], capacity: int) -> tuple[list[Sample],
     return samples, 0
 
 
+def places(length: int, capacity: int, alignment: int, fim_room: int) -> list[int | None]:
+    """What a strategy is given of a document: its tokens, and room where there is None.
+
+    The room for sentinels stands before the last token; what rounds it up, behind.
+    """
+    has_room = 1 < length <= capacity - fim_room
+    room: list[int | None] = [None] * (fim_room if has_room else 0)
+    given = [*range(length - 1), *room, *range(max(0, length - 1), length)]
+    return given + [None] * (-len(given) % alignment)
+
+
 def aligned(
     definition: Callable[..., Packing],
     lengths: list[int],
     buckets: list[int],
     seed: int,
     *,
-    alignment: int,
+    alignment: int = 1,
+    fim_room: int = 0,
     **parameters: Any,
 ) -> Packing:
-    """With room for alignment, of every strategy: the definition's samples of rounded documents,
-    each piece up to its document's end."""
-    rounded = [-(-length // alignment) * alignment for length in lengths]
-    packing = definition(rounded, buckets, seed, **parameters)
-    samples = {
-        capacity: [
-            [Segment(d, begin, min(length, lengths[d] - begin)) for d, begin, length in sample]
-            for sample in bucket
-        ]
-        for capacity, bucket in packing.buckets.items()
-    }
+    """With room for alignment and sentinels, of every strategy: the definition's samples of the
+    documents' places, of which each piece keeps the tokens; what has none is left out."""
+    given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
+    packing = definition([len(found) for found in given], buckets, seed, **parameters)
+    samples: dict[int, list[Sample]] = {}
+    for capacity, bucket in packing.buckets.items():
+        samples[capacity] = []
+        for sample in bucket:
+            kept: Sample = []
+            for d, begin, length in sample:
+                own = [t for t in given[d][begin : begin + length] if t is not None]
+                kept += [Segment(d, own[0], len(own))] if own else []
+            samples[capacity] += [kept] if kept else []
     placed = Counter(
         (d, begin + i)
         for bucket in samples.values()

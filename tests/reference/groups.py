@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from reference.common import Packing, Segment
+from reference.common import Packing, Segment, places
 
 
 class Grouped(NamedTuple):
@@ -51,10 +51,12 @@ def grouped(
     seed: int,
     *,
     alignment: int = 1,
+    fim_room: int = 0,
     **parameters: Any,
 ) -> Grouped:
     """What a strategy makes of groups of documents."""
-    rounded = [-(-length // alignment) * alignment for length in lengths]
+    given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
+    rounded = [len(found) for found in given]
     units = units_of(ids, rounded, buckets[-1])
     made = definition(
         [sum(rounded[d] for d in unit) for unit in units], buckets, seed, **parameters
@@ -69,8 +71,8 @@ def grouped(
             found[capacity].append([])
             for unit, begin, length in sample:
                 # Token by token: which document each is of, and where in it.
-                tokens = [(d, t) for d in units[unit] for t in range(rounded[d])]
-                part = [(d, t) for d, t in tokens[begin : begin + length] if t < lengths[d]]
+                tokens = [(d, t) for d in units[unit] for t in given[d]]
+                part = [(d, t) for d, t in tokens[begin : begin + length] if t is not None]
                 if length == len(tokens):
                     whole.add(tuple(units[unit]))
                 first = True
@@ -79,6 +81,8 @@ def grouped(
                     found[capacity][-1].append(Segment(d, own[0], len(own)))
                     joined.append(not first)
                     first = False
+            if not found[capacity][-1]:  # all of it was room
+                del found[capacity][-1]
     for samples in found.values():
         for segment in (s for sample in samples for s in sample):
             once[segment.document] = once.get(segment.document, 0) + segment.length

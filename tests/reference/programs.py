@@ -34,8 +34,8 @@ class Stage:
 
 # capacity -> samples, of every source
 Sources = list[dict[int, int]]
-# capacity, [(source, number among its samples of that capacity)]
-StepContent = tuple[int, list[tuple[int, int]]]
+# capacity, [(source, epoch of its bucket, number among its samples of that capacity)]
+StepContent = tuple[int, list[tuple[int, int, int]]]
 # (source, capacity, number among its samples) -> cost
 Cost = Callable[[int, int, int], int]
 
@@ -55,9 +55,9 @@ class Queue:
             self.coming += [(self.epochs, number) for number in order]
             self.epochs += 1
 
-    def take(self) -> int:
+    def take(self) -> tuple[int, int]:
         self.fill(1)
-        return self.coming.pop(0)[1]
+        return self.coming.pop(0)
 
 
 def steps(
@@ -148,7 +148,7 @@ def stage_draws(
         for _ in range(count):
             which, _ = locate(blends[bucket], positions[bucket])
             positions[bucket] += 1
-            content.append((members[bucket][which], own[which].take()))
+            content.append((members[bucket][which], *own[which].take()))
         yield capacity, content
 
 

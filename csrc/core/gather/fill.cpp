@@ -55,26 +55,6 @@ MEGAPACK_CLONES void widen_each(const std::int64_t* from, std::int64_t count, Ou
     widen_loop(from, count, to);
 }
 
-// Calls f with a typed pointer to element `at`.
-template <typename F>
-auto with_type(const TokenArray& array, std::int64_t at, F f) {
-    switch (array.type) {
-        case TokenType::kUint8:
-            return f(static_cast<const std::uint8_t*>(array.data) + at);
-        case TokenType::kInt8:
-            return f(static_cast<const std::int8_t*>(array.data) + at);
-        case TokenType::kInt16:
-            return f(static_cast<const std::int16_t*>(array.data) + at);
-        case TokenType::kUint16:
-            return f(static_cast<const std::uint16_t*>(array.data) + at);
-        case TokenType::kInt32:
-            return f(static_cast<const std::int32_t*>(array.data) + at);
-        case TokenType::kInt64:
-            break;
-    }
-    return f(static_cast<const std::int64_t*>(array.data) + at);
-}
-
 constexpr std::int64_t kLine = 64;  // bytes of a cache line
 // Of a long run the beginning is enough: the processor sees the stream and goes on by itself.
 constexpr std::int64_t kMostAhead = 16384;
@@ -198,21 +178,28 @@ void add_labels(const Shard& shard, std::int64_t at, std::int64_t count, std::in
     });
 }
 
-// Of `length` tokens from token_begin on, the last of which has its label at last_at, or none (-1).
+// Of `length` tokens from token_begin on, or of runs, the first of which is one token.
 LabelTotals total_of(const Shard& shard, std::int64_t token_begin, std::int64_t length,
-                     std::int64_t last_at) {
+                     Span<const Run> runs, Label last) {
     std::int64_t labels = 0;
     std::int64_t units = 0;
-    add_labels(shard, token_begin + 1, length - 1, &labels, &units);
-    if (last_at >= 0) add_labels(shard, last_at, 1, &labels, &units);
+    if (runs.empty()) add_labels(shard, token_begin + 1, length - 1, &labels, &units);
+    for (std::int64_t r = 1; r < runs.size(); ++r) {
+        add_labels(shard, runs[r].at, runs[r].length, &labels, &units);
+    }
+    if (last.at >= 0) add_labels(shard, last.at, 1, &labels, &units);
     return {labels, static_cast<double>(units) * 0x1p-24, units > 0 ? 1 : 0};
 }
 
+Span<const Run> runs_of(const std::vector<Run>& runs, Part part) {
+    return {runs.data() + part.begin, part.size()};
+}
+
 // What every weight of a piece is multiplied with.
-float factor_of(const Piece& piece, Loss loss) {
+float factor_of(const Piece& piece, Span<const Run> runs, Loss loss) {
     if (loss == Loss::kTokenMean) return piece.factor;
     const double sum =
-        total_of(*piece.shard, piece.token_begin, piece.length, piece.last_label_at).weight;
+        total_of(*piece.shard, piece.token_begin, piece.length, runs, piece.last_label).weight;
     return sum > 0 ? static_cast<float>(piece.factor / sum) : 0.0F;
 }
 
@@ -236,27 +223,58 @@ void fill_labels(const Shard& shard, std::int64_t at, std::int64_t count, float 
     }
 }
 
-void fill_labels(const Piece& piece, Loss loss, std::int64_t* labels, float* mask) {
+// Of runs whose tokens are written: labels are the tokens, one further.
+void fill_labels(const Shard& shard, Span<const Run> runs, const std::int64_t* tokens,
+                 std::int64_t body, float factor, std::int64_t* labels, float* mask) {
+    std::copy_n(tokens + 1, body, labels);
+    if (!shard.has_weights()) return fill(factor, body, mask);
+    for (std::int64_t r = 1; r < runs.size(); ++r) {
+        fill_weights(weights_at(shard, runs[r].at), runs[r].length, factor, mask);
+        mask += runs[r].length;
+    }
+}
+
+void fill_labels(const Piece& piece, Span<const Run> runs, Loss loss, const std::int64_t* tokens,
+                 std::int64_t* labels, float* mask) {
     const std::int64_t body = piece.length - 1;
-    const float factor = factor_of(piece, loss);
-    fill_labels(*piece.shard, piece.token_begin + 1, body, factor, labels, mask);
-    if (piece.last_label_at >= 0) {
-        fill_labels(*piece.shard, piece.last_label_at, 1, factor, labels + body, mask + body);
+    const float factor = factor_of(piece, runs, loss);
+    if (runs.empty()) {
+        fill_labels(*piece.shard, piece.token_begin + 1, body, factor, labels, mask);
+    } else {
+        fill_labels(*piece.shard, runs, tokens, body, factor, labels, mask);
+    }
+    const Label last = piece.last_label;
+    if (last.at >= 0) {
+        fill_labels(*piece.shard, last.at, 1, factor, labels + body, mask + body);
+        if (last.literal >= 0) labels[body] = last.literal;
     } else {
         labels[body] = kNoLabel;
         mask[body] = 0.0F;
     }
 }
 
+void fill_tokens(const Piece& piece, Span<const Run> runs, std::int64_t* tokens) {
+    const TokenArray& from = piece.shard->tokens;
+    if (runs.empty()) return widen(from, piece.token_begin, piece.length, tokens);
+    for (const Run& run : runs) {
+        if (run.literal >= 0) {
+            *tokens = run.literal;
+        } else {
+            widen(from, run.at, run.length, tokens);
+        }
+        tokens += run.length;
+    }
+}
+
 // `at`: where its room begins in the buffers.
-void fill_piece(const Piece& piece, const GatherOptions& options, std::int64_t at,
-                const GatherOutput& out) {
+void fill_piece(const Piece& piece, Span<const Run> runs, const GatherOptions& options,
+                std::int64_t at, const GatherOutput& out) {
     std::int64_t* tokens = out.tokens.data() + at;
     std::int64_t* labels = out.labels.data() + at;
     float* mask = out.loss_mask.data() + at;
     if (piece.length > 0) {
-        widen(piece.shard->tokens, piece.token_begin, piece.length, tokens);
-        fill_labels(piece, options.loss, labels, mask);
+        fill_tokens(piece, runs, tokens);
+        fill_labels(piece, runs, options.loss, tokens, labels, mask);
     }
     const std::int64_t padding = piece.room - piece.length;
     fill(options.pad_token, padding, tokens + piece.length);
@@ -289,24 +307,27 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
     for (std::int64_t i = 0; i < ssize(plan.pieces); ++i) {
         if (i == 0) prefetch_piece(plan.pieces[0]);
         if (i + 1 < ssize(plan.pieces)) prefetch_piece(plan.pieces[i + 1]);
-        fill_piece(plan.pieces[i], options, at, out);
+        fill_piece(plan.pieces[i], runs_of(plan.runs, plan.pieces[i].runs), options, at, out);
         at += plan.pieces[i].room;
     }
 }
 
 std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                      Extent label_boundary) {
+                                      Extent label_boundary, const Fim* fim) {
     std::vector<LabelTotals> totals(samples.size());
     std::vector<Segment> segments;
+    std::vector<Run> runs;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
         const Shard& shard = shards[samples[i].shard];
         segments.clear();
+        runs.clear();
         read_segments(shard, samples[i], segments);
+        transform(fim, shard, samples[i], segments, runs);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {
             const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
-            const std::int64_t last_at = last_label_position(segments[s], next, label_boundary);
-            const LabelTotals more =
-                total_of(shard, segments[s].token_begin, segments[s].length, last_at);
+            const Label last = last_label(segments[s], next, runs, label_boundary);
+            const LabelTotals more = total_of(shard, segments[s].token_begin, segments[s].length,
+                                              runs_of(runs, segments[s].runs), last);
             totals[i].labels += more.labels;
             totals[i].weight += more.weight;
             totals[i].sequences += more.sequences;

@@ -27,6 +27,6 @@ struct LabelTotals {
 };
 
 std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                      Extent label_boundary);
+                                      Extent label_boundary, const Fim* fim = nullptr);
 
 }  // namespace megapack

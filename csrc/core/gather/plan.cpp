@@ -30,20 +30,21 @@ void check_shape(const GatherShape& shape, std::int64_t alignment, std::int64_t 
 class Planner {
   public:
     Planner(Span<const Shard> shards, const GatherShape& shape, const GatherOptions& options)
-        : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}} {}
+        : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}, {}} {}
 
     // One slot of `slot` tokens holding `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
         const Shard& shard = shards_[ref.shard];
         segments_.clear();
         read_segments(shard, ref, segments_);
+        transform(options_.fim, shard, ref, segments_, plan_.runs);
         const std::int64_t used = add_segments(shard, ref, slot);
         add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
     }
 
     void add_padding(std::int64_t room, std::int64_t first_position) {
         if (room == 0) return;
-        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, -1, 1.0F});
+        plan_.pieces.push_back({nullptr, 0, 0, room, first_position, {}, 1.0F, {0, 0}});
         plan_.segments.push_back({room, room, -1});
     }
 
@@ -56,11 +57,11 @@ class Planner {
         std::int64_t begin = 0;   // where what attends to itself began
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
-            check<FormatError>(segment.length <= shape_.capacity - used, shard.documents.name(),
+            check<FormatError>(segment.placed <= shape_.capacity - used, shard.documents.name(),
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
                                " tokens, the capacity it is asked for with");
-            used += segment.length;
-            const std::int64_t end = placed + segment.length;
+            used += segment.placed;
+            const std::int64_t end = placed + segment.placed;
             const bool goes_on = attends_on(i);
             const std::int64_t next = goes_on ? end : align_up(end, options_.alignment);
             check(next <= slot, shard.documents.name(), ", sample ", ref.sample, " needs ", next,
@@ -93,9 +94,9 @@ class Planner {
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
         if (options_.positions == Positions::kSample) first_position = at;
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
-        const std::int64_t label_at = last_label_position(segment, next, options_.label_boundary);
-        plan_.pieces.push_back(
-            {&shard, segment.token_begin, segment.length, room, first_position, label_at, factor});
+        const Label label = last_label(segment, next, plan_.runs, options_.label_boundary);
+        plan_.pieces.push_back({&shard, segment.token_begin, segment.placed, room, first_position,
+                                label, factor, segment.runs});
     }
 
     Span<const Shard> shards_;
@@ -107,12 +108,15 @@ class Planner {
 
 }  // namespace
 
-std::int64_t last_label_position(const Segment& segment, const Segment* next,
-                                 Extent label_boundary) {
-    if (!segment.ends_document) return segment.token_begin + segment.length;
+Label last_label(const Segment& segment, const Segment* next, const std::vector<Run>& runs,
+                 Extent label_boundary) {
+    if (!segment.ends_document) return {segment.token_begin + segment.length, -1};
     const bool crosses = next != nullptr && (label_boundary == Extent::kSample ||
                                              (label_boundary == Extent::kGroup && next->joined));
-    return crosses ? next->token_begin : -1;
+    if (!crosses) return {};
+    if (next->runs.size() == 0) return {next->token_begin, -1};
+    const Run& first = runs[next->runs.begin];
+    return {first.at, first.literal};
 }
 
 std::int64_t GatherPlan::max_seqlen() const {

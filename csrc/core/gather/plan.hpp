@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/gather/shard.hpp"
+#include "core/gather/fim.hpp"
 
 namespace megapack {
 
@@ -25,6 +25,7 @@ struct GatherOptions {
     Loss loss = Loss::kTokenMean;
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
+    const Fim* fim = nullptr;  // none
 };
 
 // A row is cut into row_tokens / capacity equal slots, one sample each; what a slot has beyond its
@@ -38,22 +39,29 @@ struct GatherShape {
     std::int64_t slots_per_row() const { return row_tokens / capacity; }
 };
 
-// A run of one document, or (shard == nullptr) of padding, and where it goes.
+// The label of a segment's last token: that at `at` in the file, or (literal >= 0) a token of its
+// weight; none where `at` is -1.
+struct Label {
+    std::int64_t at = -1;
+    std::int64_t literal = -1;
+};
+
+// What a sample has of one document, or (shard == nullptr) padding, and where it goes.
 struct Piece {
     const Shard* shard;
     std::int64_t token_begin;
     std::int64_t length;
     std::int64_t room;            // length and the padding behind it
     std::int64_t first_position;  // position id of its first token
-    std::int64_t last_label_at;   // token position of the label of its last token, or -1
+    Label last_label;             // of its last token
     float factor;                 // on its loss mask
+    Part runs;                    // of a transformed document, else none: it is as in the file
 };
 
-// Token position of the label of a segment's last token: the next token of its document, or the
-// first of the `next` segment of the sample, with label_boundary = kSample always and with kGroup
-// where that is of its group; -1 where there is none.
-std::int64_t last_label_position(const Segment& segment, const Segment* next,
-                                 Extent label_boundary);
+// The next token of its document, or the first of the `next` segment of the sample, with
+// label_boundary = kSample always and with kGroup where that is of its group.
+Label last_label(const Segment& segment, const Segment* next, const std::vector<Run>& runs,
+                 Extent label_boundary);
 
 // What attends to itself only; source is -1 for padding.
 struct AttentionSegment {
@@ -66,6 +74,7 @@ struct GatherPlan {
     GatherShape shape;
     std::vector<Piece> pieces;  // their rooms tile the rows, and so do the segments'
     std::vector<AttentionSegment> segments;
+    std::vector<Run> runs;  // of transformed documents
 
     std::int64_t max_seqlen() const;
     std::vector<std::int32_t> sources() const;  // of every segment

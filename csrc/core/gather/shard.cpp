@@ -57,6 +57,7 @@ Segment read_segment(const Shard& shard, SampleRef ref, std::int64_t s) {
            document_length);
     segment.token_begin = range.begin + segment.begin;
     segment.ends_document = segment.begin + segment.length == document_length;
+    segment.placed = segment.length;
     return segment;
 }
 
@@ -106,6 +107,8 @@ void check_shard(const Shard& shard) {
             (shard.weights.size == shard.tokens.size && shard.weights.type == TokenType::kUint16),
         "the file of loss weights has ", shard.weights.size, " elements, the token file ",
         shard.tokens.size, "; weights stand beside the tokens, one float16 for each");
+    check(!shard.has_labels() || shard.fim_longest < 0,
+          "labels are chosen for the tokens as they stand; fill-in-the-middle would move them");
     check(shard.excluded.size() == shard.excluded_by.size() &&
               std::is_sorted(shard.excluded.begin(), shard.excluded.end()),
           "excluded documents are not ascending, or there is not one list for each");

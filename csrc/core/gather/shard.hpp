@@ -21,6 +21,26 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
+// Calls f with a typed pointer to element `at`.
+template <typename F>
+auto with_type(const TokenArray& array, std::int64_t at, F f) {
+    switch (array.type) {
+        case TokenType::kUint8:
+            return f(static_cast<const std::uint8_t*>(array.data) + at);
+        case TokenType::kInt8:
+            return f(static_cast<const std::int8_t*>(array.data) + at);
+        case TokenType::kInt16:
+            return f(static_cast<const std::int16_t*>(array.data) + at);
+        case TokenType::kUint16:
+            return f(static_cast<const std::uint16_t*>(array.data) + at);
+        case TokenType::kInt32:
+            return f(static_cast<const std::int32_t*>(array.data) + at);
+        case TokenType::kInt64:
+            break;
+    }
+    return f(static_cast<const std::int64_t*>(array.data) + at);
+}
+
 // One dataset with its sample index: a source, or one of the shards of a source. Nothing in it is
 // trusted: every number that is used as an address is checked at the moment it is read.
 struct Shard {
@@ -37,6 +57,8 @@ struct Shard {
     Span<const std::uint8_t> joined;
     Span<const std::int64_t> excluded;     // documents that some list masks, ascending
     Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
+    std::int64_t first_document = 0;       // its number in the source
+    std::int64_t fim_longest = -1;  // documents of 2 to so many tokens have room for sentinels
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
@@ -50,7 +72,9 @@ struct Segment {
     std::int64_t length;
     std::int64_t token_begin;  // position in the file
     bool ends_document;
-    bool joined;  // the segment before it is of its group, and stands in the sample
+    bool joined;          // the segment before it is of its group, and stands in the sample
+    std::int64_t placed;  // tokens in the batch, more than in the file where it has runs
+    Part runs;            // what a transformed document consists of (fim.hpp)
 };
 
 // A sample of one of several shards, without what the first `lists` lists mask; the shard exists.
@@ -58,7 +82,9 @@ struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
     std::int64_t lists = 0;
-    float factor = 1.0F;  // on the loss of its labels
+    float factor = 1.0F;     // on the loss of its labels
+    double fim_rate = 0;     // share of its documents that are transformed (fim.hpp) ...
+    std::int64_t epoch = 0;  // ... in this pass
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.

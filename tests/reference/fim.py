@@ -1,0 +1,191 @@
+"""Fill-in-the-middle, in plain Python: the definition of csrc/core/gather/fim.hpp.
+
+A transformed document is a document like any other: ``told`` gives its tokens, and samples that
+hold it whole then hold these instead, so ``reference.gather`` says the rest.
+
+    told("abcde" + eod, cuts 1 and 3)    PSM   PRE a SUF d e MID b c END eod
+                                         SPM   PRE SUF d e MID a b c END eod
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MASK = (1 << 64) - 1
+PURPOSE = 6  # of the seed's numbers
+
+Segment = tuple[int, int, int]  # document, begin, length
+Told = list[tuple[int, int]]  # token, and the token of the document that it weighs like
+
+
+class Parts(NamedTuple):
+    """What stands for a token that is cut."""
+
+    left: list[int]
+    right: list[int]
+
+
+@dataclass(frozen=True)
+class Fim:
+    """Sentinels and rules.
+
+    Attributes:
+        end, eod: None: there is none.
+        text: bytes of every token, by id; None: documents are cut between tokens only.
+        parts: of a token and the number of bytes left of the cut; none where it is forbidden.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    end: int | None = None
+    eod: int | None = None
+    spm_rate: float = 0.5
+    seed: int = 0
+    text: list[bytes] | None = None
+    parts: dict[tuple[int, int], Parts] | None = None
+
+
+# ---- Chance (csrc/core/schedule/random.hpp)
+
+
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
+    return x ^ x >> 31
+
+
+def bits(key: int, counter: int) -> int:
+    return mix(key ^ mix(counter))
+
+
+def units(seed: int, epoch: int, document: int) -> list[float]:
+    """The four numbers of a document, uniform from 0 to 1."""
+    key = bits(bits(bits(seed, PURPOSE), epoch), document)
+    return [(bits(key, k) >> 11) * 2.0**-53 for k in range(4)]
+
+
+# ---- One document
+
+
+def told(tokens: list[int], fim: Fim, numbers: list[float]) -> Told:
+    """The transformed document."""
+    ends = tokens[-1] == fim.eod
+    body = tokens[: len(tokens) - ends]
+    _, spm, *where = numbers
+    first, second = cuts(body, fim, *where)
+    prefix, rest = between(body, fim, (0, 0), first), (len(body), 0)
+    middle, suffix = between(body, fim, first, second), between(body, fim, second, rest)
+    if spm < fim.spm_rate:
+        parts = [[fim.prefix], [fim.suffix], suffix, [fim.middle], prefix, middle]
+    else:
+        parts = [[fim.prefix], prefix, [fim.suffix], suffix, [fim.middle], middle]
+    parts += [[fim.end]] if fim.end is not None else []
+    parts += [[(tokens[-1], len(tokens) - 1)]] if ends else []
+    # A sentinel weighs like the token behind it, or the last one.
+    result: Told = []
+    at = next(one[-1][1] for one in reversed(parts) if one and isinstance(one[-1], tuple))
+    for one in (one for part in reversed(parts) for one in reversed(part)):
+        token, at = one if isinstance(one, tuple) else (one, at)
+        result.append((token, at))
+    return result[::-1]
+
+
+Cut = tuple[int, int]  # in front of that token, or behind so many bytes of it
+
+
+def cuts(body: list[int], fim: Fim, u: float, v: float) -> tuple[Cut, Cut]:
+    """Where the middle begins and ends."""
+    if fim.text is None or fim.parts is None:
+        first, second = sorted(int(x * (len(body) + 1)) for x in (u, v))
+        return (first, 0), (second, 0)
+    # Where characters begin: in front of the bytes that go on none, and behind the last.
+    begins: list[Cut] = [
+        (t, b)
+        for t, token in enumerate(body)
+        for b, byte in enumerate(text_of(token, fim))
+        if byte & 0xC0 != 0x80
+    ]
+    begins.append((len(body), 0))
+    first, second = (begins[i] for i in sorted(int(x * len(begins)) for x in (u, v)))
+    if first[0] == second[0] and first[1] and second[1]:
+        second = (second[0] + 1, 0)
+    allowed = [
+        (t + 1, 0) if b and (body[t], b) not in fim.parts else (t, b) for t, b in (first, second)
+    ]
+    return allowed[0], allowed[1]
+
+
+def text_of(token: int, fim: Fim) -> bytes:
+    assert fim.text is not None
+    return fim.text[token] if token < len(fim.text) else b""
+
+
+def between(body: list[int], fim: Fim, begin: Cut, end: Cut) -> Told:
+    found: Told = []
+    (t, inside), (last, until) = begin, end
+    if inside:
+        found += [(token, t) for token in (fim.parts or {})[body[t], inside].right]
+        t += 1
+    found += [(body[i], i) for i in range(t, last)]
+    if until:
+        found += [(token, last) for token in (fim.parts or {})[body[last], until].left]
+    return found
+
+
+def restored(tokens: list[int], fim: Fim) -> list[int]:
+    """The inverse, of documents without sentinels of their own; parts stay in parts."""
+    if not tokens or tokens[0] != fim.prefix:
+        return tokens
+    end = [tokens[-1]] if tokens[-1] == fim.eod else []
+    inner = tokens[1 : len(tokens) - len(end) - (fim.end is not None)]
+    suffix, middle = inner.index(fim.suffix), inner.index(fim.middle)
+    return inner[:suffix] + inner[middle + 1 :] + inner[suffix + 1 : middle] + end
+
+
+# ---- Samples
+
+
+class Transformed(NamedTuple):
+    documents: list[list[int]]
+    weights: list[list[float]] | None
+    samples: list[list[Segment]]
+    which: list[tuple[int, int]]  # (sample, segment) of those that are transformed
+
+
+def transformed(
+    documents: list[list[int]],
+    samples: list[list[Segment]],
+    fim: Fim,
+    *,
+    longest: int,
+    epochs: list[int],
+    rates: list[float],
+    weights: list[list[float]] | None = None,
+    first_document: int = 0,
+) -> Transformed:
+    """Samples of transformed documents, which stand behind the others.
+
+    Args:
+        longest: tokens of the longest document that has room.
+        epochs, rates: of every sample.
+        first_document: number of the first document in the source.
+    """
+    result = Transformed(list(documents), weights and list(weights), [], [])
+    for i, sample in enumerate(samples):
+        result.samples.append([])
+        for s, (d, begin, length) in enumerate(sample):
+            numbers = units(fim.seed, epochs[i], first_document + d)
+            whole = begin == 0 and 1 < length == len(documents[d]) <= longest
+            if not whole or not numbers[0] < rates[i]:
+                result.samples[-1].append((d, begin, length))
+                continue
+            found = told(documents[d], fim, numbers)
+            result.samples[-1].append((len(result.documents), 0, len(found)))
+            result.which.append((i, s))
+            result.documents.append([token for token, _ in found])
+            if weights is not None and result.weights is not None:
+                result.weights.append([weights[d][at] for _, at in found])
+    return result
