@@ -50,7 +50,7 @@ def runs(scale: Scale) -> list[Run]:
         max_bytes=scale.pick(cpu=1_500, quick=1_500, gpu=16_000),
         folders=True,
     )
-    steps = scale.pick(cpu=90, quick=4, gpu=200)
+    steps = scale.pick(cpu=75, quick=4, gpu=200)
     capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=8 * CAPACITY)
     size = STEP * capacity
     sizes = {"tokens_per_step": size, "micro_batch_tokens": 4 * capacity}
@@ -69,8 +69,8 @@ def runs(scale: Scale) -> list[Run]:
             evaluate_every=max(1, steps // 3),
             probe="papers.given:behind",
         )
+        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
         for name, (groups, attention) in ARMS.items()
-        for seed in ((0, 1, 2, 3, 4, 5) if scale.name == "cpu" else scale.seeds)
     ]
 
 

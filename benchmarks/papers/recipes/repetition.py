@@ -60,7 +60,7 @@ def runs(scale: Scale) -> list[Run]:
     """Six ways to fill a part of the run with files, times seeds."""
     setting = Setting(scale)
     capacity = setting.ladder[-1]
-    steps = scale.pick(cpu=256, quick=32, gpu=300)
+    steps = scale.pick(cpu=192, quick=32, gpu=300)
     unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U; 2.5 are a token
     sizes = {"min_bytes": 100, "max_bytes": 2 * capacity}
     files = Corpus(domain="code", train_bytes=unit, valid_bytes=100_000, **sizes)
@@ -81,8 +81,8 @@ def runs(scale: Scale) -> list[Run]:
             validate={"files": files, "docstrings": prose},
             valid_bucket=capacity,
         )
-        for name, (units, epochs) in ARMS.items()
         for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
+        for name, (units, epochs) in ARMS.items()
     ]
 
 
