@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
-from papers.recipes import bucketllm, groups, masking, packing, repetition, steps
+from papers.recipes import bucketllm, fim, groups, masking, packing, repetition, steps
 from papers.recipes.bucketllm import CURRICULUM, MASKED
 from papers.recipes.masking import (
     ACROSS,
@@ -105,6 +105,11 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "four times as many files": (QUARTER, SIXTEEN),
         "what files get by repetition": (ONCE, SIXTEEN),
     },
+    fim: {
+        "given prefix and suffix, FIM fills in better": (fim.HALF, fim.NONE),
+        "and better than a model without it": (fim.HALF, fim.NONE),
+        "rate 0.9 fills in better": (fim.MOST, fim.HALF),
+    },
 }
 # What must hold for "yes": both arms are alike.
 ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
@@ -134,6 +139,10 @@ ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "4 epochs of files are as good as that many fresh ones, 1/8": (FOUR, FRESH_FOUR),
         "4 epochs of files are as good as that many fresh ones, 1/2": (QUARTER, FRESH),
     },
+    fim: {
+        "FIM, rate 0.5: reading from left": (fim.HALF, fim.NONE),
+        "FIM, rate 0.9: reading from left": (fim.MOST, fim.NONE),
+    },
 }
 CASES_BELOW = [(r, claim, *arms) for r, found in BELOW.items() for claim, arms in found.items()]
 CASES_ALIKE = [(r, claim, *arms) for r, found in ALIKE.items() for claim, arms in found.items()]
@@ -144,6 +153,8 @@ OTHERS = {
     "BucketLLM needs less time than Fixed-8192 to equal loss",
     "dealing changes no gradient",
     "a model of folders reads a file better behind others",
+    "a model with FIM fills in better when it sees the suffix",
+    "suffix first (SPM) fills in better than PSM",
 }
 
 
@@ -170,7 +181,7 @@ def _written(run: Run, value: float, probe: Values) -> Result:
         "index": {"padding_ratio": 0.0},
         "probe": {
             **{"times": steps, "work": dict.fromkeys(probe, 1.0), "gradient": 0.0},
-            **dict.fromkeys(("alone", "behind"), scores["perplexity"]),
+            **dict.fromkeys(("alone", "behind", *fim.GIVEN), scores["perplexity"]),
             **{"files": 1, "tokens": 100},
         },
     }

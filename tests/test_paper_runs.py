@@ -323,24 +323,42 @@ def test_documents_that_are_passed_over_are_the_first(work: Path) -> None:
     assert 25_000 <= over < 25_000 + PROSE.max_bytes
 
 
+def _model(name: str) -> Any:
+    """The loss of a token is what its batch says of it, so the losses tell what is scored where."""
+
+    def losses(**batch: Any) -> tuple[torch.Tensor]:
+        scored = batch["labels"] >= 0
+        return (0.001 * batch[name][scored].double().sum(),)
+
+    return losses
+
+
 def test_a_file_behind_others_is_scored_on_the_same_tokens(work: Path) -> None:
-    """A model whose loss of a token is its id, and one whose loss is where it stands."""
     wanted = Corpus(
         domain="code", train_bytes=2_000, valid_bytes=8_000, max_bytes=1_500, folders=True
     )
     run = dataclasses.replace(RUN, validate={"files": wanted}, valid_bucket=1024)
 
-    def model(name: str) -> Any:
-        def losses(**batch: Any) -> tuple[torch.Tensor]:
-            scored = batch["labels"] >= 0
-            return (0.001 * batch[name][scored].double().sum(),)
-
-        return losses
-
     here, config = SimpleNamespace(device=torch.device("cpu")), EngineConfig()
     by_token, by_place = (
-        given.behind(model(name), here, config, run)  # type: ignore[arg-type]
+        given.behind(_model(name), here, config, run)  # type: ignore[arg-type]
         for name in ("labels", "position_ids")
     )
     assert by_token["alone"] == by_token["behind"] and by_token["files"] >= 1
     assert by_place["alone"] < by_place["behind"]
+
+
+def test_middles_are_scored_on_the_same_tokens_whatever_is_given(work: Path) -> None:
+    sentinels = {"prefix": 1024, "suffix": 1025, "middle": 1026}
+    run = dataclasses.replace(RUN, fim={"sentinels": sentinels}, valid_bucket=1024)
+    here, config = SimpleNamespace(device=torch.device("cpu")), EngineConfig()
+    by_token, by_place = (
+        given.middle(_model(name), here, config, run)  # type: ignore[arg-type]
+        for name in ("labels", "position_ids")
+    )
+    files, tokens = (by_token[name] for name in ("files", "tokens"))
+    assert 0 < files < tokens
+    assert len({by_token[name] for name in ("prefix", "text", "PSM", "SPM")}) == 1
+    assert by_place["prefix"] < by_place["text"] < by_place["PSM"] == by_place["SPM"]
+    three = math.log(by_place["PSM"]) - math.log(by_place["text"])
+    assert three == pytest.approx(3 * 0.001), "three sentinels stand before every middle"

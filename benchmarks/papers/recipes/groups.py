@@ -29,7 +29,7 @@ EQUAL = (
 GROUPS, DEFAULT = "folders, attention in groups", "files, attention in documents (the default)"
 MASKED, STRANGERS = "folders, attention in documents", "shuffled ids, attention in groups"
 CAPACITY = 1024
-STEP = 8  # samples of a step: folders of a step are many, and gradients alike
+STEP = 4  # samples of a step: with one, a step is one folder, and the gradient that of few files
 
 # name: (groups, attention)
 ARMS: dict[str, tuple[Literal["folder", "shuffled"] | None, str]] = {
@@ -50,7 +50,7 @@ def runs(scale: Scale) -> list[Run]:
         max_bytes=scale.pick(cpu=1_500, quick=1_500, gpu=16_000),
         folders=True,
     )
-    steps = scale.pick(cpu=75, quick=4, gpu=200)
+    steps = scale.pick(cpu=300, quick=4, gpu=200)
     capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=8 * CAPACITY)
     size = STEP * capacity
     sizes = {"tokens_per_step": size, "micro_batch_tokens": 4 * capacity}
