@@ -42,15 +42,15 @@ GIVEN = ("prefix", "text", "PSM", "SPM")
 def runs(scale: Scale) -> list[Run]:
     """Rates times seeds."""
     setting = Setting(scale)
-    capacity = setting.ladder[-1]
+    capacity = scale.pick(cpu=2048, quick=2048, gpu=8192)
     corpus = Corpus(
         domain="code",
         train_bytes=scale.pick(cpu=1_500_000, quick=100_000, gpu=20_000_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=500_000),
         min_bytes=100,
-        max_bytes=2 * capacity,
+        max_bytes=scale.pick(cpu=2_000, quick=2_000, gpu=16_000),
     )
-    steps = scale.pick(cpu=250, quick=4, gpu=300)
+    steps = scale.pick(cpu=320, quick=4, gpu=300)
     config = setting.config(steps=steps, data={"attention": "document"})
     config["model"] = {**config["model"], "vocab_size": VOCAB_SIZE + len(SENTINELS)}
     return [

@@ -75,7 +75,7 @@ def runs(scale: Scale) -> list[Run]:
             corpus=replace(files, train_bytes=units * unit, after_bytes=seed * unit),
             other=prose,
             max_epochs=epochs,
-            strategy="best_fit_decreasing",
+            strategy="concat",
             buckets=(capacity,),
             config=setting.config(steps=steps, data={"attention": "document"}),
             validate={"files": files, "docstrings": prose},
