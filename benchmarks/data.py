@@ -5,8 +5,10 @@ labels, loss mask and one position count per row; ``positions`` resets positions
 at every end of document, the nearest GPTDataset comes to documents. Ours writes tokens, labels,
 loss mask, positions per document, cu_seqlens and max_seqlen: as single samples, and as micro
 batches into reused buffers; of concatenated documents (as theirs), and of whole documents
-(``bucket``), whose samples gather from many places, and these with a loss weight per token. The
-samples come in random order out of a file that no cache of a core holds. ``memcpy`` is the limit:
+(``bucket``), whose samples gather from many places, and these with a loss weight per token. Half of
+the documents transformed by fill-in-the-middle are another table: the same samples, with room for
+sentinels, gathered with it (cut between tokens, or characters) and without, in turns. The samples
+come in random order out of a file that no cache of a core holds. ``memcpy`` is the limit:
 as many bytes (28 per token) in the same four arrays, copied into such buffers from others like
 them, every time the same. Source and target of 4 samples (459 kB each) stay in the caches of a
 core, of 12 (1.4 MB each) they may not. It reads no file, looks nothing up and makes no cu_seqlens.
@@ -66,6 +68,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
+from megapack.data.fim import Fim, FimDraws, character_tables
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
@@ -167,11 +170,48 @@ def gathering(packed: dict[str, PackedDataset], gpt: dict[str, Any]) -> Sides:
     """Samples out of datasets."""
     sides = {name: _ones(theirs, range(len(theirs))) for name, theirs in gpt.items()}
     for strategy, ours in packed.items():
-        ids = np.random.default_rng(0).permutation(len(ours))
+        ids = _shuffled(ours)
         sides[f"ours, {strategy}, one sample"] = _ones(ours, ids.tolist())
         for size in BATCHES:
             sides[f"ours, {strategy}, micro batch of {size}"] = _micro_batches(ours, ids, size)
     return sides | {f"memcpy, {size} samples": _copies(size) for size in BATCHES}
+
+
+def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]]:
+    """Samples of whole documents, gathered without fill-in-the-middle and with it at rate 0.5."""
+    rule = {"prefix": VOCABULARY, "suffix": VOCABULARY + 1, "middle": VOCABULARY + 2, "eod": EOD}
+    cuts = {"none": None, "tokens": Fim(**rule), "characters": Fim(**rule, tables=word_tables())}
+    room = max(fim.room for fim in cuts.values() if fim)
+    index = pack(dataset.document_lengths, "bucket", buckets=ROW, fim_room=room)
+    rows = []
+    for beside in (None, weights):
+        own = {"weight_dataset": beside and str(beside)}
+        for size in BATCHES:
+            sides = {}
+            for name, fim in cuts.items():
+                packed = PackedDataset(dataset, index, **own)
+                packed._connect([index], packed.samples.mixture, fim=fim)
+                sides[name] = _micro_batches(packed, _shuffled(packed), size, transformed=bool(fim))
+            found = take_turns(sides, windows=5 if quick() else 30, seconds=0.05)
+            rows += [
+                {
+                    "case": f"cuts: {name}, micro batch of {size}{', weights' if beside else ''}",
+                    "samples_per_second": timing.rate,
+                    "spread_%": 100 * timing.spread,
+                    "tokens_per_second": timing.rate * ROW,
+                    "seconds_over_none": timing.seconds / found["none"].seconds,
+                    "least_over_none": min(timing.windows) / min(found["none"].windows),
+                }
+                for name, timing in found.items()
+            ]
+    return rows
+
+
+def word_tables() -> Any:
+    """Cuts of a vocabulary of words of one to four letters."""
+    letters = [bytes([letter]) for letter in range(97, 123)]
+    words = (b"".join(w) for n in range(1, 5) for w in itertools.product(letters, repeat=n))
+    return character_tables([None, *itertools.islice(words, VOCABULARY - 1)])
 
 
 def _counted(take: Callable[[], Any], units: int = 1) -> Callable[[], Units]:
@@ -187,8 +227,16 @@ def _ones(dataset: Any, ids: Any) -> Callable[[], Units]:
     return _counted(lambda: dataset[next(order)])
 
 
-def _micro_batches(packed: PackedDataset, ids: Any, size: int) -> Callable[[], Units]:
+def _shuffled(packed: PackedDataset) -> NDArray[np.int64]:
+    return np.random.default_rng(0).permutation(len(packed))
+
+
+def _micro_batches(
+    packed: PackedDataset, ids: Any, size: int, *, transformed: bool = False
+) -> Callable[[], Units]:
     how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": allocate(size * ROW)}
+    if transformed:
+        how["fim"] = FimDraws(np.zeros(size, np.int64), np.full(size, 0.5))
     batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
     return _counted(lambda: packed.micro_batch(next(batches), capacity=ROW, **how), size)
 
@@ -481,13 +529,15 @@ def main() -> None:
             for kind in (PLAIN, POSITIONS)
         }  # fmt: skip
         gathered = rates(gathering(packed, gpt), windows=5 if quick() else 30, seconds=0.05)
+        middle = in_the_middle(dataset, folder / "weights")
         how = {"rounds": 1 if quick() else 5, "seconds": 0.3 if quick() else 1.0}
         taken = loaded(loaders(folder, packed["bucket"], gpt), **how)
         inside = inside_megatron(folder / "inside")
-    write_results("data", [*gathered, *taken, *begun, *inside])
+    write_results("data", [*gathered, *middle, *taken, *begun, *inside])
     show("inside Megatron: builder and DataLoader", inside)
     show("the first batch", begun)
     show(f"data loaders, micro batches of {BATCHES[0]} rows, each at its best setting", taken)
+    show("half of the documents by fill-in-the-middle", middle)
     show(f"rows of {ROW}, one process", gathered)
 
 

@@ -6,17 +6,22 @@
 - noise: 200 documents of it in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
   killed at random steps and resumed; ZeRO-3; and ten runs without noise, for false alarms. The
   learning rate falls to 0, as in a run, so what is lost is not learned again by and by
+- seeds: the same with three other seeds; a run has recovered whose loss is, 100 steps after the
+  noise, at most what it was before
 - mixing: a rule that doubles what is learned fastest; resumed five times, on other ranks
-- branches: two from one milestone, one with another mixture
+- branches: two from one milestone, one with another mixture, each beside a run of its configuration
+  from step 0 on
 - mirror: a node's disk emptied, restored from moto's S3 server
 
-Every row compares a run with the one that nothing happened to: decisions, samples, and the largest
-relative difference of a loss. Of the same number of ranks all three are equal; of another number
-losses differ by rounding, and what rounding grows to.
+Every row compares a run with the one that nothing happened to: decisions, samples, the largest
+relative difference of a loss, and the largest difference of a weight at the end. Of the same number
+of ranks and the same ZeRO stage all are equal, to the bit; of another number losses and weights
+differ by rounding, and what rounding grows to.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -31,7 +36,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -45,6 +52,7 @@ from megapack.config import load_config
 from megapack.data.run import Decision, open_run, read_decisions
 from megapack.storage.metadata import checksum
 from megapack.training.config import PretrainConfig
+from megapack.training.engine.directory import read_jsonl
 from tests.training.conftest import PER_STEP, ROW, Corpus, make_corpus, noisy_blend
 from tests.training.processes import Zygote, read_log, start_run
 from tests.training.test_sources import blend_config, write_blend
@@ -56,6 +64,7 @@ BEGIN, NOISE = 80, 25  # steps: 200 documents of noise
 NUM_STEPS = BEGIN + NOISE + 105
 BRANCH_AT, MIXED_EVERY = 30, 8
 SEEDS = range(2 if quick() else 10)
+OTHER_SEEDS = range(1, 2 if quick() else 4)  # than 0, which the rows of "noise" have
 RANKS = (1, 2) if quick() else (1, 2, 4)
 
 
@@ -64,6 +73,28 @@ def stages(run_dir: Path) -> list[Any]:
     decided = read_decisions(run_dir)
     made: Sequence[Decision] = decided.decisions if decided else ()
     return [decision.stage for decision in made if not decision.void]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, in float32, whatever ranks and ZeRO made of them."""
+    home = run_dir / "checkpoints"
+    found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(
+        str(home), (home / "latest").read_text()
+    )
+    return found
+
+
+def beside(ours: Path, theirs: Path) -> Found:
+    """A run and the one that nothing happened to, by their configurations."""
+    runs = [config.with_suffix("") for config in (ours, theirs)]
+    decided, logs = ([of(run) for run in runs] for of in (stages, read_log))
+    mine, other = map(weights, runs)
+    assert mine.keys() == other.keys()
+    found = {"same_decisions": decided[0] == decided[1]} if any(decided) else {}
+    differ = max(float((mine[name] - other[name]).abs().max()) for name in mine)
+    equal = all(torch.equal(mine[name], other[name]) for name in mine)
+    assert equal == (differ == 0.0), "weights that are no numbers"
+    return {**found, **compare(*logs), "weights_differ": differ}
 
 
 class Place:
@@ -121,47 +152,79 @@ def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Pat
     return Corpus(folder).config(folder / name, **{**tree, **sections})
 
 
-def _levels(lines: Lines, after: int) -> str:
+def _levels(lines: Lines, after: int) -> tuple[float, float]:
     """The median of ten losses before the noise, and a hundred steps after it is over."""
     at = (BEGIN - 15, after + 95)
     before, later = (median(line["loss"] for line in lines[i : i + 10]) for i in at)
-    return f"loss {before:.2f} before, {later:.2f} 100 steps after"
+    return before, later
+
+
+def _said(lines: Lines, after: int) -> str:
+    return "loss {:.2f} before, {:.2f} 100 steps after".format(*_levels(lines, after))
 
 
 def noise(place: Place) -> Iterator[Found]:
     """Passed by the autopilot, and not without it."""
     config = noise_config(place.folder, "without", noise=NOISE, autopilot={"spikes": False})
     row = {"what": "200 documents of noise", "how": "no autopilot", "ranks": "1"}
-    yield {**row, "found": _levels(place.train(config, ranks=1), BEGIN + NOISE)}
-    first: tuple[Lines, list[Any]] | None = None
+    yield {**row, "found": _said(place.train(config, ranks=1), BEGIN + NOISE)}
+    first: Path | None = None
     for ranks in RANKS:
         row = {"what": "200 documents of noise", "ranks": str(ranks)}
-        config = noise_config(place.folder, f"ranks{ranks}", noise=NOISE)
-        whole, decided = place.train(config, ranks=ranks), stages(config.with_suffix(""))
+        whole = noise_config(place.folder, f"ranks{ranks}", noise=NOISE)
+        lines, decided = place.train(whole, ranks=ranks), stages(whole.with_suffix(""))
         skipped = sum(stage.skip_steps for stage in decided)
-        said = f"back {len(decided)} times, {skipped} steps skipped; {_levels(whole, BEGIN)}"
-        first = first or (whole, decided)
-        same = {"same_decisions": decided == first[1], **compare(whole, first[0])}
-        yield {**row, "how": "autopilot; beside 1 rank", "found": said, **same}
+        said = f"back {len(decided)} times, {skipped} steps skipped; {_said(lines, BEGIN)}"
+        first = first or whole
+        yield {**row, "how": "autopilot; beside 1 rank", "found": said, **beside(whole, first)}
         config = noise_config(place.folder, f"killed{ranks}", noise=NOISE)
         victims = place.killed(config, 3, [ranks])
-        same = {"same_decisions": stages(config.with_suffix("")) == decided}
-        same |= compare(read_log(config.with_suffix("")), whole)
-        yield {**row, "how": f"killed at {victims}, resumed", "found": "", **same}
+        how = f"killed at {victims}, resumed"
+        yield {**row, "how": how, "found": "", **beside(config, whole)}
+
+
+def seeds(place: Place) -> Iterator[Found]:
+    """Other initial weights: who recovers, and whether numbers of ranks decide alike."""
+    recovered = dict.fromkeys(("without", "1", "2"), 0)
+    same: list[Found] = []
+    for seed in OTHER_SEEDS:
+        configs = {}
+        for name in recovered:
+            pilot = {"spikes": name != "without", "window": 32}
+            config = noise_config(
+                place.folder, f"seed{seed}-{name}", noise=NOISE, seed=seed, autopilot=pilot
+            )
+            lines = place.train(config, ranks=int(name) if name.isdigit() else 1)
+            before, later = _levels(lines, BEGIN if name.isdigit() else BEGIN + NOISE)
+            recovered[name] += later <= before
+            configs[name] = config
+            print(
+                f"seed {seed}, {name}: {before:.2f}, {later:.2f}, {stages(config.with_suffix(''))}"
+            )
+        same.append(beside(configs["2"], configs["1"]))
+    of = len(OTHER_SEEDS)
+    alike = sum(row["same_decisions"] for row in same)
+    row = {"what": f"200 documents of noise, seeds {min(OTHER_SEEDS)} to {max(OTHER_SEEDS)}"}
+    said = f"{recovered['without']} of {of} recovered"
+    yield {**row, "how": "no autopilot", "ranks": "1", "found": said}
+    said = f"{recovered['1']} of {of} recovered on 1 rank, {recovered['2']} of {of} on 2; "
+    said += f"1 and 2 ranks decided alike in {alike} of {of}"
+    worst = {name: max(row[name] for row in same) for name in same[0]}
+    worst |= {name: all(row[name] for row in same) for name in ("same_decisions", "same_samples")}
+    yield {**row, "how": "autopilot; 2 ranks beside 1", "ranks": "1; 2", "found": said, **worst}
 
 
 def zero_3(place: Place) -> Iterator[Found]:
     """Going back in the same processes with divided parameters."""
-    logs, decided = {}, {}
+    configs = {}
     for stage in (1, 3):
         engine = {"precision": "fp32", "zero_stage": stage}
-        config = noise_config(place.folder, f"stage{stage}", noise=NOISE, engine=engine)
-        logs[stage] = place.train(config, ranks=2)
-        decided[stage] = stages(config.with_suffix(""))
-    same = {"same_decisions": decided[3] == decided[1], **compare(logs[3], logs[1])}
-    said = f"back {len(decided[3])} times in the same processes; {_levels(logs[3], BEGIN)}"
+        configs[stage] = noise_config(place.folder, f"stage{stage}", noise=NOISE, engine=engine)
+        lines = place.train(configs[stage], ranks=2)
+    back = len(stages(configs[3].with_suffix("")))
+    said = f"back {back} times in the same processes; {_said(lines, BEGIN)}"
     row = {"what": "200 documents of noise", "how": "ZeRO-3; beside ZeRO-1", "ranks": "2"}
-    yield {**row, "found": said, **same}
+    yield {**row, "found": said, **beside(configs[3], configs[1])}
 
 
 def false_alarms(place: Place) -> Iterator[Found]:
@@ -188,19 +251,18 @@ def mixing(place: Place) -> Iterator[Found]:
         "checkpoint": {"every": 3, "asynchronous": False, "export": False},
         "evaluation": {"every": None},
     }
-    whole_config = blend_config(blend, corpus, place.folder / "whole", **sections)
-    whole = place.train(whole_config, ranks=2)
-    config = blend_config(blend, corpus, place.folder / "moved", **sections)
-    victims = place.killed(config, 5, [2, 1, 4, 2, 4, 1])
-    decided = stages(config.with_suffix(""))
-    row = {"what": "a rule doubles what is learned fastest", "ranks": "2; 2, 1, 4, 2, 4, 1"}
-    yield {
-        **row,
-        "how": f"killed at {victims}, resumed",
-        "found": f"{len(decided)} decisions",
-        "same_decisions": decided == stages(whole_config.with_suffix("")),
-        **compare(read_log(config.with_suffix("")), whole),
-    }
+    whole = blend_config(blend, corpus, place.folder / "whole", **sections)
+    place.train(whole, ranks=2)
+    for of_ranks in ([2], [2, 1, 4, 2, 4, 1]):
+        config = blend_config(blend, corpus, place.folder / f"moved{len(of_ranks)}", **sections)
+        victims = place.killed(config, 5, of_ranks)
+        yield {
+            "what": "a rule doubles what is learned fastest",
+            "ranks": f"2; {', '.join(map(str, of_ranks))}",
+            "how": f"killed at {victims}, resumed",
+            "found": f"{len(stages(config.with_suffix('')))} decisions",
+            **beside(config, whole),
+        }
 
 
 def branches(place: Place) -> Iterator[Found]:
@@ -211,6 +273,7 @@ def branches(place: Place) -> Iterator[Found]:
         "num_steps": 2 * BRANCH_AT,
         "checkpoint": {"every": 10, "keep": 1, "keep_steps": [BRANCH_AT], "export": False},
         "evaluation": {"every": None},
+        "learning_rate": {"kind": "constant", "warmup_steps": 2},
     }
     trunk_config = blend_config(blend, corpus, place.folder / "trunk", **sections)
     trunk = place.train(trunk_config, ranks=2)
@@ -220,10 +283,14 @@ def branches(place: Place) -> Iterator[Found]:
     other = [{"from_step": BRANCH_AT, "weights": {"web": 1, "math": 3}}]
     changed = write_blend(place.folder / "other.yaml", corpus, stages=other)
     decay = {"kind": "wsd", "warmup_steps": 2, "decay_fraction": 0.5}
-    for name, manifest, rate in (("decay", blend, decay), ("mixture", changed, {})):
-        more = {**sections, "learning_rate": {"warmup_steps": 2, **rate}}
-        config = blend_config(manifest, corpus, place.folder / name, **more)
-        log = place.train(config, f"checkpoint.branch_from={milestone}", ranks=1)
+    for name, ranks in itertools.product(("decay", "mixture"), (2, 1)):
+        manifest, more = (blend, {"learning_rate": decay}) if name == "decay" else (changed, {})
+        of = {**sections, **more}
+        whole = blend_config(manifest, corpus, place.folder / f"{name}-whole", **of)
+        if ranks == 2:
+            place.train(whole, ranks=2)
+        config = blend_config(manifest, corpus, place.folder / f"{name}{ranks}", **of)
+        log = place.train(config, f"checkpoint.branch_from={milestone}", ranks=ranks)
         says = open_run(load_config(PretrainConfig, config)).schedule
         steps = (np.ascontiguousarray(says.step(line["step"]).sample_ids, np.int64) for line in log)
         as_program = [f"{zlib.crc32(ids.tobytes()):08x}" for ids in steps]
@@ -233,12 +300,12 @@ def branches(place: Place) -> Iterator[Found]:
         untouched = before == {p: checksum(p) for p in home.rglob("*") if p.is_file()}
         yield {
             "what": f"branch from step {BRANCH_AT}: {name}",
-            "how": "beside its program, and beside the trunk before it",
-            "ranks": "1 from 2",
+            "how": "beside its configuration from step 0 on",
+            "ranks": f"{ranks} from 2",
             "found": f"{'' if agree else 'NOT '}as the program says; other samples than the trunk "
             f"{f'from step {first} on' if first is not None else 'nowhere'}; trunk "
             f"{'untouched' if untouched else 'CHANGED'}",
-            **compare(log[:BRANCH_AT], trunk[:BRANCH_AT]),
+            **beside(config, whole),
         }
 
 
@@ -256,24 +323,27 @@ def mirror(place: Place) -> Iterator[Found]:
             "checkpoint": {"every": 10, "keep": 2, "export": False},
             "evaluation": {"every": None},
         }
-        whole = place.train(corpus.config(place.folder / "whole", **sections), ranks=2)
+        whole = corpus.config(place.folder / "whole", **sections)
+        place.train(whole, ranks=2)
         sections["checkpoint"] = {**sections["checkpoint"], "mirror": address}
         config = corpus.config(place.folder / "run", **sections)
         place.kill(config, 37, ranks=2, env=env)
         shutil.rmtree(config.with_suffix(""))
         shutil.rmtree(cache, ignore_errors=True)
-        log = place.train(config, ranks=2, env=env)
+        place.train(config, ranks=2, env=env)
+    (start,) = read_jsonl(config.with_suffix("") / "starts.jsonl")
     yield {
         "what": "killed at step 37 and its disk emptied",
         "how": f"mirror {address}, moto's server",
         "ranks": "2",
-        "found": f"restored, went on at step {log[0]['step']}",
-        **compare(log, whole[log[0]["step"] :]),
+        "found": f"restored with its log, went on at step {start['step']}",
+        **beside(config, whole),
     }
 
 
 EDITS: dict[str, Callable[[Place], Iterator[Found]]] = {
     "noise": noise,
+    "seeds": seeds,
     "zero 3": zero_3,
     "false alarms": false_alarms,
     "mixing": mixing,

@@ -286,6 +286,11 @@ group_joined: groups that stand behind each other in a sample are one
 - np.diff(owner, prepend=-1) == 0
 + np.diff(owner, prepend=-1) <= 1
 
+megapack/packing/pack.py: tests/packing/test_packing_alignment.py
+fim_room_cut: a document has no room that nevertheless is transformed
+- most = own - (full > own)
++ most = own
+
 csrc/core/gather/plan.cpp: gather
 group_attention: all documents of a sample see each other
 - options_.attention == Extent::kSample || segments_[i + 1].joined;
@@ -311,13 +316,27 @@ label_zero_counted: the denominator lacks labels of id 0
 
 csrc/core/gather/plan.cpp: gather
 label_of_cut: the last token of a cut document predicts itself
-- if (!segment.ends_document) return segment.token_begin + segment.length;
-+ if (!segment.ends_document) return segment.token_begin + segment.length - 1;
+- if (!segment.ends_document) return {segment.token_begin + segment.length, -1};
++ if (!segment.ends_document) return {segment.token_begin + segment.length - 1, -1};
+fim_label: a document before a transformed one predicts its first word, not the sentinel
+- return {first.at, first.literal};
++ return {first.at, -1};
 
 csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
-- piece.last_label_at, 1, factor, labels + body, mask + body);
-+ piece.last_label_at, 1, 0.0F, labels + body, mask + body);
+- last.at, 1, factor, labels + body, mask + body);
++ last.at, 1, 0.0F, labels + body, mask + body);
+fim_weights: what follows a sentinel weighs like what stands before it
+- fill_weights(weights_at(shard, run.at), run.length, factor, mask);
++ fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
+
+csrc/core/gather/fim.cpp: gather
+fim_whole: documents that are cut are transformed
+- const bool whole = segment.begin == 0 && segment.ends_document;
++ const bool whole = segment.begin == 0;
+fim_one_token: a token that is cut twice loses a part
+- second = {second.token + 1, -1};
++ second = first;
 
 csrc/core/gather/plan.cpp: gather
 positions_of_documents: positions count from the begin of the file

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"storage"},
     "planning": set(),
     "compare": {"packing", "planning"},
-    "data": {"storage", "packing"},
+    "data": {"storage", "tokenization", "packing"},
     "attention": set(),
     "training": {"storage", "packing", "data", "attention"},
     "integrations": {"storage", "packing", "planning", "data", "attention"},

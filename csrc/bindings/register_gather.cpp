@@ -121,9 +121,14 @@ class MemoryPool {
     std::shared_ptr<Returned> returned_;
 };
 
-std::vector<std::int64_t> copied(const Array<std::int64_t>& array, const char* name) {
-    const auto values = view(array, name);
-    return {values.begin(), values.end()};
+// Narrow, as the gather looks them up at random.
+std::vector<std::int32_t> narrowed(const Array<std::int64_t>& array, const char* name) {
+    std::vector<std::int32_t> result;
+    for (const std::int64_t value : view(array, name)) {
+        result.push_back(static_cast<std::int32_t>(value));
+        check(result.back() == value, name, " holds ", value, "; the most is 2^31 - 1");
+    }
+    return result;
 }
 
 using Table = Array<std::int64_t>;
@@ -147,10 +152,11 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
             check(count >= 0 && count <= std::numeric_limits<std::uint16_t>::max(), "a token has ",
                   count, " characters; the most is 65535");
             fim->cuts.characters.push_back(static_cast<std::uint16_t>(count));
+            fim->cuts.most = std::max(fim->cuts.most, static_cast<std::uint64_t>(count));
         }
-        fim->cuts.first_cut = copied(first_cut, "first_cut");
-        fim->cuts.first_part = copied(first_part, "first_part");
-        fim->cuts.parts = copied(parts, "parts");
+        fim->cuts.first_cut = narrowed(first_cut, "first_cut");
+        fim->cuts.first_part = narrowed(first_part, "first_part");
+        fim->cuts.parts = narrowed(parts, "parts");
     }
     check_fim(*fim);
     return fim;

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.output import Work, note, print_table
-from megapack.cli.pack import add_alignment, add_groups
+from megapack.cli.pack import add_alignment, add_fim_room, add_groups
 from megapack.compare import (
     GPUS,
     MODELS,
@@ -159,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
     add_alignment(packing)
+    add_fim_room(packing)
     add_groups(packing)
     add_shared(packing, "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
@@ -207,6 +208,7 @@ def run(args: argparse.Namespace) -> int:
         "buckets": args.buckets,
         "capacities": args.capacity or [max(args.buckets)],
         "alignment": args.alignment,
+        "fim_room": args.fim_room,
     }
     if args.strategies:
         cases = [case for text in args.strategies for case in parse_case(text, **named)]

@@ -5,12 +5,13 @@ An .idx (or the prefix of a dataset) shows what is stored and how long the docum
 its datasets hold together, with --shards also each. With --sample, one sample
 is shown as training sees it: its text, where documents begin and end, which tokens have no label
 (PREFIX.labels, where it stands, decides that) and with which weight the others count
-(PREFIX.weights).
+(PREFIX.weights); with --fim, how documents are told with their middle at the end.
 
 examples:
   megapack-build inspect data/train
   megapack-build inspect data/train.samples
   megapack-build inspect data/train.samples --sample 17 --tokenizer tokenizer.model
+  megapack-build inspect data/train.samples --sample 17 --fim blend.yaml --epoch 2
   megapack-build inspect data/train.samples --json
   megapack-build inspect web.shards.json --shards
 """
@@ -19,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.text import Text
@@ -38,6 +39,10 @@ from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import open_labels, open_weights
 from megapack.units import counted
+
+if TYPE_CHECKING:
+    from megapack.data import PackedDataset
+    from megapack.data.fim import FimDraws
 
 # ---- Token ids to text, by the tokenizer that made a dataset and no other -----------------------
 
@@ -87,6 +92,7 @@ class SegmentView:
     has_label: list[bool]  # of every token: is the loss of predicting its successor counted?
     weights: list[float] | None  # with which weight, where there are loss weights
     group: int  # number of its group in the sample; of its own without groups
+    fim: str = ""  # how the document is turned round, if it is
 
     @property
     def ends_document(self) -> bool:
@@ -112,6 +118,8 @@ class SegmentView:
         return f", loss weights{span}, together {sum(own):g}"
 
     def extent(self) -> str:
+        if self.fim:
+            return f"whole document of {self.document_length:,} tokens, told as {self.fim}"
         if self.begin == 0 and self.ends_document:
             return "whole document"
         continued = "" if self.ends_document else ", goes on elsewhere"
@@ -166,6 +174,37 @@ def view_sample(
             )
         )
     return views
+
+
+def turned_round(
+    views: list[SegmentView],
+    data: PackedDataset,
+    sample: int,
+    fim: FimDraws,
+    num_lists: int = 0,
+) -> list[SegmentView]:
+    """The segments of a sample, with those documents as they are told that are turned round.
+
+    Args:
+        views: all segments of the sample but those of masked documents.
+        data: of the sample, with fim; documents attend to themselves.
+        sample: its id there.
+        fim: what is drawn by, of this one sample.
+        num_lists: of excluded documents in force.
+    """
+    batch = data.micro_batch([sample], fim=fim, num_lists=num_lists)
+    draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], num_lists, fim)}
+    tokens, mask = (batch[name][0].tolist() for name in ("tokens", "loss_mask"))
+    bounds, labels = batch["cu_seqlens"].tolist(), (batch["labels"][0] >= 0).tolist()
+    found = []
+    for number, view in enumerate(views):
+        own = slice(bounds[number], bounds[number + 1])
+        told: dict[str, Any] = {"sample_offset": own.start}
+        if number in draws:
+            weights = None if view.weights is None else mask[own]
+            told |= {"token_ids": tokens[own], "has_label": labels[own], "weights": weights}
+        found.append(replace(view, **told, fim=draws.get(number, "")))
+    return found
 
 
 def print_sample(
@@ -266,6 +305,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
     add_shared(parser, "--tokenizer", help="turns ids into text")
+    parser.add_argument(
+        "--fim",
+        metavar="MANIFEST",
+        help="of --sample: turn documents round as the manifest's section fim says, at its rate",
+    )
+    parser.add_argument(
+        "--epoch", type=int, default=0, metavar="E", help="of --fim: as pass E does"
+    )
+    add_shared(parser, "--seed", help="of --fim: that of the run")
     parser.add_argument("--shards", action="store_true", help="list those of a shard manifest")
     parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
     add_shared(parser, "--json")
@@ -312,10 +360,29 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
         )
     dataset = IndexedDataset(prefixes[0] if prefixes else prefix_of_samples(path, index))
     segments = view_sample(dataset, index, args.sample)
+    if args.fim is not None:
+        segments = _turned_round(args, dataset, index, segments)
     decode = None
     if args.tokenizer is not None:
         decode = decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
     print_sample(console, index, args.sample, segments, decode, full=args.full)
+
+
+def _turned_round(
+    args: argparse.Namespace,
+    dataset: IndexedDataset,
+    index: SampleIndex,
+    segments: list[SegmentView],
+) -> list[SegmentView]:
+    from megapack.data import PackedDataset, load_blend  # noqa: PLC0415 (torch)
+    from megapack.data.fim import FimDraws  # noqa: PLC0415
+
+    fim = load_blend(args.fim).fim
+    if fim is None:
+        raise ConfigError(f"--fim {args.fim}: the manifest has no section fim")
+    data = PackedDataset(dataset, index, fim=fim, seed=args.seed)
+    draws = FimDraws(np.array([args.epoch]), np.array([fim.rate]))
+    return turned_round(segments, data, args.sample, draws)
 
 
 def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:

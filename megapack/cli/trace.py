@@ -3,7 +3,8 @@
 FILE is a configuration of megapack-pretrain, or the config.yaml of a run directory. What a step
 holds is a function of it and of the .samples files, so any step is as near as the first.
 
---step N shows the documents of a step, with --tokenizer their text, with --ranks who had them.
+--step N shows the documents of a step, with --tokenizer their text, with --ranks who had them;
+of fill-in-the-middle which were told with their middle last, how (PSM, SPM), and where cut.
 --document SOURCE:D shows in which steps document D of a source was or will be drawn.
 --excluded shows what each list of excluded documents masks: how often its documents were seen
 before, how often their samples are drawn since, and how often one of them is still shown (never).
@@ -34,9 +35,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megapack.cli.arguments import add_shared, positive
-from megapack.cli.inspect import decoder, print_sample, view_sample
+from megapack.cli.inspect import decoder, print_sample, turned_round, view_sample
 from megapack.cli.output import Screen, print_table, printed_as_json
 from megapack.config import load_config
+from megapack.data.fim import FimDraws
 from megapack.errors import ConfigError
 from megapack.storage.files import atomic_write, check_target
 
@@ -80,11 +82,22 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
                     if data.samples.attention == "group"
                     else {}
                 ),
+                **({} if fim is None else _fim(data, sample, content.num_lists, fim)),
             }
-            for place, sample in _dealt(args, run, step)
+            for place, sample, fim in _dealt(args, run, step)
             for source, segments in [data.samples.segments(sample, content.num_lists)]
         ],
     }
+
+
+def _fim(data: PackedDataset, sample: int, num_lists: int, fim: FimDraws) -> dict[str, Any]:
+    """How documents of a sample are turned round, by segment; and what that is drawn by."""
+    found = [
+        {"segment": draw.segment, "how": "SPM" if draw.spm else "PSM"}
+        | {"cuts": [draw.first, draw.second]}
+        for draw in data.fim_draws([sample], num_lists, fim)
+    ]
+    return {"epoch": int(fim.epochs[0]), "fim_rate": float(fim.rates[0]), "fim": found}
 
 
 def _weights(run: OpenRun, step: int) -> dict[str, Any]:
@@ -113,20 +126,28 @@ def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -
     if args.tokenizer is None:
         _print_segments(facts["samples"])
     else:
-        _print_text(console, args, run.data, facts["samples"])
+        _print_text(console, args, run.data, facts["samples"], content.num_lists)
 
 
 def _print_text(
-    console: Screen, args: argparse.Namespace, data: PackedDataset, items: list[dict[str, Any]]
+    console: Screen,
+    args: argparse.Namespace,
+    data: PackedDataset,
+    items: list[dict[str, Any]],
+    num_lists: int,
 ) -> None:
     samples, shards = data.samples, data.samples.shards
-    places = []
+    places, told = [], _as_told(data) if any("fim" in shown for shown in items) else None
     for shown in items:
         source = samples.names.index(shown["source"])
         shard, sample = samples.shard_of(int(samples.bases[source]) + shown["sample"])
         first = int(shards.first_documents[shard])
         segments = [(document - first, begin, n) for document, begin, n in shown["segments"]]
         views = view_sample(data.documents(shard), shards.index(shard), sample, segments)
+        if told is not None:
+            by = FimDraws(np.array([shown["epoch"]]), np.array([shown["fim_rate"]]))
+            at = int(samples.bases[source]) + shown["sample"]
+            views = turned_round(views, told, at, by, num_lists)
         places.append((source, shard, sample, views))
     decoders = {}
     for source, shard, _, _ in places:
@@ -142,31 +163,63 @@ def _print_text(
         print_sample(console, shards.index(shard), sample, views, decoders[source], full=args.full)
 
 
-def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[tuple[dict[str, int], int]]:
-    """(where, global sample id) of a step; ``where`` is empty when no ranks are asked for."""
+def _as_told(data: PackedDataset) -> PackedDataset:
+    """The data with every document a segment of its own, and no other weights than its tokens'."""
+    from megapack.data import PackedDataset as Packed  # noqa: PLC0415 (torch)
+
+    mixture = data.samples.mixture
+    names = ("names", "stages", "fim", "fim_rates", "seed")
+    return Packed(
+        data.datasets,
+        data.samples.indices,
+        label_dataset=data.label_datasets,
+        weight_dataset=data.weight_datasets,
+        **{name: getattr(mixture, name) for name in names},
+    )
+
+
+Dealt = tuple[dict[str, int], int, "FimDraws | None"]
+
+
+def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[Dealt]:
+    """(where, global sample id, what its documents are turned round by) of a step; ``where`` is
+    empty when no ranks are asked for."""
     if args.ranks is None:
         if args.rank is not None:
             raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
-        return [({}, sample) for sample in run.schedule.step(step).sample_ids.tolist()]
-    found = []
+        content = run.schedule.step(step)
+        return [({}, *sample) for sample in _with_fim(content.sample_ids, content.fim)]
+    found: list[Dealt] = []
     for rank in range(args.ranks) if args.rank is None else (args.rank,):
         for batch in run.sampler(rank, args.ranks).micro_batches(step):
             where = {"rank": rank, "micro_step": batch.micro_step}
-            found += [(where, sample) for sample in batch]
+            found += [(where, *sample) for sample in _with_fim(batch.sample_ids, batch.fim)]
     return found
+
+
+def _with_fim(ids: Any, fim: FimDraws | None) -> list[tuple[int, FimDraws | None]]:
+    parts = [None if fim is None else fim.of(slice(n, n + 1)) for n in range(len(ids))]
+    return list(zip(ids.tolist(), parts, strict=True))
 
 
 def _print_segments(samples: list[dict[str, Any]]) -> None:
     places = [name for name in ("rank", "micro_step") if samples and name in samples[0]]
-    in_groups = bool(samples) and "groups" in samples[0]
+    in_groups, has_fim = (bool(samples) and name in samples[0] for name in ("groups", "fim"))
     heads = ("source", *(name.replace("_", " ") for name in places), "sample", "document", "tokens")
+    told = [
+        {of["segment"]: f"{of['how']} {of['cuts'][0]:,} {of['cuts'][1]:,}" for of in shown["fim"]}
+        if has_fim
+        else {}
+        for shown in samples
+    ]
     print_table(
-        (*heads, *(["group"] if in_groups else [])),
+        (*heads, *(["group"] if in_groups else []), *(["middle last"] if has_fim else [])),
         [
             (shown["source"], *(shown[name] for name in places), shown["sample"], document)
             + (f"[{begin:,}, {begin + length:,})",)
             + ((shown["groups"][i],) if in_groups else ())
-            for shown in samples
+            + ((of.get(i, ""),) if has_fim else ())
+            for shown, of in zip(samples, told, strict=True)
             for i, (document, begin, length) in enumerate(shown["segments"])
         ],
     )

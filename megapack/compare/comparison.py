@@ -307,6 +307,7 @@ def compare(
             case.strategy,
             buckets=case.buckets,
             alignment=case.alignment,
+            fim_room=case.fim_room,
             seed=seed,
             threads=threads,
             groups=groups,

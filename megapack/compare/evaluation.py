@@ -35,7 +35,7 @@ class Case:
         strategy: name in ``STRATEGIES``.
         buckets: capacities, ascending.
         parameters: keywords of ``pack``; ``preset`` is one of them.
-        alignment: as in ``pack``.
+        alignment, fim_room: as in ``pack``.
     """
 
     label: str
@@ -43,6 +43,7 @@ class Case:
     buckets: tuple[int, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     alignment: int = 1
+    fim_room: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what ``pack`` would refuse, before anything else of a comparison has run."""
@@ -51,6 +52,7 @@ class Case:
             self.strategy,
             buckets=self.buckets,
             alignment=self.alignment,
+            fim_room=self.fim_room,
             preset=values.pop("preset", None),
             parameters=values,
         )
@@ -66,6 +68,7 @@ class Case:
             else:
                 words += [f"--{option}", str(value)]
         words += ["--alignment", str(self.alignment)] if self.alignment > 1 else []
+        words += ["--fim-room", str(self.fim_room)] if self.fim_room else []
         words += ["--groups", groups] if groups else []
         words += ["--seed", str(seed)] if seed else []
         return shlex.join(words)
@@ -77,7 +80,7 @@ class Case:
 
 
 def parse_case(
-    text: str, *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1
+    text: str, *, buckets: Sequence[int], capacities: Sequence[int], **rooms: int
 ) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
@@ -85,7 +88,7 @@ def parse_case(
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: capacities of a bucket strategy that names none.
         capacities: a fixed-length strategy that names none becomes one case for each of these.
-        alignment: as in ``pack``.
+        rooms: alignment and fim_room, as in ``pack``.
 
     Raises:
         ConfigError: the text is not of this form, names no strategy or no parameter of it, or the
@@ -107,7 +110,7 @@ def parse_case(
         chosen = [(name, tuple(sorted(buckets)))]
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    more: dict[str, Any] = {"strategy": name, "parameters": parameters, "alignment": alignment}
+    more: dict[str, Any] = {"strategy": name, "parameters": parameters, **rooms}
     return [Case(label=label + suffix, buckets=given, **more) for label, given in chosen]
 
 
@@ -123,9 +126,9 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
 
 
 def default_cases(
-    *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1
+    *, buckets: Sequence[int], capacities: Sequence[int], **rooms: int
 ) -> tuple[list[Case], dict[str, str]]:
-    """Every strategy of the registry with its default parameters.
+    """Every strategy of the registry with its default parameters; arguments of ``parse_case``.
 
     Returns:
         The cases, and for each strategy that cannot serve these capacities why: name -> sentence.
@@ -137,7 +140,7 @@ def default_cases(
     left_out: dict[str, str] = {}
     for name in STRATEGIES:
         try:
-            cases += parse_case(name, buckets=buckets, capacities=capacities, alignment=alignment)
+            cases += parse_case(name, buckets=buckets, capacities=capacities, **rooms)
         except ConfigError as error:
             left_out[name] = str(error)
     if not cases:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.dataset import PackedDataset as PackedDataset
     from megapack.data.dataset import check_token_ids as check_token_ids
     from megapack.data.dataset import open_blend as open_blend
+    from megapack.data.fim import FimConfig as FimConfig
+    from megapack.data.fim import Sentinels as Sentinels
     from megapack.data.loader import PackedLoader as PackedLoader
     from megapack.data.loader import RankChecker as RankChecker
     from megapack.data.loader import build_loader as build_loader

@@ -38,7 +38,7 @@ from megapack.data.documents import (
     SourceDocuments,
     open_sources,
 )
-from megapack.data.fim import Fim, FimDraws, check_fim, open_fim
+from megapack.data.fim import Fim, FimDraw, FimDraws, check_fim, open_fim
 from megapack.data.program import Mixture, largest_fim_rates
 from megapack.data.sources import (
     Exclusions,
@@ -373,6 +373,17 @@ class PackedDataset(Dataset[Batch]):
         count = partial(self._gatherer.count_labels, ids, num_lists, *(fim or ()))
         reads = self._remote_labels if fim is None else self.remote_reads
         return LabelTotals(*reads.read(ids, count))
+
+    def fim_draws(self, sample_ids: ArrayLike, num_lists: int, fim: FimDraws) -> list[FimDraw]:
+        """The documents of some samples that fill-in-the-middle turns round, in order.
+
+        Arguments are those of ``micro_batch``.
+        """
+        ids = np.ascontiguousarray(sample_ids, np.int64)
+        self._open_for(ids)
+        draws = partial(self._gatherer.fim_draws, ids, num_lists, *fim)
+        rows = zip(*(column.tolist() for column in self.remote_reads.read(ids, draws)), strict=True)
+        return [FimDraw(*row) for row in rows]
 
     def documents(self, shard: int) -> IndexedDataset:
         """The documents of a shard (``samples.shard_of`` tells of which), opened if need be.

@@ -124,6 +124,26 @@ class FimDraws(NamedTuple):
         return FimDraws(self.epochs.reshape(-1), self.rates.reshape(-1))
 
 
+class FimDraw(NamedTuple):
+    """What is drawn of a document that is turned round."""
+
+    sample: int
+    """Its position among the samples asked about."""
+    segment: int
+    """Of the sample, without those of masked documents."""
+    document: int
+    """Its number in the source."""
+    spm: bool
+    """Suffix first; else PSM."""
+    first: int
+    """Tokens of the body, or characters, before the middle."""
+    second: int
+    """Tokens, or characters, before the suffix."""
+
+    def __str__(self) -> str:
+        return f"{'SPM' if self.spm else 'PSM'}, cut at {self.first:,} and {self.second:,}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fim:
     """What the gather is given. Ids, -1 where there is none."""
@@ -295,14 +315,21 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
             has no text.
     """
     ids = {text: token for token, text in enumerate(texts) if text}  # pieces stand behind bytes
-    longest, known = max(map(len, ids), default=0), {b"": ()}
+    known: dict[bytes, tuple[int, ...]] = {}
 
-    def written(text: bytes) -> tuple[int, ...] | None:
+    def in_parts(text: bytes, number: int) -> tuple[int, ...]:
+        if number == 1:
+            return (ids[text],) if text in ids else ()
+        for end in range(len(text) - number + 1, 0, -1):
+            rest = in_parts(text[end:], number - 1) if text[:end] in ids else ()
+            if rest:
+                return (ids[text[:end]], *rest)
+        return ()
+
+    def written(text: bytes) -> tuple[int, ...]:
         if text not in known:
-            ends = range(min(len(text), longest), 0, -1)
-            rests = ((ids[text[:end]], written(text[end:])) for end in ends if text[:end] in ids)
-            ways = ((token, *rest) for token, rest in rests if rest is not None)
-            known[text] = min(ways, key=len, default=None)
+            ways = (in_parts(text, number) for number in range(1, MOST_PARTS))
+            known[text] = next(filter(None, ways), ())
         return known[text]
 
     characters = np.zeros(len(texts), np.int64)
@@ -315,9 +342,8 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
         for at in inner:
             assert text is not None
             sides = written(text[:at]), written(text[at:])
-            left, right = (side or () for side in sides)
-            allowed = None not in sides and len(left) + len(right) <= MOST_PARTS
-            for side in (left, right):
+            allowed = all(sides) and len(sides[0]) + len(sides[1]) <= MOST_PARTS
+            for side in sides:
                 parts.extend(side if allowed else ())
                 first_part.append(len(parts))
     table = np.array(first_part, np.int64)

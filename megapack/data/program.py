@@ -495,7 +495,7 @@ def _fim_rates(
     changes: Mapping[str, float] | None, mixture: Mixture, before: Sequence[float] | None, by: str
 ) -> tuple[float, ...] | None:
     names = mixture.names or ()
-    usual = 0.0 if mixture.fim is None else mixture.fim.rate
+    usual = 0.0 if mixture.fim is None else float(mixture.fim.rate)
     result = [usual] * len(names) if before is None else [float(rate) for rate in before]
     for number, rate in numbered(changes or {}, names, f"{by} gives a rate of fim to").items():
         result[number] = float(rate)

@@ -241,9 +241,12 @@ class StagePlan:
     tokens_per_step: int
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
+    fim: str = ""
+    """Which share of the documents of which source is turned round; "" where none is."""
 
     def __str__(self) -> str:
-        rows = [
+        rows = [*([self.fim] if self.fim else [])]
+        rows += [
             f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
             f"(one epoch: {self.steps_per_epoch:,} steps)",
             f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
@@ -349,8 +352,17 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
         ramping=stage.ramping,
+        fim=describe_fim(stage),
         buckets=tuple(BucketShare(s.capacity, s.num_samples, *row) for s, *row in rows),
     )
+
+
+def describe_fim(stage: StageDraws) -> str:
+    """The rates of a stage, of those sources that have some and are drawn; "" without any."""
+    rates = zip(stage.samples.names, stage.fim_rates or (), stage.weights, strict=False)
+    found = [f"{name} {rate:.4g}" for name, rate, weight in rates if rate and weight != 0]
+    more = f" and {len(found) - 20} more" if len(found) > 20 else ""
+    return f"fill-in-the-middle, share of documents: {', '.join(found[:20])}{more}" * bool(found)
 
 
 def _shares(schedule: Schedule, num_steps: int) -> SourceShares:

@@ -260,7 +260,7 @@ class StageDraws:
         begin, end = turn * count, (turn + 1) * count
         ids, fim = stream.ids(begin, end), None
         if self.fim_rates is not None:
-            rates = np.array(self.fim_rates)[self.samples.locate(ids)[0]]
+            rates = np.array(self.fim_rates, np.float64)[self.samples.locate(ids)[0]]
             fim = FimDraws(stream.epochs(begin, end), rates)
         return Draw(bucket, stream.capacity, ids, fim)
 

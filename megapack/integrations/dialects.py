@@ -1,7 +1,8 @@
 """One batch, every dialect: how hosts are told tokens, labels, masks and where documents end.
 
 - ``Dialect``: what differs between hosts; ``DIALECTS``: a row for each.
-- ``emit``: a micro batch of megapack under a host's names and conventions.
+- ``emit``: a micro batch of megapack under a host's names and conventions; ``join_ends``: its
+  boundaries for hosts that attend over all rows at once.
 - ``loss_terms``: what of a batch's losses a host can be told at all. Tests read every row of the
   table back by its host's own rule.
 
@@ -241,6 +242,13 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         told[dialect.positions] = batch["position_ids"]
     _tell_ends(batch, dialect, told)
     return {key: value.flatten() for key, value in told.items()} if dialect.flat else told
+
+
+def join_ends(ends: Tensor) -> Tensor:
+    """Boundaries ``(rows, n)``, each row's from 0 on and its tail perhaps repeated -> int32 1-D, of
+    all rows one behind the other."""
+    lengths = ends.diff(dim=-1).flatten()
+    return pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _text(batch: Mapping[str, Any]) -> Tensor:

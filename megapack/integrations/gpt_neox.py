@@ -94,22 +94,14 @@ class NeoXProvider:
     ) -> tuple[TextRowDataset | None, ...]:
         """Train, valid and test rows of one ``data_path``. NeoX's other arguments do not apply."""
         del host
-        manifest = Manifest.read(data_prefix)
-        bounds = split_bounds(splits_string)
-        counts = (train_valid_test_num_samples, train_valid_test_epochs)
-        parts = zip(SPLITS, bounds, *counts, strict=True)
-        built = tuple(
-            self._rows(name, manifest, seq_length, seed, split, num_rows, num_epochs)
-            for name, split, num_rows, num_epochs in parts
+        return self._built(
+            [Manifest.read(data_prefix)] * 3,
+            split_bounds(splits_string),
+            train_valid_test_num_samples,
+            train_valid_test_epochs,
+            seq_length,
+            seed,
         )
-        return self._evaluated_whole(built)
-
-    def _evaluated_whole(
-        self, built: tuple[TextRowDataset | None, ...]
-    ) -> tuple[TextRowDataset | None, ...]:
-        if self.full_validation:
-            self.eval_iters = segments.whole_sets(built[1:])
-        return built
 
     def build_weighted_datasets(
         self,
@@ -124,54 +116,58 @@ class NeoXProvider:
         del host
         self.neox_args = neox_args
         wanted = (train_num_samples, valid_num_samples, test_num_samples)
-        built: list[TextRowDataset | None] = []
-        for number, (name, counts) in enumerate(zip(SPLITS, wanted, strict=True)):
-            manifest = _manifest_of(neox_args, name)
-            rows = None
-            if manifest is not None:
-                rows = self._rows(
-                    name,
-                    manifest,
-                    neox_args.seq_length,
-                    neox_args.seed,
-                    (0.0, 1.0),
-                    None if None in counts else sum(int(count or 0) for count in counts),
-                    _epochs(epochs_or_weights, number),
-                    with_labels=any(s.labels not in ("auto", "none") for s in manifest.sources),
-                )
-            built.append(rows)
-        whole = self._evaluated_whole(tuple(built))
-        return tuple([] if rows is None else [rows] for rows in whole)
+        built = self._built(
+            [_manifest_of(neox_args, name) for name in SPLITS],
+            [(0.0, 1.0)] * 3,
+            [None if None in part else sum(int(n or 0) for n in part) for part in wanted],
+            [_epochs(epochs_or_weights, number) for number in range(3)],
+            neox_args.seq_length,
+            neox_args.seed,
+            with_labels=True,
+        )
+        return tuple([] if rows is None else [rows] for rows in built)
 
-    def _rows(
+    def _built(
         self,
-        name: str,
-        manifest: Manifest,
+        manifests: Sequence[Manifest | None],
+        bounds: Sequence[tuple[float, float]],
+        num_rows: Sequence[int | None],
+        num_epochs: Sequence[int | None],
         seq_length: int,
         seed: int,
-        split: tuple[float, float],
-        num_rows: int | None,
-        num_epochs: int | None,
         *,
         with_labels: bool = False,
-    ) -> TextRowDataset | None:
-        whole = self.full_validation and name != "train"
-        block = getattr(self.neox_args, "train_batch_size", None)
-        block = block if whole else manifest.rows_per_block or block
-        if block is None:
-            raise ConfigError(
-                'train_batch_size is not known here; give "rows_per_block" in the manifest'
+    ) -> tuple[TextRowDataset | None, ...]:
+        """Rows of train, valid and test, with ``label`` where a source names some."""
+        built: list[TextRowDataset | None] = []
+        for manifest, split, rows, epochs in zip(
+            manifests, bounds, num_rows, num_epochs, strict=True
+        ):
+            if manifest is None:
+                built.append(None)
+                continue
+            whole = self.full_validation and bool(built)
+            block = getattr(self.neox_args, "train_batch_size", None)
+            block = block if whole else manifest.rows_per_block or block
+            if block is None:
+                raise ConfigError(
+                    'train_batch_size is not known here; give "rows_per_block" in the manifest'
+                )
+            named = any(source.labels not in ("auto", "none") for source in manifest.sources)
+            one = build_text_rows(
+                manifest,
+                RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
+                split=split,
+                num_rows=rows,
+                num_epochs=epochs,
+                with_labels=with_labels and named,
+                varlen=self.varlen,
+                times=1 if whole else None,
             )
-        return build_text_rows(
-            manifest,
-            RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
-            split=split,
-            num_rows=num_rows,
-            num_epochs=num_epochs,
-            with_labels=with_labels,
-            varlen=self.varlen,
-            times=1 if whole else None,
-        )
+            built.append(one)
+        if self.full_validation:
+            self.eval_iters = segments.whole_sets(built[1:])
+        return tuple(built)
 
 
 def from_the_first_row(stock: Any) -> Callable[..., Any]:

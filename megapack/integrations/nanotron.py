@@ -41,50 +41,16 @@ class PackedBatches:
     """What one rank takes, from the trainer's count of consumed samples to its last step.
 
     Args:
-        trainer: a ``DistributedTrainer``; its configuration has all sizes.
-        data_path: a .bin/.idx prefix, a manifest file, or JSON text.
-        options: seed, split, cache_directory, num_workers: see ``packed``.
+        ranks: the ``RankRows`` that it iterates over.
+        data_path: what nanotron counts its tokens under.
 
     Attributes:
-        ranks: the ``RankRows`` that it iterates over.
         dataset: itself, where nanotron looks for ``get_consumption_stats``.
         labels: of a micro batch, in the mean over the step that is trained.
-
-    Raises:
-        ConfigError: sizes that exclude each other; what ``open_rows`` refuses.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        data_path: str,
-        *,
-        seed: int,
-        split: tuple[float, float],
-        cache_directory: str | None,
-        num_workers: int,
-    ) -> None:
-        rows = open_data_path(
-            data_path,
-            RowOptions(
-                sequence_length=trainer.sequence_length,
-                rows_per_block=trainer.global_batch_size,
-                seed=seed,
-            ),
-            split=split,
-            num_rows=trainer.config.tokens.train_steps * trainer.global_batch_size,
-            cache_directory=cache_directory,
-        )
-        group = trainer.parallel_context.dp_pg
-        self.ranks = RankRows(
-            rows,
-            NANOTRON,
-            data_parallel_rank=group.rank(),
-            data_parallel_size=group.size(),
-            micro_batch_rows=trainer.micro_batch_size,
-            num_workers=num_workers,
-        )
-        self.ranks.consumed_rows = trainer.metadata.data_stages[0].consumed_train_samples
+    def __init__(self, ranks: RankRows, data_path: str) -> None:
+        self.ranks = ranks
         self.labels = 1.0
         self.data_path, self.dataset = data_path, self
         self._probed: list[Tensor] | None = None
@@ -171,7 +137,7 @@ def packed(
 
     Raises:
         ConfigError: a model that is not told of documents, pipelines, context parallelism, several
-            data stages; what ``open_rows`` refuses.
+            data stages, sizes that exclude each other; what ``open_rows`` refuses.
     """
     model = trainer.model
     model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -193,14 +159,28 @@ def packed(
             f"{len(stages)} data_stages: rows come from one data path, whose manifest has stages "
             "of its own (docs/concepts.md); leave one, with dataset: null"
         )
-    batches = PackedBatches(
-        trainer,
+    rows = open_data_path(
         data_path,
-        seed=seed,
+        RowOptions(
+            sequence_length=trainer.sequence_length,
+            rows_per_block=trainer.global_batch_size,
+            seed=seed,
+        ),
         split=split,
+        num_rows=trainer.config.tokens.train_steps * trainer.global_batch_size,
         cache_directory=cache_directory,
+    )
+    group = trainer.parallel_context.dp_pg
+    ranks = RankRows(
+        rows,
+        NANOTRON,
+        data_parallel_rank=group.rank(),
+        data_parallel_size=group.size(),
+        micro_batch_rows=trainer.micro_batch_size,
         num_workers=num_workers,
     )
+    ranks.consumed_rows = trainer.metadata.data_stages[0].consumed_train_samples
+    batches = PackedBatches(ranks, data_path)
     Rebinding("nanotron").replace(qwen, "masked_mean", batches.masked_mean)
     if probe:
         batches.probe_at_first(model)

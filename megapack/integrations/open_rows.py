@@ -239,7 +239,7 @@ def open_rows(
         where = Path(datasets[0].prefix).parent / "megapack-cache"
     if not trains:
         held_out = tuple(replace(source, fim_rate=None) for source in manifest.sources)
-        manifest = replace(manifest, sources=held_out, stages=(), fim=None)
+        manifest = replace(manifest, sources=held_out, fim=None)
     rooms = _fim_rooms(manifest, datasets, options.seed)
     used = [
         (source, dataset, index)

@@ -32,6 +32,7 @@ from megapack.integrations.dialects import (
     MASK,
     POSITIONS,
     emit,
+    join_ends,
 )
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
 from megapack.integrations.open_rows import open_data_path
@@ -105,11 +106,10 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "token each): the host divides its loss by their number, and NaN would reach every "
                 "weight; take larger micro batches, or leave those documents out when packing"
             )
-        lengths = received[BOUNDARIES].diff(dim=1).flatten()
-        lengths = lengths[lengths > 0]
+        cu_seqlens = join_ends(received[BOUNDARIES])
         _current = CurrentBatch(
-            cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-            max_seqlen=int(lengths.max()),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=int(cu_seqlens.diff().max()),
             position_ids=received[POSITIONS],
             loss_mask=received[MASK].float(),
         )

@@ -123,29 +123,27 @@ class MicroBatches(Dataset[dict[str, Any]]):
         self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
     def of_rank(
-        self, data_parallel_rank: int, data_parallel_size: int, num_steps: int | None
+        self,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        num_steps: int | None,
+        *,
+        evaluated: bool = False,
     ) -> MicroBatches:
-        """The same run as another rank sees it."""
+        """The same run as another rank sees it; evaluated: every sample once, and the last micro
+        batches have fewer, or none."""
+        schedule, options = self.schedule, self._options
+        if evaluated:
+            schedule = Schedule(self.dataset, schedule.config, finite=True)
+            options = {**options, "uneven": "pad"}
         return MicroBatches(
             self.dataset,
-            self.schedule,
+            schedule,
             micro_batch_tokens=self.layout.micro_batch_tokens,
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=data_parallel_size,
             num_steps=num_steps,
-            **self._options,
-        )
-
-    def evaluated(self, data_parallel_rank: int, data_parallel_size: int) -> MicroBatches:
-        """Every sample once, as one of any number of ranks sees them; the last micro batches have
-        fewer, or none."""
-        return MicroBatches(
-            self.dataset,
-            Schedule(self.dataset, self.schedule.config, finite=True),
-            micro_batch_tokens=self.layout.micro_batch_tokens,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            **{**self._options, "uneven": "pad"},
+            **options,
         )
 
     @cached_property
@@ -358,12 +356,8 @@ class PackedTrainerMixin:
         """Probe a model on a micro batch as it will be fed."""
 
         def forward(asked: Mapping[str, Any]) -> torch.Tensor:
-            inputs = model_inputs(asked)
-            inputs = {
-                name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
-                for name, value in inputs.items()
-                if name not in ("labels", "shift_labels")
-            }
+            inputs = self._inputs(asked)
+            del inputs["labels"], inputs["shift_labels"]
             logits: torch.Tensor = model(**inputs).logits
             return logits[..., :PROBED_LOGITS]
 
@@ -374,6 +368,13 @@ class PackedTrainerMixin:
         finally:
             model.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """``model_inputs`` on the device of the run."""
+        return {
+            name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
+            for name, value in model_inputs(batch).items()
+        }
 
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Whether the loss of a micro batch is that of its labels.
@@ -388,10 +389,7 @@ class PackedTrainerMixin:
             found.append(logits.detach().requires_grad_())
             return found[-1]
 
-        inputs = {
-            name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
-            for name, value in model_inputs(batch).items()
-        }
+        inputs = self._inputs(batch)
         told = copy.deepcopy(getattr(self, "_metrics", None))  # what TRL counts for its log
         head = self.model.get_output_embeddings()
         hook = None if head is None else head.register_forward_hook(keep)
@@ -525,7 +523,7 @@ class PackedTrainerMixin:
             self.check_model(batches.dataset)
             self._checked = (*self._checked, id(batches.dataset))
         rank = (self.args.process_index, self.args.world_size)
-        mine = batches.evaluated(*rank) if evaluated else batches.of_rank(*rank, num_steps)
+        mine = batches.of_rank(*rank, num_steps, evaluated=evaluated)
         balanced = getattr(self.model.config, "output_router_logits", False)
         mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         mine.with_loss_weights = True

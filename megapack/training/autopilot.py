@@ -18,6 +18,7 @@ once: whoever opens the run later, training, ``trace`` or a resumed run, reads i
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -106,7 +107,8 @@ class SpikeWatch:
         while history and history[0][0] < step - HORIZON * self.config.window:
             history.popleft()
         if len(history) < FEWEST:
-            history.append((step, value))
+            if math.isfinite(value):  # not so a gradient that overflowed
+                history.append((step, value))
             return None
         values = [old for _, old in history]
         middle = median(values)
@@ -206,7 +208,8 @@ class SourceReport:
     num_steps: int
     """Of the run."""
     losses: dict[str, float]
-    """Mean loss per label token; a source that had none is missing."""
+    """Mean loss per label token, to five digits, so that rounding of other ranks decides nothing; a
+    source that had none is missing."""
     label_tokens: dict[str, int]
     weights: dict[str, float]
     """Shares of tokens that hold now; their sum is 1."""
@@ -285,6 +288,7 @@ def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
     try:
         weights, state = find_rule(config.rule)(report, **config.options)
         weights = {name: float(weight) for name, weight in weights.items()}
+        state = json.loads(json.dumps(state))  # as a resumed run will read it
     except ConfigError:
         raise
     except Exception as error:
@@ -301,9 +305,9 @@ def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
     return Decision(
         by="mixing",
         step=report.step,
-        reason=", ".join(f"{name} {loss:.4f}" for name, loss in report.losses.items()),
+        reason=", ".join(f"{name} {loss:g}" for name, loss in report.losses.items()),
         stage=Stage(from_step=report.step, weights=drawn),
-        state=dict(state),
+        state=state,
     )
 
 
@@ -330,7 +334,7 @@ def report_of(
     return SourceReport(
         step=step,
         num_steps=num_steps,
-        losses={name: loss for name, (loss, _) in means.items()},
+        losses={name: float(f"{loss:.5g}") for name, (loss, _) in means.items()},
         label_tokens={name: tokens for name, (_, tokens) in means.items()},
         weights={name: weight / total for name, weight in weights.items()},
         state=own[-1].state if own else {},

@@ -471,6 +471,15 @@ class PretrainConfig:
                 "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
                 "back to; set checkpoint.every"
             )
+        # Steps from the first that is skipped to the one that confirms the spike, at most.
+        reach = 2 * self.autopilot.confirm - 1 + self.autopilot.margin_steps
+        fewest = 1 + -(-reach // (every or 1))
+        if self.autopilot.spikes and self.checkpoint.keep < fewest:
+            raise ConfigError(
+                f"autopilot: a spike is sure {reach} steps after the first that is skipped, and "
+                f"{fewest - 1} checkpoints may lie between: checkpoint.keep is "
+                f"{self.checkpoint.keep}; set it to {fewest} or more, or raise checkpoint.every"
+            )
 
     def _check_muon(self) -> None:
         """Refuse what DeepSpeed 0.19 takes and does otherwise: in other stages it clips Muon's

@@ -18,11 +18,12 @@ import yaml
 
 from megapack.config import to_dict
 from megapack.data.program import Window
-from megapack.data.report import often_repeated, plan_run
+from megapack.data.report import describe_fim, often_repeated, plan_run
 from megapack.data.run import PlannedRun
-from megapack.data.schedule import StageDraws
+from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.step_config import ranks_per_micro_batch
 from megapack.devices import peak_flops
+from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
@@ -92,6 +93,7 @@ def dry_run(
         )
         + _balance(config, steps, ranks, flops),
         *sources,
+        *_packed(schedule),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),
         _time(total, steps.num_steps, ranks, device, gpu_price),
@@ -99,6 +101,28 @@ def dry_run(
     if show_config:
         sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
     return "\n\n".join(sections)
+
+
+def _packed(schedule: Schedule) -> list[str]:
+    """What packing made of groups, and for how many documents it left the room that
+    fill-in-the-middle needs; of many datasets each index has its own counts."""
+    rows = []
+    for name, index in zip(schedule.samples.names, schedule.samples.indices, strict=True):
+        if not isinstance(index, SampleIndex):
+            continue
+        m = index.metrics()
+        if "num_groups" in m:
+            rows.append(
+                f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "
+                f"{m['num_groups_longer_than_largest_bucket']:,} longer than the largest bucket"
+            )
+        if schedule.samples.fim is not None and index.fim_room:
+            rows.append(
+                f"fill-in-the-middle of {name}: {m['num_documents_with_fim_room']:,} of "
+                f"{m['num_documents']:,} documents have room for {index.fim_room} tokens; the "
+                "others are told as they are"
+            )
+    return ["\n".join(rows)] if rows else []
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
@@ -144,6 +168,7 @@ def _stage(
         [
             *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
             *([] if window is None else [f"attention window: {window}"]),
+            *describe_fim(stage).splitlines(),
             *(
                 [f"attention inside: {reach}"]
                 if (reach := config.data.attention) != "document"

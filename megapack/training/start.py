@@ -11,13 +11,14 @@ import logging
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from megapack.config import from_dict
-from megapack.data.run import Decisions
+from megapack.data.run import Decisions, read_decisions
 from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
 from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
@@ -138,7 +139,7 @@ def prepare(
         mirror=None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror),
     )
     found, home = find_checkpoint(config, here, run, store)
-    inputs = with_decisions(config, inputs, found)
+    inputs = with_decisions(config, here, inputs, found)
     start_step, changes = find_start(config, here, inputs, found)
     model, attention = open_model(
         config.model,
@@ -180,6 +181,7 @@ def prepare(
         engine=engine,
         run=run,
         store=store,
+        find=partial(find_checkpoint, config, here, run, store),
         flops=flops,
         start=start_step,
         profile=profile,
@@ -206,38 +208,47 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
 
 
 def find_checkpoint(
-    config: PretrainConfig, here: World, run: RunDirectory, store: CheckpointStore
+    config: PretrainConfig,
+    here: World,
+    run: RunDirectory,
+    store: CheckpointStore,
+    at_most: int | None = None,
 ) -> tuple[Resume | None, CheckpointStore]:
-    """The newest good checkpoint of the run, of its mirror or of its trunk, and where it lies."""
-    section = config.checkpoint
-    if section.resume == "never":
+    """The newest good checkpoint of the run, of its mirror or of its trunk, and where it lies;
+    ``at_most``: of those after so many tokens, for a run that goes back."""
+    section, back = config.checkpoint, at_most is not None
+    if section.resume == "never" and not back:
         return None, store
-    found = store.find(verify=section.verify, fallback=section.fallback)
+    how: dict[str, Any] = {"verify": section.verify, "at_most": at_most}
+    found = store.find(fallback=section.fallback or back, **how)
     if found is None and (mirror := store.mirror) is not None:
-        tag = here.on_first(lambda: mirror.restore(run.checkpoints))
+        tag = here.on_first(lambda: mirror.restore(run.checkpoints, at_most))
         if tag is not None:
             logger.info("restored %s from %s", tag, mirror.address)
-            found = store.find(verify=section.verify)
+            found = store.find(**how)
     if found is not None or section.branch_from is None:
         return found, store
     origin = Path(section.branch_from)
     trunk = CheckpointStore(
         origin.parent, here, keep=1, zero_stage=config.engine.stage, scratch=run.checkpoints
     )
-    found = trunk.find(verify=section.verify, step=step_of(origin.name))
-    if found is None:
+    found = trunk.find(step=step_of(origin.name), **how)
+    if found is None and not back:
         raise ResumeError(f"checkpoint.branch_from: there is no checkpoint {origin}")
     here.on_first(lambda: run.take_logs(origin.parents[1]))
     return found, trunk
 
 
-def with_decisions(config: PretrainConfig, inputs: Inputs, found: Resume | None) -> Inputs:
-    """The inputs with what the checkpoint's run decided, where this directory knows nothing of it:
-    it is a branch, or its disk was lost."""
+def with_decisions(
+    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+) -> Inputs:
+    """The inputs with what the run decided, as the first rank reads it now that nobody else writes;
+    where the directory knows nothing of it, a branch or a lost disk, as the checkpoint has it."""
+    decided = here.on_first(lambda: read_decisions(config.run_dir))
     tree = None if found is None else found.manifest.state.get("decisions")
-    if tree is None or inputs.decisions is not None:
-        return inputs
-    return open_inputs(config, from_dict(Decisions, tree, where="decisions of the checkpoint"))
+    if decided is None and tree is not None:
+        decided = from_dict(Decisions, tree, where="decisions of the checkpoint")
+    return inputs if decided == inputs.decisions else open_inputs(config, decided)
 
 
 def find_start(

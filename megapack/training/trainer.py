@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ from megapack.data.bucket_order import fold_key
 from megapack.data.run import Decision, Decisions
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointStore
-from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of
+from megapack.training.engine.checkpoint import CheckpointStore, Resume
+from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World
@@ -105,7 +105,10 @@ class BatchTrace:
 
 
 class Trainer:
-    """Everything that a step needs; the same on all ranks."""
+    """Everything that a step needs; the same on all ranks.
+
+    ``find``: the newest good checkpoint of at most so many tokens, and where it lies.
+    """
 
     def __init__(
         self,
@@ -116,12 +119,13 @@ class Trainer:
         engine: Any,
         run: RunDirectory,
         store: CheckpointStore,
+        find: Callable[[int], tuple[Resume | None, CheckpointStore]],
         flops: ModelFlops,
         start: int,
         profile: range | None = None,
     ) -> None:
         self.config, self.here, self.engine = config, here, engine
-        self.run_dir, self.store, self.flops = run, store, flops
+        self.run_dir, self.store, self.find, self.flops = run, store, find, flops
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
         self.decisions = inputs.decisions
@@ -172,11 +176,11 @@ class Trainer:
                     self.go_back(found.spike)
             self.profiler.close()
             self.monitor.close()
+            self.finish_save()
             self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks alike, and what was begun before is good
             self.finish_save()
             raise
-        self.finish_save()
         if stopped:
             return "signal"
         return "stop_at" if self.done < self.inputs.num_steps else "done"
@@ -284,26 +288,29 @@ class Trainer:
         decided = self.decisions or Decisions(
             num_epochs=self.config.num_epochs, num_steps=self.inputs.num_steps
         )
-        self.decisions = decided = decided.with_new(decision)
+        decided = decided.with_new(decision)
+        inputs = open_inputs(self.config, decided)  # what cannot be is not written down
         self.here.on_first(lambda: decided.write(self.run_dir.path))
-        return open_inputs(self.config, decided)
+        self.decisions = decided
+        return inputs
 
     def go_back(self, spike: Spike) -> None:
         """To the last good checkpoint of before a spike, and on from there without its steps."""
         self.finish_save()
         decided = self.decisions or Decisions(num_epochs=1, num_steps=1)
         decision = skip(spike, self.config.autopilot, decided, self.done)
-        found = self.store.find(
-            verify=self.config.checkpoint.verify, fallback=True, at_most=decision.begin
-        )
+        found, home = self.find(self.inputs.schedule.tokens_before(decision.begin))
         if found is None:
             raise FloatingPointError(
                 f"{spike.reason}; no checkpoint of step {decision.begin} or before is left to go "
                 "back to: lower checkpoint.every, or raise checkpoint.keep"
             )
+        # First of all, for whoever is killed here: no program has both the decision and what was
+        # trained without it. Killed before the decision, the run goes on from `found` and meets the
+        # spike again.
+        self.store.abandon_after(found.tag)
         inputs = self.decide(decision)
-        self.store.abandon_after(step_of(found.tag))
-        self.store.load(self.engine, found)
+        home.load(self.engine, found)
         state = found.manifest.state
         start = inputs.schedule.resume_step(state["data"], self.config.checkpoint.allow_change)
         logger.warning(

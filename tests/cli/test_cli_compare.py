@@ -123,6 +123,7 @@ def test_the_command_it_recommends_packs_what_it_reported(tmp_path: Path) -> Non
     cases = ("bucket:promote=off", "seamless@64:preset=paper,last=pad", "next_fit@32:shuffle=no")
     for case in cases:
         options = [prefix, *SMALL, "--strategies", case, "--alignment", 8, "--seed", 3]
+        options += ["--fim-room", 4]
         tree = json.loads(compare(*options, "--json").stdout)
         command = shlex.split(tree["recommendation"]["command"])
         assert command[:2] == ["megapack-build", "pack"]

@@ -17,6 +17,7 @@ from peers import peer
 
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.main import main
+from megapack.config import from_dict
 from megapack.errors import ConfigError
 
 peer("torch")  # which megapack.data needs
@@ -79,6 +80,50 @@ def test_the_documents_of_a_step(config: Path) -> None:
         if begin == 0:
             assert f"{shown['source']} {document} " in text
     assert "of the stage from step 6" in printed("trace", config, "--step", "9")
+
+
+def test_documents_with_their_middle_last_say_how(config: Path, tmp_path: Path) -> None:
+    """Their text, too, is as training sees it; with ranks the same."""
+    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.training.config import PretrainConfig  # noqa: PLC0415
+
+    folder = config.parent
+    blend = yaml.safe_load((folder / "blend.yaml").read_text())
+    for source in blend["sources"]:
+        source["prefix"] = str(folder / source["name"])
+        lengths = IndexedDataset(source["prefix"]).document_lengths
+        index = pack(lengths, "bucket", buckets=[32, 64], fim_room=3)
+        source["index"] = f"{source['name']}.samples"
+        index.save(tmp_path / source["index"], source=IndexedDataset(source["prefix"]))
+    blend["fim"] = {"sentinels": {"prefix": 257, "suffix": 258, "middle": 0}, "tokenizer": "bytes"}
+    blend["fim"]["rate"] = 0.9
+    blend["stages"][0]["fim_rates"] = {"code": 0.2}
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(blend))
+    run = yaml.safe_load(config.read_text())
+    run["data"]["blend"] = str(tmp_path / "blend.yaml")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    opened = open_run(from_dict(PretrainConfig, run))
+
+    def told(step: int) -> int:
+        batches = [b for rank in range(2) for b in opened.sampler(rank, 2).micro_batches(step)]
+        tokens = [opened.data.micro_batch(**batch.gathered_by)["tokens"] for batch in batches]
+        return sum(int((own == 257).sum()) for own in tokens)
+
+    step = max(range(6, 20), key=told)
+    asked = ("trace", tmp_path / "run.yaml", "--step", step)
+    found = json.loads(printed(*asked, "--ranks", 2, "--json"))["samples"]
+    assert {(s["source"], s["fim_rate"]) for s in found} == {("web", 0.9), ("code", 0.2)}
+    turned = sum(len(shown["fim"]) for shown in found)
+    assert turned == told(step) > 3
+    table = printed(*asked, "--ranks", 2)
+    assert table.count(" PSM ") + table.count(" SPM ") == turned
+    text = printed(*asked, "--tokenizer", "bytes", "--full")
+    assert text.count("told as PSM") + text.count("told as SPM") == turned == text.count("<bos>")
+    shown = next(s for s in found if s["fim"] and s["source"] == "web")
+    [how, *_] = shown["fim"]
+    options = ("--fim", tmp_path / "blend.yaml", "--epoch", shown["epoch"], "--seed", 3)
+    picture = printed("inspect", tmp_path / "web.samples", "--sample", shown["sample"], *options)
+    assert f"told as {how['how']}, cut at {how['cuts'][0]} and {how['cuts'][1]}; " in picture
 
 
 def test_ranks_have_the_step_among_them(config: Path) -> None:

@@ -145,11 +145,12 @@ CharacterCuts random_cuts(std::mt19937_64& random) {
             const bool forbidden = random() % 3 == 0;
             for (int side = 0; side < 2; ++side) {
                 for (auto n = forbidden ? 0 : 1 + random() % 2; n > 0; --n) cuts.parts.push_back(7);
-                cuts.first_part.push_back(ssize(cuts.parts));
+                cuts.first_part.push_back(static_cast<std::int32_t>(ssize(cuts.parts)));
             }
         }
     }
     cuts.parts.shrink_to_fit();
+    cuts.most = *std::max_element(cuts.characters.begin(), cuts.characters.end());
     return cuts;
 }
 

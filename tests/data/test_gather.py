@@ -27,12 +27,15 @@ from megapack.data import (
     segment_ids,
 )
 from megapack.data import dataset as vocabulary
+from megapack.data.fim import Fim as CoreFim
+from megapack.data.fim import FimDraws
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.builder import write_weights
 from tests.data.corpora import index_of, random_documents, write_documents
 from tests.reference import gather as reference
+from tests.reference.fim import Fim, Parts, transformed
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64"]
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -56,6 +59,9 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
             sample.append((document, begin, length))
             left -= length
         samples.append(sample)
+    fim = draw(st.none() | fims())
+    if fim is not None:
+        capacity += 5 * 10
     joined = draw(
         st.sets(st.sampled_from([(i, s) for i, one in enumerate(samples) for s in range(len(one))]))
     )
@@ -75,7 +81,8 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
         "row_tokens": row_tokens,
         "dtype": draw(st.sampled_from(DTYPES)),
         "index_dtype": draw(st.sampled_from(["int32", "int64"])),
-        "chosen": draw(st.booleans()),
+        "fim": fim,
+        "chosen": fim is None and draw(st.booleans()),
         "joined": {(i, s) for i, s in joined if s},
         "weighed": draw(st.booleans()),
         "factors": draw(st.none() | st.permutations([0.0, 0.5, 2.0, 3.0, 1.25, 0.3])),
@@ -90,6 +97,67 @@ def corpora(draw: st.DrawFn) -> dict[str, Any]:
             "pad_token": draw(st.sampled_from([0, 3])),
         },
     }
+
+
+# Words, halves of characters, whole ones, and nothing, as special tokens have it.
+_TEXTS = [
+    b"a",
+    b" the",
+    b"",
+    "\u00e9".encode(),
+    b"\xc3",
+    b"\xa9x",
+    "\u65e5\u672c".encode(),
+    b"abcd",
+]
+
+
+@st.composite
+def fims(draw: st.DrawFn) -> dict[str, Any]:
+    """Fill-in-the-middle of documents of up to ``longest`` tokens, with passes and rates."""
+    longest = draw(st.sampled_from([40, 40, 20, 5]))
+    end, eod = draw(st.sampled_from([None, 1003])), draw(st.none() | st.integers(1, 119))
+    fim = Fim(
+        *(1000, 1001, 1002, end, eod),
+        spm_rate=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+    )
+    if draw(st.booleans()):
+        rng = np.random.default_rng(draw(st.integers(0, 99)))
+        fim = replace(fim, text=[_TEXTS[i] for i in rng.integers(0, len(_TEXTS), 110)], parts={})
+        for token, text in enumerate(fim.text):
+            for at in range(1, len(text)):
+                if text[at] & 0xC0 != 0x80 and rng.random() < 0.8:
+                    left, right = (rng.integers(0, 300, rng.integers(1, 3)).tolist() for _ in "LR")
+                    fim.parts[token, at] = Parts(left, right)
+    return {
+        "fim": fim,
+        "longest": longest,
+        "epochs": draw(st.lists(st.integers(0, 3), min_size=6, max_size=6)),
+        "rates": draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0]), min_size=6, max_size=6)),
+    }
+
+
+def core_fim(fim: Fim) -> CoreFim:
+    """As the gather takes it."""
+    given = {
+        name: getattr(fim, name) for name in ("prefix", "suffix", "middle", "spm_rate", "seed")
+    }
+    given |= {
+        name: -1 if getattr(fim, name) is None else getattr(fim, name) for name in ("end", "eod")
+    }
+    if fim.text is None:
+        return CoreFim(**given)
+    characters = [sum(byte & 0xC0 != 0x80 for byte in text) for text in fim.text]
+    first_cut, first_part, parts = [0], [0], []
+    for token, text in enumerate(fim.text):
+        inner = [at for at in range(1, len(text)) if text[at] & 0xC0 != 0x80]
+        for side in (one for at in inner for one in fim.parts.get((token, at), ([], []))):
+            parts += side
+            first_part.append(len(parts))
+        first_cut.append(first_cut[-1] + len(inner))
+    tables = [np.array(table, np.int64) for table in (characters, first_cut, first_part, parts)]
+    return CoreFim(**given, tables=tuple(tables))
 
 
 def _choose(documents: list[list[int]]) -> list[list[int]]:
@@ -122,7 +190,12 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
         write_documents(folder / "docs.labels", _choose(documents), "int32")
     if case["weighed"]:
         write_weights(folder / "docs", _weigh(documents))
-    return PackedDataset(dataset, samples_of(case), loss=case["loss"], **case["options"])
+    index = samples_of(case)
+    packed = PackedDataset(dataset, index, loss=case["loss"], **case["options"])
+    if case["fim"] is not None:  # without tokenizer and manifest
+        fim = core_fim(case["fim"]["fim"])
+        packed._connect([index], packed.samples.mixture, fim=fim)
+    return packed
 
 
 def samples_of(case: dict[str, Any]) -> SampleIndex:
@@ -130,6 +203,9 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
     lengths = [len(document) for document in case["documents"]]
     samples = {case["capacity"]: case["samples"]}
     index = index_of(samples, lengths, begin_dtype=case["index_dtype"])
+    if case["fim"] is not None:
+        room = case["capacity"] - case["fim"]["longest"]
+        index = replace(index, parameters={"fim_room": room})
     if case["options"]["attention"] != "group":
         return index
     places = [(i, s) for i, sample in enumerate(case["samples"]) for s in range(len(sample))]
@@ -142,13 +218,21 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
 @given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
 def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: int | None) -> None:
     rows, row_tokens = case["rows"], case["row_tokens"]
+    ids = np.arange(len(case["samples"]))
+    documents, samples, beside = case["documents"], case["samples"], _beside(case)
+    draws = None
+    if case["fim"] is not None:
+        given = {**case["fim"], "weights": beside["weights"]}
+        documents, beside["weights"], samples, which = transformed(documents, samples, **given)
+        epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
+        draws = FimDraws(epochs, rates)
     expected = reference.gather(
-        case["documents"],
-        case["samples"],
+        documents,
+        samples,
         num_rows=rows,
         row_tokens=row_tokens,
         capacity=case["capacity"],
-        **_beside(case),
+        **beside,
         **case["options"],
     )
     cu_seqlens = expected.cu_seqlens()
@@ -162,12 +246,14 @@ def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: in
     )
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
-        ids = np.arange(len(case["samples"]))
         factors = case["factors"] and case["factors"][: len(ids)]
         batch = dataset.micro_batch(
-            ids, layout=layout, capacity=case["capacity"], loss_weight=factors
+            ids, layout=layout, capacity=case["capacity"], loss_weight=factors, fim=draws
         )
-        totals = dataset.samples.label_totals(ids)
+        totals = dataset.samples.label_totals(ids, fim=draws)
+        if draws is not None:
+            drawn = dataset._gatherer.fim_draws(ids, 0, *draws)
+            assert list(zip(drawn[0], drawn[1], strict=True)) == which
     assert totals.labels.sum() == sum(label >= 0 for label in expected.labels)
     of_samples = totals.weight if case["loss"] == "token_mean" else totals.sequences
     assert np.dot(factors or np.ones(len(ids)), of_samples) == pytest.approx(

@@ -361,6 +361,39 @@ def test_options_that_cannot_be_are_refused(
         rows_of(corpus, manifest=manifest, **options)
 
 
+def test_rows_hold_documents_with_their_middle_last(corpus: IndexedDataset, tmp_path: Path) -> None:
+    """Packed with room for them, by the host's seed, and in training only."""
+    fim = {"rate": 0.8, "sentinels": {"prefix": 900, "suffix": 901, "middle": 902}, "eod": "none"}
+    tree = {
+        "sources": [{"prefix": corpus.prefix, "name": "web"}],
+        "buckets": [16, 32, 64],
+        "fim": fim,
+        "stages": [{"from_step": 20, "fim_rates": {"web": 0.0}}],
+        "cache_directory": str(tmp_path),
+    }
+    manifest = Manifest.read(json.dumps(tree))
+    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=240)
+    assert {index.fim_room for index in rows.packed.samples.indices} == {3}
+    turned = 0
+    for block in (0, 7, 19, 20):
+        step = rows.schedule.step(block)
+        numbers = range(8 * block, 8 * block + 8)
+        batch = rows.micro_batch(numbers)
+        tokens = sorted(batch["tokens"].reshape(-1, step.capacity).tolist())
+        whole = rows.packed.micro_batch(step.sample_ids, fim=step.fim)
+        assert tokens == sorted(whole["tokens"].reshape(-1, step.capacity).tolist())
+        labels = (batch["labels"] >= 0).sum()
+        assert labels == step.num_label_tokens == batch["loss_mask"].sum()
+        turned += int((batch["tokens"] == 900).sum())
+        assert (step.fim is None) == (block == 20) == (900 not in batch["tokens"])
+    assert turned > 20
+    copied = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(copied.micro_batch([3, 60])["tokens"], rows.micro_batch([3, 60])["tokens"])
+    held_out = open_rows(manifest, open_sources(manifest), OPTIONS, split=(0.5, 1.0))
+    assert {index.fim_room for index in held_out.packed.samples.indices} == {0}
+    assert held_out.schedule.step(0).fim is None
+
+
 def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
         for length in corpus.document_lengths.tolist():

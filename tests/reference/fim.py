@@ -61,24 +61,27 @@ def bits(key: int, counter: int) -> int:
     return mix(key ^ mix(counter))
 
 
-def units(seed: int, epoch: int, document: int) -> list[float]:
-    """The four numbers of a document, uniform from 0 to 1."""
-    key = bits(bits(bits(seed, PURPOSE), epoch), document)
-    return [(bits(key, k) >> 11) * 2.0**-53 for k in range(4)]
+def key_of(seed: int, epoch: int, document: int) -> int:
+    """Of a document's numbers."""
+    return bits(bits(bits(seed, PURPOSE), epoch), document)
+
+
+def unit(key: int, k: int) -> float:
+    """Uniform from 0 to 1."""
+    return (bits(key, k) >> 11) * 2.0**-53
 
 
 # ---- One document
 
 
-def told(tokens: list[int], fim: Fim, numbers: list[float]) -> Told:
+def told(tokens: list[int], fim: Fim, key: int) -> Told:
     """The transformed document."""
     ends = tokens[-1] == fim.eod
     body = tokens[: len(tokens) - ends]
-    _, spm, *where = numbers
-    first, second = cuts(body, fim, *where)
+    first, second = cuts(body, fim, key)
     prefix, rest = between(body, fim, (0, 0), first), (len(body), 0)
     middle, suffix = between(body, fim, first, second), between(body, fim, second, rest)
-    if spm < fim.spm_rate:
+    if unit(key, 1) < fim.spm_rate:
         parts = [[fim.prefix], [fim.suffix], suffix, [fim.middle], prefix, middle]
     else:
         parts = [[fim.prefix], prefix, [fim.suffix], suffix, [fim.middle], middle]
@@ -96,26 +99,34 @@ def told(tokens: list[int], fim: Fim, numbers: list[float]) -> Told:
 Cut = tuple[int, int]  # in front of that token, or behind so many bytes of it
 
 
-def cuts(body: list[int], fim: Fim, u: float, v: float) -> tuple[Cut, Cut]:
+def cuts(body: list[int], fim: Fim, key: int) -> tuple[Cut, Cut]:
     """Where the middle begins and ends."""
     if fim.text is None or fim.parts is None:
-        first, second = sorted(int(x * (len(body) + 1)) for x in (u, v))
+        first, second = sorted(int(unit(key, k) * (len(body) + 1)) for k in (2, 3))
         return (first, 0), (second, 0)
-    # Where characters begin: in front of the bytes that go on none, and behind the last.
-    begins: list[Cut] = [
-        (t, b)
-        for t, token in enumerate(body)
-        for b, byte in enumerate(text_of(token, fim))
-        if byte & 0xC0 != 0x80
-    ]
-    begins.append((len(body), 0))
-    first, second = (begins[i] for i in sorted(int(x * len(begins)) for x in (u, v)))
+    # Where characters begin, token by token: at the bytes that go on none; and behind the last.
+    begins = [begins_of(text_of(token, fim)) for token in body] + [[0]]
+    most = max(len(begins_of(text)) for text in fim.text)
+
+    def drawn(k: int) -> Cut:
+        """Uniform, by trial."""
+        for i in range(1024):
+            token, c = divmod(bits(key, k + 2 * i) * len(begins) * most >> 64, most)
+            if c < len(begins[token]):
+                return token, begins[token][c]
+        return len(body), 0
+
+    first, second = sorted(drawn(k) for k in (2, 3))
     if first[0] == second[0] and first[1] and second[1]:
         second = (second[0] + 1, 0)
     allowed = [
         (t + 1, 0) if b and (body[t], b) not in fim.parts else (t, b) for t, b in (first, second)
     ]
     return allowed[0], allowed[1]
+
+
+def begins_of(text: bytes) -> list[int]:
+    return [at for at, byte in enumerate(text) if byte & 0xC0 != 0x80]
 
 
 def text_of(token: int, fim: Fim) -> bytes:
@@ -177,12 +188,12 @@ def transformed(
     for i, sample in enumerate(samples):
         result.samples.append([])
         for s, (d, begin, length) in enumerate(sample):
-            numbers = units(fim.seed, epochs[i], first_document + d)
+            key = key_of(fim.seed, epochs[i], first_document + d)
             whole = begin == 0 and 1 < length == len(documents[d]) <= longest
-            if not whole or not numbers[0] < rates[i]:
+            if not whole or not unit(key, 0) < rates[i]:
                 result.samples[-1].append((d, begin, length))
                 continue
-            found = told(documents[d], fim, numbers)
+            found = told(documents[d], fim, key)
             result.samples[-1].append((len(result.documents), 0, len(found)))
             result.which.append((i, s))
             result.documents.append([token for token, _ in found])

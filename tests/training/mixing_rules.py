@@ -16,5 +16,5 @@ def doubles(report: SourceReport) -> tuple[dict[str, float], dict[str, Any]]:
     return weights, {"losses": report.losses}
 
 
-def answers(report: SourceReport, *, weights: Any) -> tuple[Any, dict[str, Any]]:
-    return weights, {}
+def answers(report: SourceReport, *, weights: Any, state: Any = ()) -> tuple[Any, Any]:
+    return weights, state or {}

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from reference import fim as definition
 from torch import Tensor
 from torch.nn import functional as F
 
+from megapack.data.fim import Fim
 from megapack.training.config import ModelConfig
 from megapack.training.engine.inputs import Inputs
 from megapack.training.model.architecture import model_configuration
@@ -71,28 +73,35 @@ def losses_one_by_one(
 ) -> list[tuple[int, Tensor, float]]:
     """(source, summed loss, labels) of every segment of a step, each alone through transformers,
     cut at multiples of the window. With the weights of all tokens of every source both are sums of
-    weights.
+    weights. Documents with their middle last are those of the definition.
 
     None of our attention, loss or batches; call ``set_attn_implementation("eager")`` before.
     """
     found = []
     samples = inputs.schedule.samples
     content = inputs.schedule.step(step)
-    for sample in content.sample_ids.tolist():
+    for place, sample in enumerate(content.sample_ids.tolist()):
         source, segments = samples.segments(sample, content.num_lists)
         dataset = inputs.data.datasets[source]
         for document, begin, length in segments:
-            whole = torch.tensor(dataset.tokens[int(dataset.document_offsets[document]) :])
+            offset, total = (
+                int(of[document]) for of in (dataset.document_offsets, dataset.document_lengths)
+            )
+            whole = torch.tensor(dataset.tokens[offset : offset + total])
+            if content.fim is not None and length == total <= samples.indices[source].fim_longest:
+                draws = [of[place].item() for of in content.fim]
+                whole = _told(whole, samples.fim, document, *draws)
+                length = total = len(whole)  # noqa: PLW2901
             for at in range(begin, begin + length, window):
                 # One token more than the piece, when the document goes on: the last label.
                 end = min(at + window, begin + length) + 1
-                tokens = whole[at : min(end, int(dataset.document_lengths[document]))].long()
+                tokens = whole[at : min(end, total)].long()
                 if len(tokens) > 1:
                     inputs_of = tokens[:-1].unsqueeze(0)
                     logits = model.model(input_ids=inputs_of, use_cache=False).logits[0]
                     losses = F.cross_entropy(logits, tokens[1:], reduction="none")
                     losses = losses + z_loss * logits.exp().sum(1).log().square()
-                    first = int(dataset.document_offsets[document]) + at + 1
+                    first = offset + at + 1
                     of_labels = torch.ones(len(losses))
                     if weights is not None:
                         own = weights[source][first : first + len(losses)]
@@ -100,3 +109,12 @@ def losses_one_by_one(
                     loss = (losses * of_labels).sum()
                     found.append((source, loss, float(of_labels.double().sum())))
     return found
+
+
+def _told(tokens: Tensor, fim: Fim, document: int, epoch: int, rate: float) -> Tensor:
+    """A whole document that has room, as fill-in-the-middle tells it; without an end sentinel."""
+    rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate, fim.seed)
+    key = definition.key_of(fim.seed, epoch, document)
+    if not (len(tokens) > 1 and definition.unit(key, 0) < rate):
+        return tokens
+    return torch.tensor([token for token, _ in definition.told(tokens.tolist(), rule, key)])

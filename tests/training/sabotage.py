@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megapack.data import run as data_run
+from megapack.data.run import Decisions
 from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.model.training_model import TrainingModel
@@ -36,6 +38,27 @@ def _before_step(victim: int, action: Callable[[], object]) -> None:
 def kill_before_step(victim: int) -> None:
     """kill -9 of this process, exactly when it is about to take a step."""
     _before_step(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_after_decision() -> None:
+    """kill -9 of this process as soon as a decision is on the disk."""
+    original = Decisions.write
+
+    def write(self: Decisions, run_dir: str | Path) -> None:
+        original(self, run_dir)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Decisions.write = write  # type: ignore[method-assign]
+
+
+def decisions_seen_late() -> None:
+    """A shared disk has none of the run's decisions yet when this rank opens its data."""
+    original, calls = data_run.read_decisions, iter([None])
+
+    def read(run_dir: str | Path) -> Decisions | None:
+        return next(calls, original(run_dir))
+
+    data_run.read_decisions = read
 
 
 def hang_before_step(victim: int) -> None:
@@ -132,6 +155,8 @@ FAULTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
         kill_before_step,
+        kill_after_decision,
+        decisions_seen_late,
         hang_before_step,
         stall_limit_from_step,
         nan_gradients,

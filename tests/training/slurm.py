@@ -1,7 +1,8 @@
 """A Slurm of one node on this machine: munged, slurmctld and slurmd with their files in a folder.
 
 Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. The node claims more cores and
-GPUs than there are (null devices), so that launch/slurm.sh runs with the lines it has.
+GPUs than there are (null devices), so that launch/slurm.sh runs with the lines it has; in place of
+pyxis stands a plugin with its options (``container_options.c``, compiled here).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ports import free_port
 from .processes import ROOT, environment
 
 SCRIPT = ROOT / "launch" / "slurm.sh"
-TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+TOOLS = ("cc", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 DAEMONS = {"munged": ["--foreground", "--force"], "slurmctld": ["-D"], "slurmd": ["-D"]}
 GPUS = 8
 CONFIGURATION = """
@@ -51,6 +52,7 @@ GresTypes=gpu
 ReturnToService=2
 MinJobAge=3600
 KillWait={kill_wait}
+PlugStackConfig={folder}/plugstack.conf
 NodeName={host} NodeAddr=127.0.0.1 CPUs=64 Gres=gpu:{gpus}
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
@@ -108,6 +110,11 @@ class Slurm:
             time.sleep(0.5)
         raise AssertionError(f"{self.facts(job)}\n{self.log()}")
 
+    def use_containers(self, there: bool) -> None:
+        """Whether Slurm has the plugin; read by every srun."""
+        line = f"required {self.folder}/container.so\n" if there else ""
+        (self.folder / "plugstack.conf").write_text(line)
+
     def log(self) -> str:
         return (self.folder / "slurmctld.log").read_text()[-4000:]
 
@@ -139,10 +146,11 @@ def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
             gpus=GPUS,
         )
     )
+    slurm = Slurm(folder)
+    _compile_plugin(slurm)
     munge = [f"--socket={folder}/munge.socket"]
     munge += [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
     daemons: list[subprocess.Popen[bytes]] = []
-    slurm = Slurm(folder)
     try:
         for name, options in DAEMONS.items():
             given = [*options, *(munge if name == "munged" else ())]
@@ -157,6 +165,15 @@ def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(timeout=PATIENCE)
+
+
+def _compile_plugin(slurm: Slurm) -> None:
+    version = slurm.call("sinfo", "--version").split()[-1].split(".")
+    number = sum(int(part) << shift for part, shift in zip(version, (16, 8, 0), strict=True))
+    source = str(Path(__file__).with_name("container_options.c"))
+    out = str(slurm.folder / "container.so")
+    slurm.call("cc", "-shared", "-fPIC", "-Wall", f"-DSLURM={number}", "-o", out, source)
+    slurm.use_containers(True)
 
 
 def _daemon(command: list[str], folder: Path) -> subprocess.Popen[bytes]:

@@ -94,6 +94,14 @@ def test_spike_needs_no_second_step_where_a_loss_is_not_a_number() -> None:
     assert spike is not None and (spike.first, spike.last) == (7, 7)
 
 
+def test_spike_is_none_where_the_first_gradients_overflow() -> None:
+    watch = SpikeWatch(CONFIG)
+    for step in range(80):
+        norm = None if step < 10 else 0.4
+        assert watch.look(line(step, 1.0, grad_norm=norm), "") is None
+    assert all(math.isfinite(v) for _, v in watch.state()["bands"]["gradients of bucket 64"])
+
+
 def test_spike_is_no_other_mixture() -> None:
     """Where what is drawn changes, levels begin anew; those of sources stay."""
     watch = SpikeWatch(CONFIG)
@@ -221,6 +229,8 @@ def test_report_has_the_means_since_the_last_decision() -> None:
     report = report_of(lines, made, {"web": 3.0, "code": 1.0}, 9, step=3)
     assert report.losses == {"web": 3.5} and report.label_tokens == {"web": 40}
     assert report.weights == {"web": 0.75, "code": 0.25} and report.state == {"time": 4}
+    rounded = [of(1, 2.0 * (1 + 2e-7), 10), of(2, 4.0 * (1 - 1e-7), 30)]
+    assert report_of(rounded, made, {"web": 3.0, "code": 1.0}, 9, step=3) == report, "other ranks"
 
 
 REPORT = SourceReport(
@@ -241,6 +251,24 @@ REPORT = SourceReport(
 def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) -> None:
     config = MixingConfig(rule="tests.training.mixing_rules:answers", options={"weights": weights})
     with pytest.raises(ConfigError, match=message):
+        next_mixture(config, REPORT)
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"), [({"seen": (1, 2)}, {"seen": [1, 2]}), ({3: 0.5}, {"3": 0.5})]
+)
+def test_mixing_rule_is_given_the_same_state_whether_the_run_was_resumed(
+    state: Any, kept: Any, tmp_path: Path
+) -> None:
+    rule = {"weights": {"a": 1}, "state": state}
+    config = MixingConfig(rule="tests.training.mixing_rules:answers", options=rule)
+    decision = next_mixture(config, REPORT)
+    _decided(decision).write(tmp_path)
+    resumed = read_decisions(tmp_path)
+    assert resumed is not None and resumed.decisions[0].state == decision.state == kept
+    unreadable = {"weights": {"a": 1}, "state": {"seen": {1, 2}}}
+    config = MixingConfig(rule="tests.training.mixing_rules:answers", options=unreadable)
+    with pytest.raises(ConfigError, match="failed at step 5: TypeError"):
         next_mixture(config, REPORT)
 
 
@@ -288,8 +316,13 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
     fault = {0: {"faults": {"kill_before_step": [begin - 6]}}}
     codes = start_run(zygote, config, "killed", of_rank=fault).wait()
     assert codes[0] == -signal.SIGKILL and codes[1] == LOST_CONTACT
-    # On one rank from a checkpoint of two, and back to one of its own.
-    start_run(zygote, config, "fewer", f"stop_at={begin + 4}", ranks=1).succeed()
+    # On one rank from a checkpoint of two, and killed where it has decided and not gone back yet,
+    # though there is a checkpoint of the steps that it takes back.
+    fault = {0: {"faults": {"kill_after_decision": []}}}
+    codes = start_run(zygote, config, "fewer", ranks=1, of_rank=fault).wait()
+    assert codes == [-signal.SIGKILL]
+    aside = [path.name for path in (killed / "checkpoints").glob("step_*.abandoned")]
+    assert aside and int(aside[0].split("_")[1]) > begin
     start_run(zygote, config, "resumed").succeed()
     assert read_decisions(killed) is not None
     ours, theirs = read_decisions(killed), decided
@@ -306,6 +339,23 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
 
 
 @pytest.mark.multiprocess
+def test_autopilot_of_a_branch_goes_back_to_its_trunk(zygote: Zygote, tmp_path: Path) -> None:
+    """The noise begins before the branch has a checkpoint of its own."""
+    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    config = autopilot_config(tmp_path, blend, trunk)
+    start_run(zygote, config, "trunk", "stop_at=35", ranks=1).succeed()
+    (milestone,) = (trunk / "checkpoints").glob("step_00000035_*")
+    config = autopilot_config(tmp_path, blend, branch)
+    rare = ["checkpoint.every=20", f"checkpoint.branch_from={milestone}", "stop_at=60"]
+    output = start_run(zygote, config, "branch", *rare, ranks=1).succeed()
+    assert "back to step 35" in output
+    log = read_log(branch)
+    assert [item["step"] for item in log] == list(range(60))
+    assert (branch / "checkpoints" / "latest").read_text().startswith("step_00000060_")
+
+
+@pytest.mark.multiprocess
 def test_mixing_that_was_decided_is_replayed_at_every_resume(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -319,8 +369,13 @@ def test_mixing_that_was_decided_is_replayed_at_every_resume(
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     start_run(zygote, blend_config(blend, corpus, whole, **sections), "whole").succeed()
     config = blend_config(blend, corpus, moved, **sections)
-    for stop, ranks in ((5, 1), (8, 4), (13, 2), (16, 1)):
-        start_run(zygote, config, f"to{stop}", f"stop_at={stop}", ranks=ranks).succeed()
+    start_run(zygote, config, "to5", "stop_at=5", ranks=1).succeed()
+    # The second decision is on the disk, and no checkpoint has it yet.
+    fault = {rank: {"faults": {"kill_before_step": [8]}} for rank in range(4)}
+    assert -signal.SIGKILL in start_run(zygote, config, "killed", ranks=4, of_rank=fault).wait()
+    late = {1: {"faults": {"decisions_seen_late": []}}}
+    start_run(zygote, config, "to13", "stop_at=13", of_rank=late).succeed()
+    start_run(zygote, config, "to16", ranks=1).succeed()
     ours, theirs = read_decisions(moved), read_decisions(whole)
     assert ours is not None and theirs is not None
     assert [d.begin for d in ours.decisions] == [4, 8, 12]

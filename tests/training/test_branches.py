@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from megapack.config import load_config
+from megapack.data.run import read_decisions
 from megapack.errors import ConfigError
 from megapack.storage.metadata import checksum
+from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig, PretrainConfig
 
 from .conftest import Corpus
 from .processes import Zygote, read_log, start_run
+from .test_sources import blend_config, write_blend
 
 pytestmark = pytest.mark.multiprocess
 STEPS = 12
@@ -85,11 +89,14 @@ def test_branch_from_nothing_is_refused_before_ranks_meet(
 def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
     zygote: Zygote, corpus: Corpus, tmp_path: Path
 ) -> None:
+    """And with the log, from which the next mixture is decided."""
     store, run_dir = tmp_path / "store", tmp_path / "run"
     store.mkdir()
     mirror = f"file://{store}/run"
     env = {"MEGAPACK_CACHE": str(tmp_path / "cache")}
-    config = corpus.config(run_dir, **_sections(mirror=mirror, keep=2))
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    mixing = {"mixing": {"rule": "odm", "every": 5}}
+    config = blend_config(blend, corpus, run_dir, **mixing, **_sections(mirror=mirror, keep=2))
     start_run(zygote, config, "first", "stop_at=7", env=env).succeed()
     kept = sorted(p.name for p in store.glob("run/*.manifest.json"))
     assert [int(name.split("_")[1]) for name in kept] == _tags(run_dir) == [6, 7]
@@ -97,9 +104,11 @@ def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
     output = start_run(zygote, config, "restored", env=env).succeed()
     assert "restored step_00000007" in output and "continuing at step 7" in output
     whole = tmp_path / "whole"
-    start_run(zygote, corpus.config(whole, **_sections()), "whole").succeed()
-    ours, theirs = read_log(run_dir), read_log(whole)[7:]
+    config_whole = blend_config(blend, corpus, whole, **mixing, **_sections())
+    start_run(zygote, config_whole, "whole").succeed()
+    ours, theirs = read_log(run_dir), read_log(whole)
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    assert read_decisions(run_dir) == read_decisions(whole)
     # What was damaged far away is refused, whatever its name says.
     shutil.rmtree(run_dir)
     newest = sorted(store.glob("run/step_*/*.pt"))[-1]
@@ -121,7 +130,9 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
         CheckpointConfig(**keys)
 
 
-def test_manifest_of_the_mirror_is_the_last_of_its_objects(tmp_path: Path) -> None:
+def test_manifest_of_the_mirror_is_the_last_of_its_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
     from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
     from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
@@ -139,6 +150,32 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(tmp_path: Path) -> No
         mirror.copy(directory, tags, tag)
         mirror.wait()
     assert mirror.tags() == tags[1:], "a file of the first could not be read"
+    # The same step of another path: what is half of one and half of the other has no manifest.
+    (directory / tags[1] / "there.pt").unlink()
+    mirror.copy(directory, tags, tags[1])
+    mirror.wait()
+    assert mirror.tags() == []
+    for tag, name in zip(tags, ("one.pt", "two.pt"), strict=True):
+        (directory / tag / name).write_bytes(b"x")
+        files = {name: {"bytes": 1, "xxh3": checksum(directory / tag / name)}}
+        manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
+        manifest.write(directory / tag)
+        mirror.copy(directory, tags, tag)
+        mirror.wait()
+    lost = tmp_path / "lost" / "checkpoints"
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
+    assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]
+    # What comes while another is copied is left out, unless nothing comes after it.
+    mirror.keep_only([])
+    gate = Event()
+    monkeypatch.setattr(
+        "megapack.training.engine.mirror.put_object", lambda *a: gate.wait() and put_object(*a)
+    )
+    for tag in tags:
+        mirror.copy(directory, tags, tag)
+    gate.set()
+    mirror.wait()
+    assert mirror.tags() == tags
     mirror.keep_only([])
     mirror.wait()
     assert mirror.tags() == []

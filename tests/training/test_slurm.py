@@ -1,4 +1,5 @@
-"""launch/slurm.sh on a real Slurm: preempted, cut by its time limit, a rank lost, lost for good."""
+"""launch/slurm.sh on a real Slurm: preempted, cut by its time limit, a rank lost, lost for good, in
+what Slurm takes for a container."""
 
 from __future__ import annotations
 
@@ -152,6 +153,27 @@ def test_a_job_that_saves_nothing_is_queued_again_only_so_often(
     facts = slurm.wait_until_over(job.id)
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "1"), job.output()[-4000:]
     assert "2 starts in a row without a checkpoint" in job.output()
+
+
+def test_container_is_asked_for_as_slurm_takes_it(
+    slurm: Slurm, corpus: Corpus, tmp_path: Path
+) -> None:
+    """By every step of the job, and refused by a Slurm without such a plugin."""
+    image = "registry.example#a/b:1"
+    few = {"num_steps": 3}
+    job = Job(slurm, corpus, tmp_path, sections=few, CONTAINER_IMAGE=image, PYTHON=sys.executable)
+    assert slurm.wait_until_over(job.id)["JobState"] == "COMPLETED", job.output()[-4000:]
+    line = f"{image} {tmp_path} {tmp_path}:{tmp_path}"
+    # One task asked for run_dir, two trained.
+    assert (tmp_path / "containers").read_text().splitlines() == [line] * 3
+    slurm.use_containers(False)
+    try:
+        again = slurm.submit(*SIZE, cwd=tmp_path, **job.env)
+        facts = slurm.wait_until_over(again)
+    finally:
+        slurm.use_containers(True)
+    assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "0"), job.output()[-4000:]
+    assert "unrecognized option '--container-image" in job.output()
 
 
 def test_time_limit_meets_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import yaml
 
 from megapack.config import load_config
 from megapack.errors import ConfigError
-from megapack.storage import IndexedDatasetBuilder, read_document_lengths
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
@@ -230,6 +231,36 @@ def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path:
     assert start["data_order"]["attention_window"] == [16, 0, 0, 0]
 
 
+def test_documents_have_their_middle_last(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+    """The loss is that of the documents of the definition, whatever ranks there are; the plan says
+    how many can be turned round."""
+    dataset = IndexedDataset(corpus.train)
+    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64, 128], fim_room=3)
+    index.save(tmp_path / "train.samples", source=dataset)
+    fim = {"sentinels": {"prefix": 64, "suffix": 65, "middle": 66}, "eod": "none"}
+    data = {"index": str(tmp_path / "train.samples"), "fim": fim}
+    options = {"num_steps": 2, "data": data, "logging": {"every": 1}}
+    path = corpus.config(tmp_path / "run", **options)
+    config = load_config(PretrainConfig, path)
+    inputs = open_inputs(config)
+    assert inputs.schedule.step(0).fim is not None
+    losses = expected_losses(inputs, config)
+    start_run(zygote, path, "run", ranks=2).succeed()
+    first = next(iter(read_jsonl(tmp_path / "run" / "log.jsonl")))
+    [(loss, labels)] = losses.values()
+    assert first["label_tokens"] == labels
+    assert first["loss"] == pytest.approx(loss, rel=1e-5)
+    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    assert start["data_order"]["fim_rates"] == [0.5] and start["data_order"]["fim"]["middle"] == 66
+    plan = dry_run(config)
+    with_room = index.metrics()["num_documents_with_fim_room"]
+    assert f"{with_room:,} of 700 documents have room for 3 tokens" in plan
+    assert re.search(r"fill-in-the-middle, share of documents: \S+train 0.5", plan)
+    small = load_config(PretrainConfig, path, ["data.fim.sentinels.middle=128"])
+    with pytest.raises(ConfigError, match="fim writes token id 128, and the model has ids below"):
+        dry_run(small)
+
+
 def test_samples_are_summed_where_rows_end_in_padding() -> None:
     losses = torch.arange(1.0, 21.0)
     batch = {"capacity": 4, "row_tokens": 10, "sample_ids": torch.tensor([7, 3, 5])}
@@ -264,6 +295,18 @@ def test_dry_run_tells_the_epochs_of_every_source(corpus: Corpus, tmp_path: Path
     write_blend(blend, corpus, max_epochs=0.5)
     with pytest.raises(ConfigError, match="would repeat source math"):
         dry_run(config)
+
+
+def test_dry_run_counts_the_groups_of_a_source(corpus: Corpus, tmp_path: Path) -> None:
+    lengths = read_document_lengths(str(corpus.train))
+    groups = np.arange(len(lengths)) // 5
+    grouped = pack(lengths, "bucket", buckets=[64, 128, 256], groups=groups)
+    path = tmp_path / "grouped.samples"
+    grouped.save(path, source=IndexedDataset(corpus.train))
+    data = {"index": str(path), "attention": "group"}
+    text = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", data=data)))
+    cut = grouped.metrics()["num_cut_groups"]
+    assert f": {-(-len(lengths) // 5):,}, {cut:,} cut, " in text and cut > 0
 
 
 def test_equal_held_out_sets_are_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ environment, and they run a script as ``__main__``.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -16,6 +17,7 @@ from typing import Any
 
 # Everything the scripts need, imported before the first fork and before any thread exists.
 import deepspeed
+import deepspeed.module_inject.auto_ep_config
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer  # every engine; all of inductor
 import hypothesis  # noqa: F401
@@ -29,7 +31,9 @@ import transformers.trainer  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 import megapack.training.dry_run
-import megapack.training.engine.export  # noqa: F401
+import megapack.training.engine.export
+import megapack.training.model.modeling_gpt2_alibi
+import megapack.training.start  # noqa: F401
 
 
 def run_child(request: dict[str, Any]) -> None:
@@ -60,6 +64,8 @@ def main() -> None:
     torch.set_num_threads(1)
     # Of use to inference alone, and compiling it would take every group of ranks half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    gc.collect()
+    gc.freeze()  # children would go through a million objects of imports, and copy their pages
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

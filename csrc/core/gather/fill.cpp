@@ -55,18 +55,6 @@ MEGAPACK_CLONES void widen_each(const std::int64_t* from, std::int64_t count, Ou
     widen_loop(from, count, to);
 }
 
-constexpr std::int64_t kLine = 64;  // bytes of a cache line
-// Of a long run the beginning is enough: the processor sees the stream and goes on by itself.
-constexpr std::int64_t kMostAhead = 16384;
-
-// Has these elements brought into the cache, as far as that is worthwhile; changes nothing else.
-void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
-    const std::int64_t itemsize = bytes_of(from.type);
-    const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
-    const std::int64_t size = std::min(count * itemsize, kMostAhead);
-    for (std::int64_t byte = 0; byte < size; byte += kLine) __builtin_prefetch(begin + byte);
-}
-
 // to[i] = element at + i of the array, as int64.
 void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* tokens) { widen_each(tokens, count, to); });
@@ -223,25 +211,38 @@ void fill_labels(const Shard& shard, std::int64_t at, std::int64_t count, float 
     }
 }
 
-// Of runs whose tokens are written: labels are the tokens, one further.
-void fill_labels(const Shard& shard, Span<const Run> runs, const std::int64_t* tokens,
-                 std::int64_t body, float factor, std::int64_t* labels, float* mask) {
-    std::copy_n(tokens + 1, body, labels);
-    if (!shard.has_weights()) return fill(factor, body, mask);
-    for (std::int64_t r = 1; r < runs.size(); ++r) {
-        fill_weights(weights_at(shard, runs[r].at), runs[r].length, factor, mask);
-        mask += runs[r].length;
+// The tokens of runs.
+void widen(const TokenArray& from, Span<const Run> runs, std::int64_t* to) {
+    for (const Run& run : runs) {
+        if (run.literal >= 0) {
+            *to = run.literal;
+        } else {
+            widen(from, run.at, run.length, to);
+        }
+        to += run.length;
     }
 }
 
-void fill_labels(const Piece& piece, Span<const Run> runs, Loss loss, const std::int64_t* tokens,
+// Of runs, the first of which is one token: labels are the tokens of all others.
+void fill_labels(const Shard& shard, Span<const Run> runs, std::int64_t body, float factor,
                  std::int64_t* labels, float* mask) {
+    runs = runs.subspan(1, runs.size() - 1);
+    widen(shard.tokens, runs, labels);
+    if (!shard.has_weights()) return fill(factor, body, mask);
+    for (const Run& run : runs) {
+        fill_weights(weights_at(shard, run.at), run.length, factor, mask);
+        mask += run.length;
+    }
+}
+
+void fill_labels(const Piece& piece, Span<const Run> runs, Loss loss, std::int64_t* labels,
+                 float* mask) {
     const std::int64_t body = piece.length - 1;
     const float factor = factor_of(piece, runs, loss);
     if (runs.empty()) {
         fill_labels(*piece.shard, piece.token_begin + 1, body, factor, labels, mask);
     } else {
-        fill_labels(*piece.shard, runs, tokens, body, factor, labels, mask);
+        fill_labels(*piece.shard, runs, body, factor, labels, mask);
     }
     const Label last = piece.last_label;
     if (last.at >= 0) {
@@ -255,15 +256,8 @@ void fill_labels(const Piece& piece, Span<const Run> runs, Loss loss, const std:
 
 void fill_tokens(const Piece& piece, Span<const Run> runs, std::int64_t* tokens) {
     const TokenArray& from = piece.shard->tokens;
-    if (runs.empty()) return widen(from, piece.token_begin, piece.length, tokens);
-    for (const Run& run : runs) {
-        if (run.literal >= 0) {
-            *tokens = run.literal;
-        } else {
-            widen(from, run.at, run.length, tokens);
-        }
-        tokens += run.length;
-    }
+    if (!runs.empty()) return widen(from, runs, tokens);
+    widen(from, piece.token_begin, piece.length, tokens);
 }
 
 // `at`: where its room begins in the buffers.
@@ -274,7 +268,7 @@ void fill_piece(const Piece& piece, Span<const Run> runs, const GatherOptions& o
     float* mask = out.loss_mask.data() + at;
     if (piece.length > 0) {
         fill_tokens(piece, runs, tokens);
-        fill_labels(piece, runs, options.loss, tokens, labels, mask);
+        fill_labels(piece, runs, options.loss, labels, mask);
     }
     const std::int64_t padding = piece.room - piece.length;
     fill(options.pad_token, padding, tokens + piece.length);

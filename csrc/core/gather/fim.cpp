@@ -1,7 +1,7 @@
 #include "core/gather/fim.hpp"
 
 #include <algorithm>
-#include <tuple>
+#include <utility>
 
 #include "core/base/check.hpp"
 #include "core/schedule/random.hpp"
@@ -10,6 +10,9 @@ namespace megapack {
 namespace {
 
 constexpr std::uint64_t kPurpose = 6;  // of the seed's numbers
+constexpr std::uint64_t kTries = 1024;
+
+using Place = std::pair<std::int64_t, std::int64_t>;  // a token, and a character in it
 
 // In front of a token of the body, or (cut >= 0) inside of it.
 struct Cut {
@@ -17,67 +20,13 @@ struct Cut {
     std::int64_t cut;
 };
 
-std::int64_t place(std::uint64_t key, std::uint64_t k, std::int64_t last) {
-    return static_cast<std::int64_t>(random_unit(key, k) * static_cast<double>(last + 1));
+std::uint64_t number_of(const Shard& shard, const Segment& segment) {
+    return static_cast<std::uint64_t>(shard.first_document + segment.document);
 }
 
 std::int64_t token_at(const Shard& shard, std::int64_t at) {
     return with_type(shard.tokens, at, [](const auto* t) { return static_cast<std::int64_t>(*t); });
 }
-
-// The characters of a document, found without a look at most of its tokens twice.
-class Characters {
-  public:
-    Characters(const CharacterCuts& cuts, const Shard& shard, std::int64_t at, std::int64_t count)
-        : cuts_(cuts), shard_(shard), at_(at), count_(count) {
-        const auto ids = static_cast<std::uint64_t>(cuts.characters.size());
-        const std::uint16_t* characters = cuts.characters.data();
-        sums_.reserve(count / kBlock + 1);
-        with_type(shard.tokens, at, [&](const auto* tokens) {
-            for (std::int64_t begin = 0; begin < count; begin += kBlock) {
-                const std::int64_t end = std::min(begin + kBlock, count);
-                std::int64_t sum = 0;
-                for (std::int64_t i = begin; i < end; ++i) {
-                    const auto id = static_cast<std::uint64_t>(tokens[i]);
-                    sum += id < ids ? characters[id] : 0;
-                }
-                sums_.push_back(sum);
-                total_ += sum;
-            }
-        });
-    }
-
-    std::int64_t total() const { return total_; }
-
-    // Where character c begins; behind the last token for c = total().
-    Cut find(std::int64_t c) const {
-        if (c == total_) return {count_, -1};
-        std::int64_t block = 0;
-        for (; c >= sums_[block]; ++block) c -= sums_[block];
-        std::int64_t token = block * kBlock;
-        std::int64_t id = token_at(shard_, at_ + token);
-        for (; c >= characters_of(id); id = token_at(shard_, at_ + ++token)) {
-            c -= characters_of(id);
-        }
-        const std::int64_t inner = cuts_.first_cut[id + 1] - cuts_.first_cut[id];
-        const std::int64_t at_begin = cuts_.characters[id] - inner;  // 0 or 1
-        return {token, c < at_begin ? -1 : cuts_.first_cut[id] + c - at_begin};
-    }
-
-  private:
-    static constexpr std::int64_t kBlock = 256;
-
-    std::int64_t characters_of(std::int64_t id) const {
-        return id >= 0 && id < ssize(cuts_.characters) ? cuts_.characters[id] : 0;
-    }
-
-    const CharacterCuts& cuts_;
-    const Shard& shard_;
-    std::int64_t at_;
-    std::int64_t count_;
-    std::int64_t total_ = 0;
-    std::vector<std::int64_t> sums_;
-};
 
 // Transforms one document.
 class Writer {
@@ -89,42 +38,84 @@ class Writer {
         body_ = segment.length - (ends_ ? 1 : 0);
     }
 
-    FimDraw write(std::uint64_t key) {
-        FimDraw draw{0, 0, random_unit(key, 1) < fim_.spm_rate, 0, 0};
-        const auto [first, second] = cuts(key, draw);
+    // What was decided, too, if somebody asks.
+    void write(std::uint64_t key, FimDraw* draw) {
+        const bool spm = random_unit(key, 1) < fim_.spm_rate;
+        const auto [low, high] = cuts(key);
+        if (draw != nullptr) *draw = {0, 0, spm, position(low), position(high)};
+        Cut first = before(low), second = before(high);
+        if (first.cut >= 0 && second.cut >= 0 && first.token == second.token) {
+            second = {second.token + 1, -1};
+        }
+        first = allowed(first);
+        second = allowed(second);
         const std::int64_t from = ssize(runs_);
         const Cut begin{0, -1};
         sentinel(fim_.prefix);
-        if (!draw.spm) tokens(begin, first);
+        if (!spm) tokens(begin, first);
         sentinel(fim_.suffix);
         tokens(second, {body_, -1});
         sentinel(fim_.middle);
-        if (draw.spm) tokens(begin, first);
+        if (spm) tokens(begin, first);
         tokens(first, second);
         if (fim_.end >= 0) sentinel(fim_.end);
         if (ends_) runs_.push_back({begin_ + body_, 1, -1});
         weigh_sentinels(from);
-        return draw;
     }
 
   private:
-    std::pair<Cut, Cut> cuts(std::uint64_t key, FimDraw& draw) const {
-        const auto sorted = [&](std::int64_t last) {
-            std::tie(draw.first, draw.second) =
-                std::minmax({place(key, 2, last), place(key, 3, last)});
+    bool by_character() const { return !fim_.cuts.first_cut.empty(); }
+
+    std::pair<Place, Place> cuts(std::uint64_t key) const {
+        if (by_character()) return std::minmax({character(key, 2), character(key, 3)});
+        const auto last = static_cast<double>(body_ + 1);
+        const auto token = [&](std::uint64_t k) {
+            return Place{static_cast<std::int64_t>(random_unit(key, k) * last), 0};
         };
-        if (fim_.cuts.first_cut.empty()) {
-            sorted(body_);
-            return {{draw.first, -1}, {draw.second, -1}};
+        return std::minmax({token(2), token(3)});
+    }
+
+    // Of every token as many places are tried as the longest one has characters, all alike, until
+    // one is a character: so most tokens need not be read.
+    Place character(std::uint64_t key, std::uint64_t k) const {
+        __extension__ using Wide = unsigned __int128;
+        return with_type(shard_.tokens, begin_, [&](const auto* tokens) {
+            for (std::uint64_t i = 0; i < kTries; ++i) {
+                const Wide at = static_cast<Wide>(random_bits(key, k + 2 * i)) *
+                                static_cast<std::uint64_t>(body_ + 1);
+                const auto token = static_cast<std::int64_t>(at >> 64);
+                const auto c = static_cast<std::int64_t>(
+                    (static_cast<Wide>(static_cast<std::uint64_t>(at)) * fim_.cuts.most) >> 64);
+                const std::int64_t own =
+                    token == body_ ? 1 : characters_of(static_cast<std::int64_t>(tokens[token]));
+                if (c < own) return Place{token, c};
+            }
+            return Place{body_, 0};
+        });
+    }
+
+    std::int64_t characters_of(std::int64_t id) const {
+        return id >= 0 && id < ssize(fim_.cuts.characters) ? fim_.cuts.characters[id] : 0;
+    }
+
+    // As it is said: tokens or characters in front of it.
+    std::int64_t position(Place place) const {
+        if (!by_character()) return place.first;
+        std::int64_t found = place.second;
+        for (std::int64_t t = 0; t < place.first; ++t) {
+            found += characters_of(token_at(shard_, begin_ + t));
         }
-        const Characters characters(fim_.cuts, shard_, begin_, body_);
-        sorted(characters.total());
-        const Cut first = characters.find(draw.first);
-        Cut second = characters.find(draw.second);
-        if (first.cut >= 0 && second.cut >= 0 && first.token == second.token) {
-            second = {second.token + 1, -1};
-        }
-        return {allowed(first), allowed(second)};
+        return found;
+    }
+
+    Cut before(Place place) const {
+        const auto [token, c] = place;
+        if (!by_character() || token == body_) return {token, -1};
+        const CharacterCuts& cuts = fim_.cuts;
+        const std::int64_t id = token_at(shard_, begin_ + token);
+        const std::int64_t inner = cuts.first_cut[id + 1] - cuts.first_cut[id];
+        const std::int64_t at_begin = cuts.characters[id] - inner;  // 0 or 1
+        return {token, c < at_begin ? -1 : cuts.first_cut[id] + c - at_begin};
     }
 
     Cut allowed(Cut cut) const {
@@ -181,7 +172,7 @@ void check_fim(const Fim& fim) {
           "; it must be from 0 to 1");
     const CharacterCuts& cuts = fim.cuts;
     if (cuts.first_cut.empty()) return;
-    const auto ascends_to = [](const std::vector<std::int64_t>& from, std::int64_t end) {
+    const auto ascends_to = [](const std::vector<std::int32_t>& from, std::int64_t end) {
         return !from.empty() && from.front() == 0 && from.back() == end &&
                std::is_sorted(from.begin(), from.end());
     };
@@ -194,7 +185,10 @@ void check_fim(const Fim& fim) {
         check(cuts.characters[id] == inner || cuts.characters[id] == inner + 1, "token ", id,
               " has ", cuts.characters[id], " characters and ", inner, " cuts");
     }
-    for (const std::int64_t part : cuts.parts) check(part >= 0, "a part is token ", part);
+    for (const std::int32_t part : cuts.parts) check(part >= 0, "a part is token ", part);
+    const auto most = std::max_element(cuts.characters.begin(), cuts.characters.end());
+    check(most != cuts.characters.end() && cuts.most == *most,
+          "the most characters of a token are said to be ", cuts.most);
 }
 
 void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Segment>& segments,
@@ -202,15 +196,23 @@ void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Se
     if (fim == nullptr || !(ref.fim_rate > 0)) return;
     const auto epoch = static_cast<std::uint64_t>(ref.epoch);
     const std::uint64_t of_epoch = random_bits(random_bits(fim->seed, kPurpose), epoch);
+    std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // segments, and their keys
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
-        Segment& segment = segments[s];
+        const Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
         if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
-        const std::int64_t document = shard.first_document + segment.document;
-        const std::uint64_t key = random_bits(of_epoch, static_cast<std::uint64_t>(document));
+        const std::uint64_t key = random_bits(of_epoch, number_of(shard, segment));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;
+        drawn.emplace_back(s, key);
+        const bool all = !fim->cuts.first_cut.empty();  // to find characters; else how it ends
+        const std::int64_t count = all ? segment.length : 1;
+        prefetch(shard.tokens, segment.token_begin + segment.length - count, count);
+    }
+    for (const auto& [s, key] : drawn) {
+        Segment& segment = segments[s];
+        FimDraw draw{};
         segment.runs.begin = ssize(runs);
-        FimDraw draw = Writer(*fim, shard, segment, runs).write(key);
+        Writer(*fim, shard, segment, runs).write(key, draws == nullptr ? nullptr : &draw);
         segment.runs.end = ssize(runs);
         segment.placed = 0;
         for (auto r = segment.runs.begin; r < segment.runs.end; ++r) {
@@ -218,7 +220,7 @@ void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Se
         }
         if (draws == nullptr) continue;
         draw.segment = s;
-        draw.document = document;
+        draw.document = static_cast<std::int64_t>(number_of(shard, segment));
         draws->push_back(draw);
     }
 }

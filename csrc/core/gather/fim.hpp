@@ -6,8 +6,10 @@
 //
 // What happens to a document is a pure function of (seed, epoch, document). Its numbers are
 //     u_k = random_unit(random_bits(random_bits(random_bits(seed, 6), epoch), document), k),
-// it is transformed where u_0 < rate, to SPM where u_1 < spm_rate, and cut between its places
-// floor(u_2 n) and floor(u_3 n) of the n in front of, between and behind its tokens or characters.
+// it is transformed where u_0 < rate, to SPM where u_1 < spm_rate, and cut at floor(u_2 n) and
+// floor(u_3 n) of the n places in front of, between and behind its tokens. Of characters the places
+// are as likely, each drawn by trial: word 2 + 2 i of the document's key, or 3 + 2 i, times the
+// places of n tokens of the most characters that some token has, the first that is one.
 // The definition in plain Python is tests/reference/fim.py.
 #pragma once
 
@@ -23,11 +25,12 @@ namespace megapack {
 // A token has one cut for every character that begins behind its first byte.
 struct CharacterCuts {
     std::vector<std::uint16_t> characters;  // that begin in a token, by id
-    std::vector<std::int64_t> first_cut;    // its first, by id, one more than there are ids
+    std::vector<std::int32_t> first_cut;    // its first, by id, one more than there are ids
     // The tokens left of cut c are parts [first_part[2 c], first_part[2 c + 1]), those right of it
     // end at first_part[2 c + 2]. Without any the cut moves to the end of its token.
-    std::vector<std::int64_t> first_part;
-    std::vector<std::int64_t> parts;
+    std::vector<std::int32_t> first_part;
+    std::vector<std::int32_t> parts;
+    std::uint64_t most = 0;  // characters of a token
 
     bool is_forbidden(std::int64_t cut) const {
         return first_part[2 * cut] == first_part[2 * cut + 2];

@@ -5,8 +5,7 @@ different collectives; cu_seqlens_padded never reaches context parallelism; midd
 get no boundaries. From 0.18 on Megatron's own get_batch reads what the dataset gives.
 
 Every pipeline stage reads its own copy of the data on tensor-parallel rank 0 (``install`` asks for
-that), so boundaries cross no pipeline stage; inside a tensor-parallel group one header and one
-payload are broadcast for each micro batch.
+that), so boundaries cross no pipeline stage; a tensor-parallel group is told each micro batch once.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from torch import Tensor
 
 from megapack import planning
 from megapack.errors import ConfigError
+from megapack.integrations.dialects import join_ends
 from megapack.integrations.megatron.host import device
+from megapack.integrations.rows import ROW_KEYS
 
 # ---- From rows with cu_seqlens to what Megatron's attention reads: PackedSeqParams, one flat row
 # Megatron calls the format "thd": the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D
 # int32, and attention and RoPE restart at every boundary. With context parallelism each segment is
 # cut into ``2 * cp_size`` chunks of which a rank holds two, one early and one late, so that causal
 # work is equal; that is why segments are padded to a multiple of ``2 * cp_size``.
-
-ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -48,19 +47,11 @@ def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         without repeated values, max_seqlen 0-d int32.
     """
     flat = {key: batch[key].reshape(1, -1) for key in ROW_KEYS}
-    flat["cu_seqlens"] = _join(batch["cu_seqlens"])
-    if batch.get("cu_seqlens_padded") is not None:
-        flat["cu_seqlens_padded"] = _join(batch["cu_seqlens_padded"])
+    for key in ("cu_seqlens", "cu_seqlens_padded"):
+        if batch.get(key) is not None:
+            flat[key] = join_ends(batch[key])
     flat["max_seqlen"] = batch["max_seqlen"].max()
     return flat
-
-
-def _join(cu_seqlens: Tensor) -> Tensor:
-    """``(mbs, n)`` boundaries that start at 0 in every row -> one 1-D list of boundaries."""
-    lengths = cu_seqlens.diff(dim=-1).flatten()
-    lengths = lengths[lengths > 0]  # the repeated tail; a segment is never empty
-    zero = lengths.new_zeros(1)
-    return torch.cat([zero, lengths.cumsum(0)]).to(torch.int32)
 
 
 def to_packed_seq_params(
@@ -182,14 +173,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     if not _embeds_or_computes_loss(vp_stage):
         return None, None, None, None, None, params
     held = _slice_for_context_parallel(batch, boundaries)
-    return (
-        held["tokens"],
-        held["labels"],
-        held["loss_mask"],
-        None,
-        held["position_ids"],
-        params,
-    )
+    tokens, labels, loss_mask, position_ids = (held[key] for key in ROW_KEYS)
+    return tokens, labels, loss_mask, None, position_ids, params
 
 
 def broadcast_batch(
@@ -209,55 +194,12 @@ def broadcast_batch(
     Returns:
         The same keys, dtypes and values on every rank.
     """
-    if dist.get_world_size(group) == 1:
-        assert batch is not None, "a group of one is its own source"
-        moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        moved["max_seqlen"] = batch["max_seqlen"].cpu()
-        return moved
-    if batch is not None:
-        padded = batch.get("cu_seqlens_padded")
-        header = torch.tensor(
-            [
-                batch["tokens"].numel(),
-                batch["cu_seqlens"].numel(),
-                0 if padded is None else padded.numel(),
-                int(batch["max_seqlen"]),
-            ]
-        ).to(device)
-    else:
-        header = torch.empty(4, dtype=torch.int64, device=device)
-    dist.broadcast(header, source, group=group)
-    num_tokens, num_boundaries, num_padded, max_seqlen = header.tolist()
-    sizes = [num_tokens] * len(ROW_KEYS) + [num_boundaries, num_padded]
-    if batch is not None:
-        payload = _pack(batch).to(device)
-    else:
-        payload = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    dist.broadcast(payload, source, group=group)
-    return _unpack(payload, sizes, max_seqlen)
-
-
-def _pack(batch: Mapping[str, Tensor]) -> Tensor:
-    """All values as one int64 vector; the float mask travels as its bits."""
-    parts = []
-    for key in ROW_KEYS:
-        value = batch[key].flatten()
-        parts.append(value.double().view(torch.int64) if key == "loss_mask" else value.long())
-    parts.append(batch["cu_seqlens"].long())
-    if "cu_seqlens_padded" in batch:
-        parts.append(batch["cu_seqlens_padded"].long())
-    return torch.cat(parts)
-
-
-def _unpack(payload: Tensor, sizes: list[int], max_seqlen: int) -> dict[str, Tensor]:
-    *rows, boundaries, padded = torch.split(payload, sizes)
-    batch = {key: value.unsqueeze(0) for key, value in zip(ROW_KEYS, rows, strict=True)}
-    batch["loss_mask"] = batch["loss_mask"].view(torch.float64).float()
-    batch["cu_seqlens"] = boundaries.to(torch.int32)
-    if padded.numel():
-        batch["cu_seqlens_padded"] = padded.to(torch.int32)
-    batch["max_seqlen"] = torch.tensor(max_seqlen, dtype=torch.int32)
-    return batch
+    box = [batch]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, source, group=group)
+    assert box[0] is not None, "the source has read"
+    moved = {key: value.to(device, non_blocking=True) for key, value in box[0].items()}
+    return moved | {"max_seqlen": box[0]["max_seqlen"]}
 
 
 def _slice_for_context_parallel(

@@ -130,12 +130,8 @@ def draw_rank(
     training: Any = importlib.import_module("megatron.training")
     training.pretrain = pretrain
     install(own_get_batch=own_get_batch)
-    sizes = {
-        "--tensor-model-parallel-size": world.tensor,
-        "--pipeline-model-parallel-size": world.pipeline,
-        "--context-parallel-size": world.context,
-    }
-    sys.argv = [script, *arguments, *(str(part) for pair in sizes.items() for part in pair)]
+    sizes = (part for name, flag in SIZES.items() for part in (flag, str(getattr(world, name))))
+    sys.argv = [script, *arguments, *sizes]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
     if not report.num_rows:

@@ -41,7 +41,7 @@ def token_of(files: TokenizerFiles, text: str, where: str) -> int:
         known = ", ".join(sorted(files.special)[:20]) or "none"
         raise ConfigError(
             f"{where} is {text!r}, which is not one token of {files.name}: add it to the tokenizer "
-            f"(megapack-build train-tokenizer --special-tokens), or give its id (special: {known})"
+            f"(megapack-build train-tokenizer --special-token), or give its id (special: {known})"
         )
     return found
 
@@ -90,10 +90,10 @@ def _is_byte_level(tree: dict[str, Any]) -> bool:
     if "ByteLevel" in kinds:
         return True
     if not kinds or kinds - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        told = ", ".join(sorted(map(str, kinds))) or "none"
         raise ConfigError(
-            f"its decoder ({', '.join(sorted(map(str, kinds))) or 'none'}) does not tell which bytes "
-            "a token is: only byte-level BPE and models with byte fallback are cut between "
-            "characters; choose cuts: token"
+            f"the tokenizer's decoder ({told}) does not tell which bytes a token is: only those of "
+            "byte-level BPE and with byte fallback are cut between characters; choose cuts: token"
         )
     return False
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from megapack.errors import ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
 from megapack.storage.metadata import checksum
-from megapack.training.engine.directory import step_of, tags_in
+from megapack.training.engine.directory import step_of, tags_in, tokens_of
 from megapack.training.engine.engine import not_finite
 from megapack.training.engine.world import RankProgress, World
 
@@ -360,7 +360,7 @@ class CheckpointStore:
             verify: compare sizes, or read every file and compare checksums.
             fallback: skip damaged checkpoints instead of refusing to start.
             step: only those after so many steps.
-            at_most: only those after so many steps or fewer.
+            at_most: only those after so many tokens or fewer.
 
         Raises:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
@@ -370,7 +370,7 @@ class CheckpointStore:
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
             if step is not None and step_of(tag) != step:
                 continue
-            if at_most is not None and step_of(tag) > at_most:
+            if at_most is not None and tokens_of(tag) > at_most:
                 continue
             problems = self._problems(tag, verify)
             if not problems:
@@ -389,21 +389,21 @@ class CheckpointStore:
             raise ResumeError(f"no checkpoint can be loaded: {'. '.join(rejected.values())}")
         return None
 
-    def abandon_after(self, step: int) -> None:
-        """Checkpoints of more steps are of a path that the run left: aside, and only the newest of
-        them is kept; collective."""
-        self.world.on_first(lambda: self._abandon_after(step))
+    def abandon_after(self, tag: str) -> None:
+        """Checkpoints of more tokens than this one are of a path that the run left: aside, and only
+        the newest of them is kept; collective."""
+        self.world.on_first(lambda: self._abandon_after(tag))
 
-    def _abandon_after(self, step: int) -> None:
-        newer = [tag for tag in self.tags() if step_of(tag) > step]
+    def _abandon_after(self, tag: str) -> None:
+        newer = [other for other in self.tags() if tokens_of(other) > tokens_of(tag)]
         if newer:
             for old in self.directory.glob("step_*.abandoned"):
                 shutil.rmtree(old)
             self._set_aside(newer[-1:], "abandoned")
-            for tag in newer[:-1]:
-                self._remove(tag)
+            for other in newer[:-1]:
+                self._remove(other)
             with atomic_write(self.directory / "latest", "w") as file:
-                file.write(self.tags()[-1])
+                file.write(tag)  # or of its trunk
             if self.mirror is not None:
                 self.mirror.keep_only(self.tags())
 

@@ -38,6 +38,7 @@ from megapack.storage.files import WriterLock, atomic_write
 if TYPE_CHECKING:
     from megapack.training.engine.world import World
 
+LOGS = ("log.jsonl", "evaluation.jsonl")
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
 
@@ -49,8 +50,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.model_average = self.path / "model_average"
-        self.log = self.path / "log.jsonl"
-        self.evaluation = self.path / "evaluation.jsonl"
+        self.log, self.evaluation = (self.path / name for name in LOGS)
         self.batches = self.path / "batches"
         self.tensorboard = self.path / "tensorboard"
         self.profile = self.path / "profile"
@@ -129,7 +129,8 @@ class RunDirectory:
         """The lines that another run wrote, where this one branches from it and has none."""
         for path in (self.log, self.evaluation):
             if (trunk / path.name).exists() and not path.exists():
-                shutil.copyfile(trunk / path.name, path)
+                with (trunk / path.name).open("rb") as theirs, atomic_write(path) as ours:
+                    shutil.copyfileobj(theirs, ours)
 
     def forget_after(self, tokens: int) -> None:
         """Drop what a run that continues after these tokens writes again."""

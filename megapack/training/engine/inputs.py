@@ -187,8 +187,9 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         )
     positions = config.data.positions
     try:
-        indices = run.schedule.samples.indices
-        _check_positions(indices, architecture, positions, "the training data")
+        indices, fim = run.schedule.samples.indices, run.schedule.samples.fim
+        room = 0 if fim is None else fim.room
+        _check_positions(indices, architecture, positions, "the training data", room)
         if isinstance(run, Inputs):
             valid = _valid_positions(positions)
             for data in run.held_out:
@@ -203,12 +204,14 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
 
 
 def _check_positions(
-    indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str
+    indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str, room: int = 0
 ) -> None:
+    """room: tokens that a document may grow by, in its bucket."""
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
     reach = longest_reach if positions == "document" else longest_segment
     grouped = any(index.has_groups for index in indices)  # which may be one segment
     longest = max(map(reach, indices), default=0)
+    longest = min(longest + room, max(longest, bucket))
     longest = bucket if positions == "sample" or grouped else longest
     limit = position_limit(architecture, max(longest, bucket))
     if limit is not None and longest > limit.tokens:

@@ -3,6 +3,7 @@
 ``Mirror`` is given every checkpoint that is complete on the disk, and a ``run_dir`` without any is
 filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
+    s3://bucket/run/log.jsonl  # and evaluation.jsonl: rules of mixtures look back on them
     s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
     s3://bucket/run/step_00001000_tokens_4096000.manifest.json
     s3://bucket/run/step_00002000_tokens_8192000/...  # no manifest yet: it is being copied
@@ -31,7 +32,7 @@ from megapack.storage.remote.client import (
     remove_object,
 )
 from megapack.training.engine.checkpoint import MANIFEST, CheckpointManifest, compare_file
-from megapack.training.engine.directory import tokens_of
+from megapack.training.engine.directory import LOGS, tokens_of
 
 _MIRRORED = ".manifest.json"
 _MIRROR = ThreadPoolExecutor(1, "mirror")
@@ -42,14 +43,16 @@ class Mirror:
     """Checkpoints in an object store, for a node whose disk is lost.
 
     Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
-    checkpoint is complete there or absent. They are copied in a thread while training goes on, one
-    checkpoint at a time; where one is not done when the next is there, that one is left out. What
-    the directory no longer has is removed. A failure is said and does not stop the run.
+    checkpoint is complete there or absent; the logs that led to it are there before. They are
+    copied in a thread while training goes on, one checkpoint at a time; where one is not done when
+    the next is there, that one is left out, but not the last of a run. What the directory no longer
+    has is removed. A failure is said and does not stop the run.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._copying: Future[None] | None = None
+        self._left_out: tuple[Path, list[str], str] | None = None
 
     def copy(self, directory: Path, tags: list[str], tag: str) -> None:
         """Begin to copy a checkpoint of the directory, which holds these."""
@@ -57,18 +60,27 @@ class Mirror:
             logger.warning(
                 "%s: still busy with a checkpoint before, %s left out", self.address, tag
             )
+            self._left_out = directory, tags, tag
             return
+        self._left_out = None
         self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
 
     def wait(self) -> None:
-        """Until what was begun is done."""
+        """Until what was begun is done, and the newest checkpoint is not left out."""
         _MIRROR.submit(int).result()
+        if self._left_out is not None:
+            self.copy(*self._left_out)
+            _MIRROR.submit(int).result()
 
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
             manifest = CheckpointManifest.read(directory / tag)
+            remove_object(f"{self.address}/{tag}{_MIRRORED}")  # of a path that the run left
             for name in manifest.files:
                 put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
+            for log in (directory.parent / name for name in LOGS):
+                if log.exists():
+                    put_object(f"{self.address}/{log.name}", log)
             put_object(f"{self.address}/{tag}{_MIRRORED}", directory / tag / MANIFEST)
         except (OSError, MegapackError) as error:
             logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
@@ -104,15 +116,17 @@ class Mirror:
         tags = (name.removesuffix(_MIRRORED) for name in names if name.endswith(_MIRRORED))
         return sorted(tags, key=tokens_of)
 
-    def restore(self, directory: Path) -> str | None:
-        """Bring the newest checkpoint into a directory that has none; its name.
+    def restore(self, directory: Path, at_most: int | None = None) -> str | None:
+        """Bring the newest checkpoint, of those after so many tokens or fewer, into a directory
+        that has none, and the logs beside it; its name.
 
         Raises:
             ResumeError: a file is missing.
             FormatError: one is not what its manifest says, again and again.
             ConfigError, OSError: the store cannot be read.
         """
-        for tag in self.tags()[-1:]:
+        known = [tag for tag in self.tags() if at_most is None or tokens_of(tag) <= at_most]
+        for tag in known[-1:]:
             found = find_object(f"{self.address}/{tag}{_MIRRORED}")
             assert found is not None, "listed just now"
             partial = directory / f"{tag}.partial"
@@ -125,6 +139,9 @@ class Mirror:
                 if file is None:
                     raise ResumeError(f"{self.address}/{tag}/{name} is missing")
                 open_cache().fetch(file, partial / name, _as_in_manifest(expected))
+            for log in (directory.parent / name for name in LOGS):
+                if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
+                    open_cache().fetch(lines, log)
             partial.rename(directory / tag)
             with atomic_write(directory / "latest", "w") as latest:
                 latest.write(tag)

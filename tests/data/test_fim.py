@@ -1,0 +1,340 @@
+"""Fill-in-the-middle over a run: what ranks, workers, hosts and resumes see, and what is refused.
+
+What becomes of one document is tests/data/test_gather.py's; its definition tests/reference/fim.py.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference import fim as definition
+from torch.utils.data import DataLoader
+
+from megapack.config import from_dict
+from megapack.data import (
+    BlendConfig,
+    BucketBatchSampler,
+    PackedDataset,
+    Schedule,
+    Source,
+    Stage,
+    check_token_ids,
+    open_blend,
+    plan_run,
+)
+from megapack.data.fim import Fim, FimConfig, FimDraws, Sentinels, character_tables, open_fim
+from megapack.errors import ConfigError, ResumeError
+from megapack.packing import pack
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.storage import IndexedDataset
+from megapack.storage.builder import write_weights
+from megapack.storage.merge import merge
+from tests.data.corpora import packed_lengths, random_documents, small_loader, write_documents
+
+EOD, PRE, SUF, MID, END = 0, 125, 126, 127, 128
+FIM = FimConfig(rate=0.6, sentinels=Sentinels(prefix=PRE, suffix=SUF, middle=MID, end=END), eod=EOD)
+BUCKETS = [16, 32, 64]
+SEED = 2
+
+
+def corpus(prefix: Path, seed: int = 0, count: int = 150) -> IndexedDataset:
+    """Documents of which most end with EOD."""
+    documents = random_documents(packed_lengths(count, 64, seed), seed)
+    return write_documents(prefix, [[*d[:-1], EOD] if d[0] % 8 else d for d in documents])
+
+
+def indexed(dataset: IndexedDataset, **options: Any) -> str:
+    index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, fim_room=4, **options)
+    index.save(f"{dataset.prefix}.samples", source=dataset)
+    return f"{dataset.prefix}.samples"
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
+    """Two sources, of which one has weights per token; a stage changes the rate of the other."""
+    folder = tmp_path_factory.mktemp("fim")
+    web, code = corpus(folder / "web"), corpus(folder / "code", 1)
+    write_weights(folder / "code", [[t % 5 / 4 for t in d.tolist()] for d in documents_of(code)])
+    options: dict[str, Any] = {"max_epochs": None}
+    sources = tuple(
+        Source(
+            name=Path(data.prefix).name,
+            prefix=str(data.prefix),
+            index=indexed(data),
+            weight=weight,
+            fim_rate=rate,
+        )
+        for data, weight, rate in ((web, 1, 0), (code, 2, None))
+    )
+    stages = (Stage(from_step=4, fim_rates={"web": 1.0}, skip_steps=20),)
+    return BlendConfig(sources=sources, fim=FIM, stages=stages, **options)
+
+
+def documents_of(dataset: IndexedDataset) -> list[np.ndarray]:
+    places = zip(dataset.document_offsets, dataset.document_lengths, strict=False)
+    return [dataset.tokens[begin : begin + length] for begin, length in places]
+
+
+def schedule_of(data: PackedDataset, **options: Any) -> Schedule:
+    return Schedule(data, tokens_per_step=512, seed=SEED, **options)
+
+
+def expected_documents(data: PackedDataset, step: Any) -> list[list[int]]:
+    """What the step shows of every document, by the definition."""
+    fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
+    found = []
+    for sample, epoch, rate in zip(
+        step.sample_ids.tolist(), *(of.tolist() for of in step.fim), strict=True
+    ):
+        source, segments = data.samples.segments(sample)
+        documents = {d: documents_of(data.documents(source))[d].tolist() for d, _, _ in segments}
+        for document, begin, length in segments:
+            own = documents[document]
+            key = definition.key_of(SEED, epoch, document)
+            whole = 1 < length == len(own) <= max(BUCKETS) - 4
+            told = own[begin : begin + length]
+            if whole and definition.unit(key, 0) < rate:
+                told = [token for token, _ in definition.told(own, fim, key)]
+            found.append(told)
+    return found
+
+
+def documents_in(batch: dict[str, Any]) -> list[list[int]]:
+    ends, ids = batch["cu_seqlens"].tolist(), batch["dataset_ids"].tolist()
+    tokens = batch["tokens"].flatten().tolist()
+    return [tokens[b:e] for b, e, d in zip(ends[:-1], ends[1:], ids, strict=True) if d >= 0]
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
+@pytest.mark.parametrize("cost_window", [1, 4])
+def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
+    blend: BlendConfig, loss: str, cost_window: int
+) -> None:
+    """In several passes, over a stage that changes the rates and one that skips, at any number of
+    ranks, begun in the midst."""
+    data = open_blend(blend, loss=loss, seed=SEED)
+    schedule = schedule_of(data, cost_window=cost_window)
+    turned = 0
+    for size in (1, 2, 4):
+        found: dict[int, list[list[int]]] = {}
+        masks: dict[int, float] = {}
+        for rank in range(size):
+            start = 2 * (size == 2)
+            options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
+            for batch in small_loader(data, rank, size, weighted_loss=True, **options):
+                step = batch["step"]
+                found.setdefault(step, []).extend(documents_in(batch))
+                masks[step] = masks.get(step, 0) + float(batch["loss_mask"].double().sum())
+                assert batch["num_step_label_tokens"] == schedule.step(step).num_label_tokens
+                weight = batch["step_label_weight"]
+                assert (batch["loss_mask"] > 0).sum() <= (batch["labels"] >= 0).sum()
+            assert masks  # every rank has some
+        for step, documents in found.items():
+            content = schedule.step(step)
+            assert sorted(documents) == sorted(expected_documents(data, content)), (size, step)
+            turned += sum(document[0] == PRE for document in documents)
+            wanted = weigh(schedule, content, data)
+            assert masks[step] == pytest.approx(wanted, rel=1e-6)
+            if step == max(found):
+                assert weight == wanted
+    assert turned > 100
+    assert schedule.step(7).fim.epochs.max() > 0  # of a later pass
+
+
+def weigh(schedule: Schedule, content: Any, data: PackedDataset) -> float | None:
+    from megapack.data.sampler import weigh_step  # noqa: PLC0415
+
+    return weigh_step(schedule, content, data.samples).label_weight
+
+
+def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
+    """And what is held out is told as it is."""
+    none = [replace(source, fim_rate=0.0) for source in blend.sources]
+    data = open_blend(replace(blend, sources=tuple(none), stages=()), seed=SEED)
+    assert schedule_of(data).step(3).fim is None
+    assert "fim" not in schedule_of(data).identity()
+    data = open_blend(blend, seed=SEED)
+    finite = Schedule(data, tokens_per_step=512, seed=5, finite=True)
+    assert [finite.step(i).fim for i in range(finite.num_steps())] == [None] * finite.num_steps()
+
+
+def test_worker_processes_and_single_samples_are_turned_round_alike(blend: BlendConfig) -> None:
+    data = open_blend(blend, seed=SEED)
+    sampler = BucketBatchSampler(
+        schedule_of(data),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_tokens=128,
+        num_steps=6,
+        weighted_loss=True,
+    )
+    copy = pickle.loads(pickle.dumps(data))
+    batches = list(sampler)
+    loaded = DataLoader(data, batch_sampler=batches, num_workers=1, collate_fn=list)
+    for batch, samples in zip(batches, loaded, strict=True):
+        whole = copy.micro_batch(**batch.gathered_by)
+        joined = torch.cat([sample["tokens"] for sample in samples])
+        assert torch.equal(joined, whole["tokens"].flatten())
+
+
+def test_rates_are_those_asked_for_and_a_larger_one_has_the_same_documents(tmp_path: Path) -> None:
+    dataset = write_documents(tmp_path / "d", [[5, 6, 7, EOD]] * 4000)
+    data = PackedDataset(dataset, indexed(dataset), fim=FIM, seed=SEED)
+    turned: dict[float, set[int]] = {}
+    for rate in (0.0, 0.3, 0.6, 1.0):
+        ids = np.arange(len(data))
+        by = FimDraws(np.zeros(len(ids), np.int64), np.full(len(ids), rate))
+        draws = data.fim_draws(ids, 0, by)
+        spm, found = sum(draw.spm for draw in draws), {draw.document for draw in draws}
+        turned[rate] = found
+        assert len(found) == pytest.approx(4000 * rate, abs=4 * (4000 * rate * (1 - rate)) ** 0.5)
+        half = len(found) / 2
+        assert spm == pytest.approx(half, abs=4 * (half / 2) ** 0.5)
+    assert turned[0.3] < turned[0.6] < turned[1.0]
+
+
+def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) -> None:
+    """Documents are numbered through the source."""
+    parts = [corpus(tmp_path / f"part{i}", i, 40) for i in range(3)]
+    options = {"buckets": BUCKETS, "fim_room": 4}
+    plan = plan_packing(str(tmp_path / "all.shards.json"), [p.prefix for p in parts], options)
+    pack_shards(plan, lambda _: None)
+    sharded = PackedDataset(None, tmp_path / "all.shards.json", fim=FIM, seed=SEED)
+    merge([str(part.prefix) for part in parts], tmp_path / "merged")
+    found = []
+    for step in map(schedule_of(sharded).step, range(6)):
+        for draw in step.draws:
+            batch = sharded.micro_batch(draw.sample_ids, fim=draw.fim)
+            for sample in draw.sample_ids.tolist():
+                found.append(sharded.samples.segments(sample)[1])
+            told = documents_in(batch)
+            whole = [segment for sample in found[-len(draw.sample_ids) :] for segment in sample]
+            epochs = np.repeat(draw.fim.epochs, [len(s) for s in found[-len(draw.sample_ids) :]])
+            merged = documents_of(IndexedDataset(tmp_path / "merged"))
+            fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
+            for (document, begin, length), epoch, tokens in zip(whole, epochs, told, strict=True):
+                own = merged[document].tolist()
+                key = definition.key_of(SEED, int(epoch), document)
+                if (
+                    1 < length == len(own) <= max(BUCKETS) - 4
+                    and definition.unit(key, 0) < FIM.rate
+                ):
+                    own = [token for token, _ in definition.told(own, fim, key)]
+                    assert tokens == own
+                else:
+                    assert tokens == own[begin : begin + length]
+
+
+# ---- Resume --------------------------------------------------------------------------------------
+
+
+def test_what_was_turned_round_is_not_rewritten_and_what_comes_may_change(
+    blend: BlendConfig,
+) -> None:
+    def schedule(**changes: Any) -> Schedule:
+        return schedule_of(open_blend(replace(blend, **changes), seed=SEED))
+
+    sources = (blend.sources[0], replace(blend.sources[1], fim_rate=0.7))
+    state = json.loads(json.dumps(schedule().state_dict(3)))
+    assert schedule().check_state(state) == []
+    with pytest.raises(ResumeError, match=r"train otherwise .*fim_rates was \[0.0, 0.6\] and is"):
+        schedule(sources=sources).check_state(state)
+    [change] = schedule(sources=sources).check_state(state, allow_change=["fim_rates"])[:1]
+    assert "other shares of their documents" in change
+    other = replace(FIM, sentinels=replace(FIM.sentinels, end=None))
+    with pytest.raises(ResumeError, match=r"fim was .* and is"):
+        schedule(fim=other).check_state(state)
+    [later, *_] = schedule(stages=(Stage(from_step=3, fim_rates={"code": 0.1}),)).check_state(state)
+    assert "from step 3 on" in later and "fim_rates" in later
+    # A run that had none may have it from now on.
+    bare = tuple(replace(source, fim_rate=0.0) for source in blend.sources)
+    begun = schedule(sources=bare, stages=()).state_dict(3)
+    joins = (Stage(from_step=3, fim_rates={"code": 0.5}),)
+    [joined] = schedule(sources=bare, stages=joins).check_state(begun)
+    assert "fim_rates" in joined
+    plan = str(plan_run(schedule(sources=bare, stages=joins), 5))
+    assert plan.count("fill-in-the-middle, share of documents: code 0.5\n") == 1
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"rate": 1.5}, "rate is 1.5"),
+        ({"spm_rate": -1}, "spm_rate is -1"),
+        ({"cuts": "byte"}, "cuts is 'byte'; it must be one of token, character"),
+        ({"cuts": "character"}, "cuts are between characters, and there is no tokenizer"),
+        ({"sentinels": {"prefix": "<PRE>", "suffix": 1, "middle": 2}}, "'<PRE>' is a text"),
+        ({"sentinels": {"prefix": 1, "suffix": 2}}, "missing key 'middle'"),
+    ],
+)
+def test_a_section_that_is_wrong_names_its_fault(tree: dict[str, Any], message: str) -> None:
+    usual = {"sentinels": {"prefix": 1, "suffix": 2, "middle": 3}}
+    with pytest.raises(ConfigError, match=message):
+        from_dict(FimConfig, {**usual, **tree}, where="fim")
+
+
+def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
+    def opened(tokenizer: str = "bytes", eod: Any = "none", **sentinels: Any) -> Fim:
+        tokens = Sentinels(**{"prefix": 1, "suffix": 2, "middle": 3, **sentinels})
+        return open_fim(FimConfig(sentinels=tokens, tokenizer=tokenizer, eod=eod), 0, [])
+
+    assert opened(prefix="<bos>", end="<pad>").sentinels == [257, 2, 3, 258]
+    assert opened(eod=None).eod == 256
+    with pytest.raises(ConfigError, match="prefix is '<PRE>', which is not one token of bytes"):
+        opened(prefix="<PRE>")
+    with pytest.raises(ConfigError, match="suffix is 300; it must be at least 0 and below 259"):
+        opened(suffix=300)
+    with pytest.raises(ConfigError, match="middle and suffix are both token 2"):
+        opened(middle=2)
+    with pytest.raises(ConfigError, match="eod and prefix are both token 256"):
+        opened(prefix="<eod>", eod=None)
+    bare = FimConfig(sentinels=Sentinels(prefix=1, suffix=2, middle=3))
+    with pytest.raises(ConfigError, match="which token ends documents"):
+        open_fim(bare, 0, [write_documents(tmp_path / "d", [[1, 2]])])
+
+
+def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None:
+    dataset = corpus(tmp_path / "d")
+    roomless = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
+    with pytest.raises(ConfigError, match=r"room for 0 sentinels .* pack it with --fim-room 4"):
+        PackedDataset(dataset, roomless, fim=FIM)
+    PackedDataset(dataset, roomless, fim=FIM, fim_rates=[0.0])
+    index = indexed(dataset)
+    labels = [[max(1, t) for t in d.tolist()] for d in documents_of(dataset)]
+    write_documents(tmp_path / "d.labels", labels)
+    with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):
+        PackedDataset(dataset, index, fim=FIM)
+    data = PackedDataset(dataset, index, fim=FIM, label_dataset=None, seed=1)
+    with pytest.raises(ConfigError, match="fim draws by seed 1 and the schedule by 2"):
+        schedule_of(data)
+    check_token_ids(data, 129)
+    with pytest.raises(ConfigError, match="fim writes token id 128"):
+        check_token_ids(data, 128)
+    with pytest.raises(ConfigError, match="has a rate of fim and there is no fim"):
+        schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
+    with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):
+        stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
+        given = {"fim": FIM, "stages": stages, "seed": SEED}
+        schedule_of(PackedDataset(dataset, index, label_dataset=None, **given))
+
+
+# ---- Cuts between characters ---------------------------------------------------------------------
+
+
+def test_tables_write_both_sides_of_a_cut_with_the_fewest_tokens() -> None:
+    texts = [b"a", b"b", b"c", b"ab", b"abc", "ä".encode(), "ä".encode()[:1], None, b"cab", b"xy"]
+    characters, first_cut, first_part, parts = map(list, character_tables(texts))
+    assert characters == [1, 1, 1, 2, 3, 1, 1, 0, 3, 2]
+    assert first_cut == [0, 0, 0, 0, 1, 3, 3, 3, 3, 5, 6]
+    cuts = [parts[first_part[i] : first_part[i + 1]] for i in range(2 * 6)]
+    assert cuts == [[0], [1], [0], [1, 2], [3], [2], [2], [3], [2, 0], [1], [], []]

@@ -1,0 +1,220 @@
+"""Fill-in-the-middle in the gather: what a larger rate, another order, the inverse leave alike.
+
+That it is what tests/reference/fim.py says, in batches of every kind, holds test_gather.py; what a
+run makes of it is test_fim.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack import _core
+from megapack.data import PackedDataset
+from megapack.data.fim import Fim, FimDraws, character_tables
+from megapack.packing import pack
+from tests.data.corpora import index_of, random_documents, write_documents
+from tests.reference.fim import key_of, unit
+
+PRE, SUF, MID, END, EOD = 200, 201, 202, 203, 0
+# Tokens 1 to 119: letters, words of them, halves of a character and whole ones.
+LETTERS = [bytes([c]) for c in range(97, 123)]
+HALVES = [b"\xc3", b"\xa9", b"\xc3\xa9"]
+WORDS = [a + b for a in LETTERS[:9] for b in LETTERS[:10]]
+TEXTS = [None, *LETTERS, *HALVES, *WORDS]
+
+
+def opened(folder: Path, documents: list[list[int]], **fim: Any) -> PackedDataset:
+    """Every document a sample of its own, with room."""
+    lengths = [len(document) for document in documents]
+    dataset = write_documents(folder / "docs", documents)
+    index = index_of({256: [[(d, 0, n)] for d, n in enumerate(lengths)]}, lengths)
+    index.parameters["fim_room"] = 16
+    packed = PackedDataset(dataset, index)
+    given = {"prefix": PRE, "suffix": SUF, "middle": MID, "eod": EOD, **fim}
+    packed._connect([index], packed.samples.mixture, fim=Fim(**given))
+    return packed
+
+
+def draws(count: int, rate: float, epoch: int = 0) -> FimDraws:
+    return FimDraws(np.full(count, epoch), np.full(count, float(rate)))
+
+
+def drawn(packed: PackedDataset, rate: float, epoch: int = 0) -> dict[int, tuple[int, int, int]]:
+    """Document -> whether it is SPM, and its places."""
+    ids = np.arange(len(packed))
+    columns = packed._gatherer.fim_draws(ids, 0, *draws(len(ids), rate, epoch))
+    return {d: rest for _, _, d, *rest in zip(*(c.tolist() for c in columns), strict=True)}
+
+
+def rows(packed: PackedDataset, ids: list[int], given: FimDraws) -> list[list[int]]:
+    """The tokens of samples of one document each, without padding."""
+    batch = packed.micro_batch(ids, capacity=256, fim=given)
+    ends = batch["cu_seqlens"].reshape(-1).tolist()
+    tokens = batch["tokens"].reshape(-1).tolist()
+    return [tokens[a:b] for a, b in zip(ends[:-1:2], ends[1::2], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
+    """4,000 documents of 41 tokens, of which 40 are their body."""
+    documents = [[*d, EOD] for d in random_documents([40] * 4000)]
+    return opened(tmp_path_factory.mktemp("many"), documents, spm_rate=0.3, seed=7)
+
+
+def test_a_larger_rate_transforms_the_same_documents_alike_and_more(many: PackedDataset) -> None:
+    few, more = drawn(many, 0.2), drawn(many, 0.7)
+    assert 0 < len(few) < len(more) and few.items() < more.items()
+    assert drawn(many, 0) == {} and len(drawn(many, 1)) == len(many)
+
+
+def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None:
+    count, rate = len(many), 0.4
+    first, second = drawn(many, rate), drawn(many, rate, epoch=1)
+    both = len(first.keys() & second.keys())  # passes draw by themselves
+    spm = sum(rest[0] for rest in first.values())
+    for found, of, share in (
+        (len(first), count, rate),
+        (len(second), count, rate),
+        (both, count, rate**2),
+        (spm, len(first), 0.3),
+    ):
+        assert abs(found - of * share) < 4 * (of * share * (1 - share)) ** 0.5
+    # Two places among 41, each as likely as the other: uniform, the earlier one first.
+    places = np.array([rest[1:] for rest in drawn(many, 1).values()])
+    counts = np.bincount(places.reshape(-1), minlength=41)
+    expected = 2 * count / 41
+    assert len(counts) == 41 and (places[:, 0] <= places[:, 1]).all()
+    assert ((counts - expected) ** 2 / expected).sum() < 40 + 4 * 80**0.5
+    same = (places[:, 0] == places[:, 1]).sum()
+    assert abs(same - count / 41) < 4 * (count / 41) ** 0.5
+
+
+def test_a_document_is_told_alike_in_any_order_and_company(many: PackedDataset) -> None:
+    ids = [3, 900, 17, 17, 2500]
+    found = rows(many, ids, draws(5, 0.5, epoch=2))
+    assert rows(many, ids[::-1], draws(5, 0.5, epoch=2)) == found[::-1]
+    assert [rows(many, [i], draws(1, 0.5, epoch=2))[0] for i in ids] == found
+    assert [row[0] == PRE for row in found] == [unit(key_of(7, 2, i), 0) < 0.5 for i in ids]
+
+
+@pytest.mark.parametrize("cuts", ["token", "character"])
+@pytest.mark.parametrize("end", [-1, END])
+@pytest.mark.parametrize("spm_rate", [0.0, 1.0])
+def test_the_inverse_restores_every_document(
+    cuts: str, end: int, spm_rate: float, tmp_path: Path
+) -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 300).tolist()
+    documents = [
+        [*d[:-1], EOD] if i % 3 else d for i, d in enumerate(random_documents(lengths, high=120))
+    ]
+    tables = character_tables(TEXTS) if cuts == "character" else None
+    packed = opened(tmp_path, documents, end=end, spm_rate=spm_rate, tables=tables)
+    fim = packed.samples.fim
+    assert fim is not None
+    ids = list(range(len(documents)))
+    in_parts = 0
+    for told, document in zip(rows(packed, ids, draws(len(ids), 1)), documents, strict=True):
+        if len(document) == 1:
+            assert told == document  # nothing to move
+            continue
+        assert told[0] == PRE and [told.count(token) for token in fim.sentinels] == [1] * (
+            len(fim.sentinels)
+        )
+        assert len(document) + len(fim.sentinels) <= len(told) <= len(document) + fim.room
+        restored = fim.restore(told).tolist()
+        assert text(restored) == text(document) and (restored[-1] == EOD) == (document[-1] == EOD)
+        in_parts += restored != document
+        if spm_rate:
+            assert told[1] == SUF
+    assert in_parts > 100 if cuts == "character" else in_parts == 0
+
+
+def text(tokens: list[int]) -> bytes:
+    return b"".join(TEXTS[token] or b"<>" for token in tokens)
+
+
+def test_characters_are_cut_where_they_begin(tmp_path: Path) -> None:
+    """Of "ab" five times there are 11 places, and of two letters in halves three."""
+    word, low, high = TEXTS.index(b"ab"), TEXTS.index(b"\xc3"), TEXTS.index(b"\xa9")
+    documents = [[word] * 5, [low, high, low, high]]
+    packed = opened(tmp_path, documents, spm_rate=0.0, tables=character_tables(TEXTS))
+    body, found = text(documents[0]), set()
+    for epoch in range(300):
+        words, letters = rows(packed, [0, 1], draws(2, 1, epoch))
+        places = drawn(packed, 1, epoch)
+        _, first, second = places[0]
+        if first % 2 and first // 2 == second // 2:  # both in one token: the second at its end
+            second = 2 * (second // 2 + 1)
+        prefix, middle = words[1 : words.index(SUF)], words[words.index(MID) + 1 :]
+        assert text(prefix) == body[:first] and text(middle) == body[first:second]
+        found.update(("word", place) for place in places[0][1:])
+        found.update(("letter", place) for place in places[1][1:])
+        assert all(letters[at + 1] == high for at, token in enumerate(letters) if token == low)
+    assert found == {*(("word", at) for at in range(11)), *(("letter", at) for at in range(3))}
+
+
+SENTINELS = {"prefix": PRE, "suffix": SUF, "middle": MID, "spm_rate": 0.5, "seed": 0}
+ARRAYS = {"a token's": [1, 2], "cuts'": [0, 0, 1], "parts'": [0, 1, 2], "parts": [0, 1]}
+
+
+def tables(**changed: list[int]) -> Any:
+    return tuple(np.array(value, np.int64) for value in {**ARRAYS, **changed}.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _core.Fim(**{**SENTINELS, "prefix": -1}), "they must be three different tokens"),
+        (lambda: _core.Fim(**{**SENTINELS, "middle": SUF}), "they must be three different tokens"),
+        (lambda: _core.Fim(**{**SENTINELS, "spm_rate": 1.5}), "spm_rate is 1.5; it must be from 0"),
+        (lambda: _core.Fim(**{**SENTINELS, "seed": -1}), "seed is -1"),
+        (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0])), "do not fit each other"),
+        (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0, -1])), "a part is token -1"),
+        (lambda: _core.Fim(**SENTINELS, tables=tables(**{"cuts'": [0, 1, 1]})), "token 1 has 2 ch"),
+        (
+            lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})),
+            "70000 cha",
+        ),
+    ],
+)
+def test_the_seam_refuses_what_is_no_fim(call: Callable[[], Any], message: str) -> None:
+    _core.Fim(**SENTINELS, tables=tables())
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: PackedDataset) -> None:
+    ids = np.arange(2)
+    gatherer = many._gatherer
+    for epochs, rates, message in (
+        (np.zeros(2, np.int64), None, "give epochs and fim_rates, or neither"),
+        (np.zeros(1, np.int64), np.zeros(2), "1 epochs and 2 fim_rates for 2 samples"),
+        (np.zeros(2, np.int64), np.array([0.5, 1.5]), "fim_rate is 1.5; it must be from 0 to 1"),
+        (np.zeros(2, np.int64), np.array([0.5, np.nan]), "fim_rate is nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gatherer.count_labels(ids, 0, epochs, rates)
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("strategy", ["bucket", "concat", "best_fit_decreasing"])
+def test_samples_have_the_room_that_packing_left(
+    strategy: str, alignment: int, tmp_path: Path
+) -> None:
+    """Every document that an index says has room is transformed at rate 1, and all samples fit."""
+    lengths = np.random.default_rng(2).integers(0, 70, 400)
+    dataset = write_documents(tmp_path / "docs", random_documents(lengths.tolist()))
+    buckets = [32, 64] if strategy == "bucket" else 64
+    index = pack(lengths, strategy, buckets=buckets, fim_room=3, alignment=alignment)
+    packed = PackedDataset(dataset, index, alignment=alignment)
+    packed._connect([index], packed.samples.mixture, fim=Fim(prefix=PRE, suffix=SUF, middle=MID))
+    told = 0
+    for sample in range(len(packed)):
+        tokens = packed.micro_batch([sample], fim=draws(1, 1))["tokens"]
+        told += int((tokens == PRE).sum())
+    assert told == index.metrics()["num_documents_with_fim_room"] > 150
