@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from papers.claims import Claim, against, below, same, shown, stated
+from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
 from papers.figures import lines
 from papers.runs import Result, Run, Scale, by_name, perplexities
@@ -104,23 +104,29 @@ def worth(scores: dict[str, list[float]], arm: str) -> list[float]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per arm; changes are of files, against those that are all fresh, in per cent."""
+    """One line per arm; those that repeat against as many fresh files, in per cent, and what they
+    are worth, with the paper's figure."""
     arms = by_name(results)
     files = {name: perplexities(group, "files") for name, group in arms.items()}
+    fresh = {ARMS[name][0]: name for name in (ONCE, FRESH_FOUR, FRESH)}
     found = []
     for name, group in arms.items():
         units, epochs = ARMS[name]
-        repeated = epochs > 1
-        found.append(
-            {
-                "arm": name,
-                "files_of_the_run_%": 100 * units * epochs / (2 * MOST),
-                **against(files[name], files[FRESH]),
-                "docstrings": shown(perplexities(group, "docstrings")),
-                "worth_in_fresh_U": shown(worth(files, name), 1) if repeated else None,
-                "paper": units * paper_worth(epochs) if repeated else None,
+        row = {
+            "arm": name,
+            "files_of_the_run_%": 100 * units * epochs / (2 * MOST),
+            "files": shown(files[name]),
+            "docstrings": shown(perplexities(group, "docstrings")),
+        }
+        if epochs > 1:
+            base = files[fresh[units * epochs]]
+            gap = difference(files[name], base)
+            row |= {
+                "against_fresh_%": 100 * gap.mean / fmean(base),
+                "worth_in_fresh_U": shown(worth(files, name), 1),
+                "paper_U": units * paper_worth(epochs),
             }
-        )
+        found.append(row)
     return found
 
 
