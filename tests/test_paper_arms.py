@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
-from papers.recipes import bucketllm, masking, packing, steps
+from papers.recipes import bucketllm, fim, groups, masking, packing, repetition, steps
 from papers.recipes.bucketllm import CURRICULUM, MASKED
 from papers.recipes.masking import (
     ACROSS,
@@ -36,6 +36,7 @@ from papers.recipes.packing import (
     MIXED,
     ONE,
 )
+from papers.recipes.repetition import FOUR, FRESH, FRESH_FOUR, ONCE, QUARTER, SIXTEEN
 from papers.recipes.steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
 from papers.runs import SCALES, Result, Run
 
@@ -91,6 +92,24 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
             "masked, same bucket, in order",
         ),
     },
+    groups: {
+        "a model of folders that is given the files before": (groups.GROUPS, groups.DEFAULT),
+        "given the files before, a model of folders": (groups.GROUPS, groups.DEFAULT),
+        "it is the folder": (groups.GROUPS, groups.STRANGERS),
+        "attention across strangers makes": (groups.DEFAULT, groups.STRANGERS),
+    },
+    repetition: {
+        "16 epochs of files are worse": (FRESH, SIXTEEN),
+        "files repeated 4 times are better": (FOUR, ONCE),
+        "files repeated 16 times are better": (SIXTEEN, FOUR),
+        "four times as many files": (QUARTER, SIXTEEN),
+        "what files get by repetition": (ONCE, SIXTEEN),
+    },
+    fim: {
+        "given prefix and suffix, FIM fills in better": (fim.HALF, fim.NONE),
+        "and better than a model without it": (fim.HALF, fim.NONE),
+        "rate 0.9 fills in better": (fim.MOST, fim.HALF),
+    },
 }
 # What must hold for "yes": both arms are alike.
 ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
@@ -112,6 +131,18 @@ ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
         "steps of one bucket cost no quality": (ON, ANY),
         "with full samples the weight of the loss hardly matters": (MEANS, ON),
     },
+    groups: {
+        "read alone, a file loses nothing": (groups.GROUPS, groups.DEFAULT),
+        "behind masks between documents grouping": (groups.MASKED, groups.DEFAULT),
+    },
+    repetition: {
+        "4 epochs of files are as good as that many fresh ones, 1/8": (FOUR, FRESH_FOUR),
+        "4 epochs of files are as good as that many fresh ones, 1/2": (QUARTER, FRESH),
+    },
+    fim: {
+        "FIM, rate 0.5: reading from left": (fim.HALF, fim.NONE),
+        "FIM, rate 0.9: reading from left": (fim.MOST, fim.NONE),
+    },
 }
 CASES_BELOW = [(r, claim, *arms) for r, found in BELOW.items() for claim, arms in found.items()]
 CASES_ALIKE = [(r, claim, *arms) for r, found in ALIKE.items() for claim, arms in found.items()]
@@ -121,6 +152,9 @@ OTHERS = {
     "the shorter the bucket, the more tokens per second",
     "BucketLLM needs less time than Fixed-8192 to equal loss",
     "dealing changes no gradient",
+    "a model of folders reads a file better behind others",
+    "a model with FIM fills in better when it sees the suffix",
+    "suffix first (SPM) fills in better than PSM",
 }
 
 
@@ -145,7 +179,11 @@ def _written(run: Run, value: float, probe: Values) -> Result:
         "valid": dict.fromkeys(run.validate, scores),
         "contexts": {str(length): scores for length in LENGTHS},
         "index": {"padding_ratio": 0.0},
-        "probe": {"times": steps, "work": dict.fromkeys(probe, 1.0), "gradient": 0.0},
+        "probe": {
+            **{"times": steps, "work": dict.fromkeys(probe, 1.0), "gradient": 0.0},
+            **dict.fromkeys(("alone", "behind", *fim.GIVEN), scores["perplexity"]),
+            **{"files": 1, "tokens": 100},
+        },
     }
     return Written(run, Path(), summary)
 

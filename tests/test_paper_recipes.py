@@ -19,7 +19,7 @@ from papers import corpus
 from papers import runs as harness
 from papers.corpus import Corpus
 from papers.ranks import mean_of_ranks
-from papers.recipes import bucketllm, masking, packing, steps
+from papers.recipes import bucketllm, fim, groups, masking, packing, repetition, steps
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 
 pytestmark = pytest.mark.pages
@@ -29,6 +29,9 @@ RECIPES = {
     "masking": masking,
     "packing": packing,
     "steps": steps,
+    "groups": groups,
+    "repetition": repetition,
+    "fim": fim,
 }
 # What an arm may change, and nothing else.
 SWITCHES = {
@@ -36,6 +39,9 @@ SWITCHES = {
     "masking": {"config.data", "config.model"},
     "packing": {"strategy", "buckets", "config.data", "corpus"},
     "steps": {"strategy", "buckets", "config.data", "change", "probe"},
+    "groups": {"groups", "config.data"},
+    "repetition": {"corpus", "max_epochs"},
+    "fim": {"fim"},
 }
 
 
@@ -53,7 +59,7 @@ def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(name: str, s
     by_arm: dict[str, list[Run]] = {}
     for run in runs:
         by_arm.setdefault(run.name, []).append(run)
-    assert len(by_arm) >= 4
+    assert len(by_arm) >= 3
     first = flat(runs[0])
     seeds = [run.seed for run in by_arm[runs[0].name]]
     assert set(scale.seeds) <= set(seeds)
@@ -111,13 +117,19 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def tiny(run: Run) -> Run:
     """A few steps of a run, every length an eighth."""
     small = Corpus(
-        domain="prose", train_bytes=30_000, valid_bytes=4_000, min_bytes=40, max_bytes=300
+        domain="prose",
+        train_bytes=30_000,
+        valid_bytes=4_000,
+        min_bytes=40,
+        max_bytes=300,
+        folders=run.corpus.folders,
     )
     sizes = {k: v // 8 for k, v in run.config["data"].items() if isinstance(v, int)}
     data = {**run.config["data"], **sizes}
     return dataclasses.replace(
         run,
         corpus=small,
+        other=run.other and small,
         buckets=tuple(n // 8 for n in run.buckets),
         config={**run.config, "num_steps": 24, "data": data},
         validate=dict.fromkeys(run.validate, small),
@@ -132,7 +144,10 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         for name, recipe in RECIPES.items()
     }
     # One arm of each is trained; what is computed from arms takes its results for all of them.
-    arms = ("BucketLLM", masking.DEFAULT, packing.MIXED, steps.ON)
+    arms = (
+        *("BucketLLM", masking.DEFAULT, packing.MIXED, steps.ON, groups.GROUPS, repetition.FOUR),
+        fim.HALF,
+    )
     chosen = [
         next(r for r in g if r.name == arm) for g, arm in zip(runs.values(), arms, strict=True)
     ]
@@ -146,7 +161,7 @@ def test_each_recipe_runs_measures_claims_and_draws(work: Path) -> None:
         compared = [claim for claim in claims if "gradient" not in claim.claim]
         assert {claim.agrees for claim in compared} == {"undecided"}, "one seed decides nothing"
         recipe.plots(results, work / "figures")
-    assert len(list((work / "figures").glob("*.png"))) == 6
+    assert len(list((work / "figures").glob("*.png"))) == 9
     probe = trained["steps"].summary["probe"]
     assert probe["gradient"] < 1e-5
     assert all(len(step) == 4 for times in probe["times"].values() for step in times)

@@ -8,7 +8,10 @@ import math
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import report
 from papers import all as everything
-from papers import corpus, invented_facts, runs
+from papers import corpus, given, invented_facts, runs
 from papers.claims import alike, below, corrected, difference, less, near, same, shown
 from papers.corpus import Corpus
 from papers.recipes import atom_size, seamless
@@ -26,6 +29,8 @@ from papers.runs import SCALES, Result, Run, run_all, worker_pool
 from papers.settings import shifted
 
 from megapack.packing import pack
+from megapack.packing.groups import read_groups
+from megapack.training.config import EngineConfig
 
 pytestmark = pytest.mark.pages
 
@@ -288,3 +293,72 @@ def test_shifted_labels_are_the_next_tokens_of_the_sample_and_the_last_has_none(
     assert changed["labels"].tolist() == [[2, 3, -100, 5, 6, -100, -100, -100]]
     assert changed["num_step_label_tokens"] == 4
     assert batch["labels"].tolist()[0][1] == 99
+
+
+def test_files_of_a_folder_follow_each_other_and_are_held_out_with_it(work: Path) -> None:
+    wanted = Corpus(
+        domain="code", train_bytes=40_000, valid_bytes=8_000, max_bytes=1_500, folders=True
+    )
+    prepared = corpus.prepare(wanted)
+    folders = {}
+    for split in ("train", "valid"):
+        text = (prepared.train.parent / f"{split}.jsonl").read_text()
+        folders[split] = [json.loads(line)["folder"] for line in text.splitlines()]
+        ids = read_groups("auto", str(prepared.train.with_name(split)), len(folders[split]))
+        changes = sum(a != b for a, b in pairwise(folders[split]))
+        assert changes + 1 == len(set(folders[split])) == len(np.unique(ids)) > 1
+        assert (np.diff(ids) != 0).tolist() == [a != b for a, b in pairwise(folders[split])]
+    assert not set(folders["train"]) & set(folders["valid"])
+
+
+def test_documents_that_are_passed_over_are_the_first(work: Path) -> None:
+    def texts(of: Corpus) -> list[str]:
+        lines = (corpus.prepare(of).train.parent / "train.jsonl").read_text().splitlines()
+        return [json.loads(line)["text"] for line in lines]
+
+    whole = texts(PROSE)
+    later = texts(dataclasses.replace(PROSE, after_bytes=25_000, train_bytes=15_000))
+    assert whole[-len(later) :] == later and len(later) < len(whole)
+    over = sum(len(text.encode()) for text in whole[: -len(later)])
+    assert 25_000 <= over < 25_000 + PROSE.max_bytes
+
+
+def _model(name: str) -> Any:
+    """The loss of a token is what its batch says of it, so the losses tell what is scored where."""
+
+    def losses(**batch: Any) -> tuple[torch.Tensor]:
+        scored = batch["labels"] >= 0
+        return (0.001 * batch[name][scored].double().sum(),)
+
+    return losses
+
+
+def test_a_file_behind_others_is_scored_on_the_same_tokens(work: Path) -> None:
+    wanted = Corpus(
+        domain="code", train_bytes=2_000, valid_bytes=8_000, max_bytes=1_500, folders=True
+    )
+    run = dataclasses.replace(RUN, validate={"files": wanted}, valid_bucket=1024)
+
+    here, config = SimpleNamespace(device=torch.device("cpu")), EngineConfig()
+    by_token, by_place = (
+        given.behind(_model(name), here, config, run)  # type: ignore[arg-type]
+        for name in ("labels", "position_ids")
+    )
+    assert by_token["alone"] == by_token["behind"] and by_token["files"] >= 1
+    assert by_place["alone"] < by_place["behind"]
+
+
+def test_middles_are_scored_on_the_same_tokens_whatever_is_given(work: Path) -> None:
+    sentinels = {"prefix": 1024, "suffix": 1025, "middle": 1026}
+    run = dataclasses.replace(RUN, fim={"sentinels": sentinels}, valid_bucket=1024)
+    here, config = SimpleNamespace(device=torch.device("cpu")), EngineConfig()
+    by_token, by_place = (
+        given.middle(_model(name), here, config, run)  # type: ignore[arg-type]
+        for name in ("labels", "position_ids")
+    )
+    files, tokens = (by_token[name] for name in ("files", "tokens"))
+    assert 0 < files < tokens
+    assert len({by_token[name] for name in ("prefix", "text", "PSM", "SPM")}) == 1
+    assert by_place["prefix"] < by_place["text"] < by_place["PSM"] == by_place["SPM"]
+    three = math.log(by_place["PSM"]) - math.log(by_place["text"])
+    assert three == pytest.approx(3 * 0.001), "three sentinels stand before every middle"

@@ -1,6 +1,6 @@
 """make bench-papers: what the papers claim, replayed; the table of claims comes last.
 
-    make bench-papers                      # all recipes, 2 CPU cores, within 40 minutes
+    make bench-papers                      # all recipes, 2 CPU cores, about two hours
     QUICK=1 make bench-papers              # a handful of steps of one seed: the code, no evidence
     SCALE=long ONLY=packing make bench-papers   # more seeds and steps, up to three hours
     SEEDS=4 make bench-papers              # as many seeds; more of them later keep what is done

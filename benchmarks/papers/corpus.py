@@ -3,7 +3,8 @@
 Two domains, from packages whose versions ``constraints.txt`` pins: ``code`` (Python source, a file
 per document) and ``prose`` (docstrings, one per document). Which are taken, and which are held out,
 depends on the relative paths of the files alone, so that whatever else is installed, the corpus is
-the same. A held-out document never comes from a file that a training document comes from.
+the same. A held-out document never comes from a file that a training document comes from, with
+``Corpus.folders`` not even from the same folder.
 
 ``prepare`` tokenizes with this project's own commands: one BPE of 1,024 tokens for both domains, as
 a small model spends most of its time on its vocabulary.
@@ -43,6 +44,8 @@ class Corpus:
     domain: Literal["code", "prose"]
     train_bytes: int
     """Training documents are taken until they hold this many bytes of text."""
+    after_bytes: int = 0
+    """Training documents of so many bytes are passed over first."""
     valid_bytes: int = 200_000
     min_bytes: int = 200
     max_bytes: int = 16_000
@@ -51,6 +54,8 @@ class Corpus:
     """Texts of further training documents, in front of the others."""
     cut: float = 0.0
     """Share of the training documents that are two: cut somewhere, wherever a hash says."""
+    folders: bool = False
+    """Files of a folder follow each other and are a group; folders are held out whole."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Prepared:
         """Of the training documents."""
         return IndexedDataset(self.train).num_tokens
 
+
+Document = tuple[str, str]  # its text, and the folder it comes from, where folders are groups
 
 _ready: dict[Corpus, Prepared] = {}
 
@@ -95,9 +102,16 @@ def prepare(corpus: Corpus) -> Prepared:
         return _ready[corpus]
     model, vocabulary = tokenizer()
     texts = _texts(corpus)
-    texts["train"] = [part for text in texts["train"] for part in _parts(text, corpus.cut)]
-    content = [asdict(corpus), vocabulary, *([_digest(part) for part in texts[s]] for s in texts)]
+    texts["train"] = [
+        (part, of) for text, of in texts["train"] for part in _parts(text, corpus.cut)
+    ]
+    content = [
+        asdict(corpus),
+        vocabulary,
+        *([_digest("".join(d)) for d in texts[s]] for s in texts),
+    ]
     key = _digest(json.dumps(content))
+    grouped = ("--group-key", "folder") if corpus.folders else ()
     folder = WORK / "corpora" / key
     if not folder.exists():
         partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
@@ -105,7 +119,7 @@ def prepare(corpus: Corpus) -> Prepared:
             _write(partial / f"{split}.jsonl", part)
             _megapack("tokenize", "--input", partial / f"{split}.jsonl", "--json-key", "text",
                       "--append-eod", "--tokenizer", model, "--output-prefix", partial / split,
-                      "--workers", 1)  # fmt: skip
+                      "--workers", 1, *grouped)  # fmt: skip
         _publish(partial, folder)
     return Prepared(folder / "train", folder / "valid", key, model)
 
@@ -114,11 +128,11 @@ def prepare(corpus: Corpus) -> Prepared:
 def tokenizer() -> tuple[Path, str]:
     """The model file, made unless it is there, and the key of the text it was trained on."""
     sample = [
-        text
+        document
         for domain in ("code", "prose")
-        for text in _texts(Corpus(domain=domain, train_bytes=TOKENIZER_BYTES))["train"]
+        for document in _texts(Corpus(domain=domain, train_bytes=TOKENIZER_BYTES))["train"]
     ]
-    key = _digest(json.dumps([VOCAB_SIZE, *map(_digest, sample)]))
+    key = _digest(json.dumps([VOCAB_SIZE, *(_digest(text) for text, _ in sample)]))
     folder = WORK / "tokenizers" / key
     if not folder.exists():
         partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
@@ -129,12 +143,12 @@ def tokenizer() -> tuple[Path, str]:
     return folder / "tokenizer.model", key
 
 
-def _texts(corpus: Corpus) -> dict[str, list[str]]:
+def _texts(corpus: Corpus) -> dict[str, list[Document]]:
     """Documents of both splits, in an order that is as good as random."""
-    budget = {"train": corpus.train_bytes, "valid": corpus.valid_bytes}
-    texts: dict[str, list[str]] = {"train": list(corpus.injected), "valid": []}
+    budget = {"train": corpus.after_bytes + corpus.train_bytes, "valid": corpus.valid_bytes}
+    texts: dict[str, list[Document]] = {"train": [(t, "") for t in corpus.injected], "valid": []}
     seen: set[str] = set()
-    for rank, path in _files():
+    for rank, path, folder in _files(corpus.folders):
         split = "valid" if rank[-1] < VALID_SHARE * 256 else "train"
         if budget[split] <= 0:
             continue
@@ -143,7 +157,8 @@ def _texts(corpus: Corpus) -> dict[str, list[str]]:
             if text in seen or not corpus.min_bytes <= size <= corpus.max_bytes:
                 continue
             seen.add(text)
-            texts[split].append(text)
+            if split == "valid" or budget[split] <= corpus.train_bytes:
+                texts[split].append((text, folder))
             budget[split] -= size
             if budget[split] <= 0:
                 break
@@ -164,17 +179,19 @@ def _parts(text: str, share: float) -> tuple[str, ...]:
 
 
 @functools.cache
-def _files() -> list[tuple[bytes, Path]]:
-    """(hash of the relative path, path): sorted, they are shuffled."""
+def _files(folders: bool) -> list[tuple[bytes, Path, str]]:
+    """(hash, path, folder): shuffled by the hash of the relative path, or of the folder's."""
     root = Path(sysconfig.get_paths()["purelib"])
     if missing := [package for package in PACKAGES if not (root / package).is_dir()]:
         print(f"corpora without {', '.join(missing)}: not those of the logs", file=sys.stderr)
-    return sorted(
-        (hashlib.sha256(path.relative_to(root).as_posix().encode()).digest(), path)
-        for package in PACKAGES
-        for path in (root / package).rglob("*.py")
-        if path.name not in WRITTEN_BY_INSTALLERS
-    )
+    found = []
+    for path in (path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        if path.name not in WRITTEN_BY_INSTALLERS:
+            name = path.relative_to(root)
+            folder = name.parent.as_posix() if folders else ""
+            rank = hashlib.sha256((folder or name.as_posix()).encode()).digest()
+            found.append((rank, path, folder))
+    return sorted(found)
 
 
 def _documents(path: Path, domain: str) -> Iterator[str]:
@@ -198,9 +215,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def _write(path: Path, texts: list[str]) -> None:
+def _write(path: Path, documents: list[Document]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+        file.writelines(json.dumps({"text": t, "folder": of}) + "\n" for t, of in documents)
 
 
 def _megapack(*arguments: object) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from papers.corpus import WORK, Corpus, Prepared, prepare
 
@@ -56,6 +56,16 @@ class Run:
     buckets: tuple[int, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
+    groups: Literal["folder", "shuffled"] | None = None
+    """Documents of a folder are packed as one, or as many that a shuffle of the ids by the seed
+    puts in their places."""
+    other: Corpus | None = None
+    """A second source of the same weight, which has what ``max_epochs`` leaves of the run; packed
+    alike, and repeated never."""
+    max_epochs: float | None = None
+    """Of ``corpus``, beside ``other``."""
+    fim: Mapping[str, Any] | None = None
+    """The section of the manifest; samples then need room for the sentinels."""
     config: Mapping[str, Any]
     start: Run | None = None
     """Continue from the weights of this run; ``config`` then names no model."""
@@ -86,6 +96,7 @@ class Task:
     run: Run
     folder: Path
     prepared: Prepared
+    other: Prepared | None
     validate: Mapping[str, Prepared]
     start: Path | None
     keep_model: bool
@@ -213,6 +224,7 @@ def _task(run: Run) -> Task:
         run=run,
         folder=_folder(run),
         prepared=prepare(run.corpus),
+        other=None if run.other is None else prepare(run.other),
         validate={name: prepare(corpus) for name, corpus in run.validate.items()},
         start=_folder(run.start) / "model" if run.start is not None else None,
         keep_model=run.keep_model,
@@ -221,7 +233,7 @@ def _task(run: Run) -> Task:
 
 def _folder(run: Run) -> Path:
     content = dataclasses.asdict(dataclasses.replace(run, start=None, keep_model=False))
-    corpora = [run.corpus, *run.validate.values()]
+    corpora = [run.corpus, *([] if run.other is None else [run.other]), *run.validate.values()]
     parts = [
         content,
         [prepare(corpus).key for corpus in corpora],

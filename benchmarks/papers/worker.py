@@ -19,12 +19,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
-from papers.corpus import remember
+from numpy.typing import NDArray
+from papers.corpus import Prepared, remember
 
 from megapack.config import from_dict, to_dict
-from megapack.packing import pack
+from megapack.packing import SampleIndex, pack
+from megapack.packing.groups import read_groups
 from megapack.storage import IndexedDataset
 from megapack.training.command import join
 from megapack.training.config import PretrainConfig
@@ -69,6 +72,8 @@ def train(task: Task) -> dict[str, Any]:
     """
     assert _here is not None, "begin() comes first"
     remember(task.run.corpus, task.prepared)
+    for name, prepared in task.validate.items():
+        remember(task.run.validate[name], prepared)
     partial = task.folder.with_name(f"{task.folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -85,22 +90,35 @@ class _Training:
 
     def __init__(self, task: Task, folder: Path, here: World) -> None:
         self.task, self.run_, self.folder, self.here = task, task.run, folder, here
-        dataset = IndexedDataset(task.prepared.train)
-        index = pack(
-            dataset.document_lengths,
-            self.run_.strategy,
-            buckets=list(self.run_.buckets),
-            seed=self.run_.seed,
-            **self.run_.parameters,
-        )
-        source = {"fingerprint": dataset.fingerprint}
-        index.save(folder / "train.samples", source=source, overwrite=True)
-        self.metrics = index.metrics()
+        self.metrics = self._pack(task.prepared, folder / "train.samples").metrics()
+        if task.other is not None:
+            self._pack(task.other, folder / "other.samples")
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
         self.inputs = open_inputs(self.config)
         self.engine, self.flops, self.parameters = self._start()
         self.seconds, self.tokens, self.useful_tokens = 0.0, 0, 0
+
+    def _pack(self, prepared: Prepared, path: Path) -> SampleIndex:
+        dataset = IndexedDataset(prepared.train)
+        index = pack(
+            dataset.document_lengths,
+            self.run_.strategy,
+            buckets=list(self.run_.buckets),
+            seed=self.run_.seed,
+            groups=self._groups(dataset),
+            **self.run_.parameters,
+        )
+        index.save(path, source={"fingerprint": dataset.fingerprint}, overwrite=True)
+        return index
+
+    def _groups(self, dataset: IndexedDataset) -> NDArray[np.int64] | None:
+        if self.run_.groups is None:
+            return None
+        ids = read_groups("auto", dataset.prefix, dataset.num_documents)
+        if self.run_.groups == "folder":
+            return ids
+        return np.random.default_rng(self.run_.seed).permutation(ids)
 
     def _start(self) -> tuple[Any, ModelFlops, int]:
         config = self.config
@@ -239,11 +257,25 @@ def configuration(task: Task, folder: Path) -> PretrainConfig:
     given = {key: dict(v) if isinstance(v, dict) else v for key, v in task.run.config.items()}
     given["run_dir"] = str(folder)
     given["seed"] = task.run.seed
-    given["data"] = {
-        **given["data"],
-        "prefix": str(task.prepared.train),
-        "index": str(folder / "train.samples"),
-    }
+    given["data"] = {**given["data"], **_sources(task, folder, int(given["num_steps"]))}
     if task.start is not None:
         given["model"] = {**given.get("model", {}), "pretrained": str(task.start)}
     return from_dict(PretrainConfig, given, where=f"{task.run.recipe}: {task.run.name}")
+
+
+def _sources(task: Task, folder: Path, num_steps: int) -> dict[str, str]:
+    """Fields of ``data``: documents and samples, or a manifest where there is more to say."""
+    run = task.run
+    one = {"prefix": str(task.prepared.train), "index": str(folder / "train.samples")}
+    if task.other is None and run.fim is None:
+        return one
+    manifest: dict[str, Any] = {"sources": [{"name": "corpus", **one, "weight": 1}]}
+    if run.fim is not None:
+        manifest["fim"] = run.fim
+    if task.other is not None:
+        other = {"prefix": str(task.other.train), "index": str(folder / "other.samples")}
+        manifest["run_tokens"] = num_steps * run.config["data"]["tokens_per_step"]
+        manifest["sources"][0]["max_epochs"] = run.max_epochs
+        manifest["sources"].append({"name": "other", **other, "weight": 1, "max_epochs": 1})
+    (folder / "blend.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return {"blend": str(folder / "blend.json")}

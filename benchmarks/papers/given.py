@@ -1,0 +1,146 @@
+"""Perplexity of held-out text that is given more than what stands before it in its document.
+
+- ``behind``: files of a folder behind others of it, and the same files alone (recipe groups).
+- ``middle``: the middles of documents, given what stands around them (recipe fim).
+- ``perplexity``: of parts of streams, each token given all that stands before it in its stream.
+
+A folder has files a, b and c of 900, 800 and 700 tokens, and 2,048 are a sample: b is scored behind
+a; c, for which no room is left, begins the next context, so it is not scored. Alone, b is scored
+again: the same tokens but its first, so what differs is that a was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from papers.corpus import prepare
+from papers.runs import Run
+
+from megapack.packing.groups import read_groups
+from megapack.storage import IndexedDataset
+from megapack.training.config import EngineConfig
+from megapack.training.engine.world import World
+from megapack.training.model.training_model import TrainingModel, on_device
+
+Tokens = NDArray[np.int64]
+FORWARD_TOKENS = 8192  # several streams share a forward
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens ``[begin, end)`` of a stream; begin is at least 1."""
+
+    stream: Tokens
+    begin: int
+    end: int
+
+
+def behind(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
+    """The probe of a run: held-out files that have another of their folder before them.
+
+    Returns:
+        alone, behind: perplexities of the same tokens; files, tokens: how many are scored.
+    """
+    corpus = next(iter(run.validate.values()))
+    dataset = IndexedDataset(prepare(corpus).valid)
+    bounds = dataset.document_offsets.tolist()
+    ids = read_groups("auto", dataset.prefix, dataset.num_documents).tolist()
+    alone, after = [], []
+    context: Tokens = np.empty(0, np.int64)
+    for i, group in enumerate(ids):
+        document = dataset.tokens[bounds[i] : bounds[i + 1]].astype(np.int64)
+        before = len(context)
+        if i and group == ids[i - 1] and before + len(document) <= run.valid_bucket:
+            context = np.append(context, document)
+            alone.append(Part(document, 1, len(document)))
+            after.append(Part(context, before + 1, len(context)))
+        else:
+            context = document
+    return {
+        "alone": perplexity(model, here, config, alone),
+        "behind": perplexity(model, here, config, after),
+        "files": len(alone),
+        "tokens": sum(part.end - part.begin for part in alone),
+    }
+
+
+def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
+    """The probe of a run: held-out documents cut in three, as documents are cut in training.
+
+    Returns:
+        prefix, text, PSM, SPM: perplexities of the same middles, given these (the recipe says
+        what they are); files, tokens: how many are scored.
+    """
+    assert run.fim is not None
+    said = {name: np.array([token]) for name, token in run.fim["sentinels"].items()}
+    before, after, inside = said["prefix"], said["suffix"], said["middle"]
+    dataset = IndexedDataset(prepare(next(iter(run.validate.values()))).valid)
+    draw = np.random.default_rng(0)
+    parts: dict[str, list[Part]] = {}
+    for begin, end in pairwise(dataset.document_offsets.tolist()):
+        body = dataset.tokens[begin : end - 1].astype(np.int64)  # without its end-of-document token
+        low, high = sorted(draw.integers(0, len(body) + 1, 2))
+        if low in (0, high) or len(body) + len(said) > run.valid_bucket:
+            continue
+        prefix, wanted, suffix = body[:low], body[low:high], body[high:]
+        given = {
+            "prefix": [prefix],
+            "text": [suffix, prefix],
+            "PSM": [before, prefix, after, suffix, inside],
+            "SPM": [before, after, suffix, inside, prefix],
+        }
+        for name, all_before in given.items():
+            stream = np.concatenate([*all_before, wanted])
+            parts.setdefault(name, []).append(Part(stream, len(stream) - len(wanted), len(stream)))
+    scored = parts["prefix"]
+    return {
+        **{name: perplexity(model, here, config, some) for name, some in parts.items()},
+        "files": len(scored),
+        "tokens": sum(part.end - part.begin for part in scored),
+    }
+
+
+def perplexity(
+    model: TrainingModel, here: World, config: EngineConfig, parts: Sequence[Part]
+) -> float:
+    """Of all tokens of all parts together."""
+    total = 0.0
+    for some in _forwards(parts):
+        loss, *_ = model(**on_device(_batch(some), here.device, config))
+        total += float(loss)
+    return math.exp(total / sum(part.end - part.begin for part in parts))
+
+
+def _forwards(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    some: list[Part] = []
+    for part in parts:
+        if some and sum(len(p.stream) for p in (*some, part)) > FORWARD_TOKENS:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
+
+
+def _batch(parts: Sequence[Part]) -> dict[str, Any]:
+    """Streams behind each other, each a segment of its own."""
+    lengths = [len(part.stream) for part in parts]
+    labels = [np.full(n, -100, np.int64) for n in lengths]
+    for part, wanted in zip(parts, labels, strict=True):
+        wanted[part.begin - 1 : part.end - 1] = part.stream[part.begin : part.end]
+    return {
+        "tokens": torch.from_numpy(np.concatenate([part.stream for part in parts]))[None],
+        "labels": torch.from_numpy(np.concatenate(labels))[None],
+        "position_ids": torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None],
+        "cu_seqlens": torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32),
+        "dataset_ids": torch.zeros(len(parts), dtype=torch.int32),
+        "max_seqlen": max(lengths),
+        "capacity": sum(lengths),
+    }

@@ -1,0 +1,139 @@
+"""Fill-in-the-middle: what it costs a reader from left to right, and what it gains in the middle.
+
+Arms differ in the share of documents that are told with their middle at the end (``fim.rate``, half
+of them suffix first); all have the same samples, packed with room for the sentinels. Scored are
+held-out documents as they are, which is the cost, and the middles of the same documents, cut as in
+training (two cuts at random), each token of a middle given
+
+    prefix            the prefix alone: what a model from left to right can be given
+    text              suffix and prefix, without sentinels: the same text, for a model without FIM
+    PSM               PRE prefix SUF suffix MID
+    SPM               PRE SUF suffix MID prefix
+
+Bavarian et al. (arXiv 2207.14255) find the first for free at any rate up to 0.9, and the second the
+better the higher the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from papers.claims import Claim, against, below, same, shown, stated
+from papers.corpus import VOCAB_SIZE, Corpus
+from papers.figures import lines
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.settings import Setting
+
+TITLE = "Fill-in-the-middle"
+EQUAL = (
+    "model, initial weights, samples (whole files, with room for sentinels), their order, "
+    "optimizer, learning rates and steps; sentinels take the place of padding"
+)
+PAPER = "FIM, arXiv 2207.14255"
+NONE, HALF, MOST = "no FIM", "FIM, rate 0.5", "FIM, rate 0.9"
+RATES = {NONE: 0.0, HALF: 0.5, MOST: 0.9}
+SENTINELS = {"prefix": VOCAB_SIZE, "suffix": VOCAB_SIZE + 1, "middle": VOCAB_SIZE + 2}
+GIVEN = ("prefix", "text", "PSM", "SPM")
+
+
+def runs(scale: Scale) -> list[Run]:
+    """Rates times seeds."""
+    setting = Setting(scale)
+    capacity = scale.pick(cpu=2048, quick=2048, gpu=8192)
+    corpus = Corpus(
+        domain="code",
+        train_bytes=scale.pick(cpu=1_500_000, quick=100_000, gpu=20_000_000),
+        valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=500_000),
+        min_bytes=100,
+        max_bytes=scale.pick(cpu=2_000, quick=2_000, gpu=16_000),
+    )
+    steps = scale.pick(cpu=320, quick=4, gpu=300)
+    config = setting.config(steps=steps, data={"attention": "document"})
+    config["model"] = {**config["model"], "vocab_size": VOCAB_SIZE + len(SENTINELS)}
+    return [
+        Run(
+            recipe="fim",
+            name=name,
+            seed=seed,
+            corpus=corpus,
+            strategy="best_fit_decreasing",
+            buckets=(capacity,),
+            parameters={"fim_room": len(SENTINELS)},
+            fim={"rate": rate, "sentinels": SENTINELS},
+            config=config,
+            validate={"documents": corpus},
+            valid_bucket=capacity,
+            evaluate_every=max(1, steps // 3),
+            probe="papers.given:middle",
+        )
+        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
+        for name, rate in RATES.items()
+    ]
+
+
+def middles(group: Sequence[Result], given: str) -> list[float]:
+    """Perplexities of middles, one per seed; ``given`` is one of ``GIVEN``."""
+    return [float(result.summary["probe"][given]) for result in group]
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """One line per rate: documents from left to right, and middles by what they are given."""
+    arms = by_name(results)
+    base = perplexities(arms[NONE])
+    return [
+        {
+            "arm": name,
+            **against(perplexities(group), base),
+            **{f"middle_given_{given}": shown(middles(group, given)) for given in GIVEN},
+        }
+        for name, group in arms.items()
+    ]
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Free from left to right, and better in the middle."""
+    arms = by_name(results)
+    whole = {name: perplexities(group) for name, group in arms.items()}
+    by_given = {given: {n: middles(g, given) for n, g in arms.items()} for given in GIVEN}
+    probe = results[0].summary["probe"]
+    why = f"middles of {probe['files']} held-out files, {probe['tokens']:,} tokens"
+    free = "whole held-out files from left to right; the same samples in the same order"
+    psm, spm = by_given["PSM"], by_given["SPM"]
+    middle = partial(stated, kind=below, what="perplexity of middles", why=why, source=PAPER)
+    return [
+        *(
+            stated(whole, same, name, NONE,
+                   f"{name}: reading from left to right costs nothing (within 1 %)", within=0.01,
+                   source=PAPER, paper="no cost up to 0.9, at equal tokens", why=free)
+            for name in (HALF, MOST)
+        ),
+        middle({HALF: psm[HALF], NONE: by_given["prefix"][NONE]}, one=HALF, other=NONE,
+               claim="given prefix and suffix, FIM fills in better than a model without it that is "
+               "given the prefix", paper="infilling is learned"),
+        middle({HALF: psm[HALF], NONE: by_given["text"][NONE]}, one=HALF, other=NONE,
+               claim="and better than a model without it that reads the same text, suffix first",
+               source="this project"),
+        middle({"PSM": psm[HALF], "prefix": by_given["prefix"][HALF]}, one="PSM", other="prefix",
+               claim="a model with FIM fills in better when it sees the suffix", paper=""),
+        middle({"SPM": spm[HALF], "PSM": psm[HALF]}, one="SPM", other="PSM",
+               claim="suffix first (SPM) fills in better than PSM", paper="slightly better"),
+        middle(psm, one=MOST, other=HALF, claim="rate 0.9 fills in better than 0.5",
+               paper="the higher the rate, the better"),
+    ]  # fmt: skip
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Held-out perplexity from left to right over the steps."""
+    lines(
+        folder / "fim_documents.png",
+        {
+            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
+            for name, group in by_name(results).items()
+            for points in [mean_evaluations(group)]
+        },
+        x="step",
+        y="perplexity of held-out files from left to right",
+    )

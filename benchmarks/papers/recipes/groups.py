@@ -1,0 +1,153 @@
+"""Files of a folder in one sample, each seeing those before it: does it pay, and where?
+
+A group is the folder a file comes from; folders are held out whole. One pair of arms is the feature
+against the default, the two others are its controls: what does grouping do by itself (masks hide
+neighbours), and what attention across documents by itself (the ids shuffled, so that neighbours
+are strangers). Scored are held-out files alone, all of them, and those behind other files of their
+folder: the files that two arms are compared on are the same, and so are their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from papers.claims import Claim, against, below, difference, same, shown, stated
+from papers.corpus import Corpus
+from papers.figures import lines
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.settings import Setting
+
+TITLE = "Files of a folder in one sample"
+EQUAL = (
+    "model, initial weights, documents, strategy, optimizer, learning rates, tokens per step and "
+    "steps (at most one epoch)"
+)
+GROUPS, DEFAULT = "folders, attention in groups", "files, attention in documents (the default)"
+MASKED, STRANGERS = "folders, attention in documents", "shuffled ids, attention in groups"
+CAPACITY = 1024
+STEP = 4  # samples of a step: with one, a step is one folder, and the gradient that of few files
+
+# name: (groups, attention)
+ARMS: dict[str, tuple[Literal["folder", "shuffled"] | None, str]] = {
+    DEFAULT: (None, "document"),
+    GROUPS: ("folder", "group"),
+    MASKED: ("folder", "document"),
+    STRANGERS: ("shuffled", "group"),
+}
+
+
+def runs(scale: Scale) -> list[Run]:
+    """Four ways to put files together times seeds."""
+    corpus = Corpus(
+        domain="code",
+        train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
+        valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000),
+        min_bytes=100,
+        max_bytes=scale.pick(cpu=1_500, quick=1_500, gpu=16_000),
+        folders=True,
+    )
+    steps = scale.pick(cpu=300, quick=4, gpu=200)
+    capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=8 * CAPACITY)
+    size = STEP * capacity
+    sizes = {"tokens_per_step": size, "micro_batch_tokens": 4 * capacity}
+    return [
+        Run(
+            recipe="groups",
+            name=name,
+            seed=seed,
+            corpus=corpus,
+            strategy="best_fit_decreasing",
+            buckets=(capacity,),
+            groups=groups,
+            config=Setting(scale).config(steps=steps, data={**sizes, "attention": attention}),
+            validate={"documents": corpus},
+            valid_bucket=capacity,
+            evaluate_every=max(1, steps // 3),
+            probe="papers.given:behind",
+        )
+        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
+        for name, (groups, attention) in ARMS.items()
+    ]
+
+
+def probed(group: Sequence[Result], name: str) -> list[float]:
+    """``alone`` or ``behind``: perplexities of files with others of their folder before them."""
+    return [float(result.summary["probe"][name]) for result in group]
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """One line per arm: all files alone; those behind others without and with these in view, and
+    what the view changes, in per cent."""
+    arms = by_name(results)
+    base = perplexities(arms[DEFAULT])
+    found = []
+    for name, group in arms.items():
+        alone, behind = probed(group, "alone"), probed(group, "behind")
+        gain = difference(behind, alone)
+        found.append(
+            {
+                "arm": name,
+                **against(perplexities(group), base),
+                "behind_others_alone": shown(alone),
+                "behind_others_in_view": shown(behind),
+                "view_changes_%": 100 * gain.mean / fmean(alone),
+                "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
+            }
+        )
+    return found
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Where groups pay, what they cost, and which of grouping and attention it is."""
+    arms = by_name(results)
+    whole = {name: perplexities(group) for name, group in arms.items()}
+    alone = {name: probed(group, "alone") for name, group in arms.items()}
+    behind = {name: probed(group, "behind") for name, group in arms.items()}
+    some = next(iter(results)).summary["probe"]
+    files = f"{some['files']} held-out files behind others of a folder, {some['tokens']:,} tokens"
+    state = partial(stated, what="perplexity")
+    return [
+        state({GROUPS: behind[GROUPS], DEFAULT: alone[DEFAULT]}, below, GROUPS, DEFAULT,
+              "a model of folders that is given the files before reads a file better than a model "
+              "of single files that is given none",
+              source="In-Context Pretraining, arXiv 2310.10638",
+              paper="related documents in a context: lower perplexity",
+              why=f"{files}; each arm as it was trained"),
+        state(behind, below, GROUPS, DEFAULT,
+              "given the files before, a model of folders is better than a model of single files",
+              why=f"{files}, in view of both models"),
+        state({GROUPS: behind[GROUPS], "alone": alone[GROUPS]}, below, GROUPS, "alone",
+              "a model of folders reads a file better behind others of its folder than alone",
+              why=f"{files}, with and without these in view"),
+        state(behind, below, GROUPS, STRANGERS,
+              "it is the folder: strangers in view while training teach less",
+              why=f"{files}, in view of both models; the same number of documents to a group"),
+        state(whole, same, GROUPS, DEFAULT,
+              "read alone, a file loses nothing by groups (within 1 %)", within=0.01,
+              why="all held-out files, each by itself, from position 0"),
+        state(whole, same, MASKED, DEFAULT,
+              "behind masks between documents grouping changes nothing (within 1 %)", within=0.01,
+              why="all held-out files, each by itself; only which files share a step differs"),
+        state(whole, below, DEFAULT, STRANGERS,
+              "attention across strangers makes a worse reader of single files",
+              source="Blog 4.1", paper="learns spurious correlations, no figure",
+              why="all held-out files, each by itself"),
+    ]  # fmt: skip
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Held-out perplexity of files alone over the steps."""
+    lines(
+        folder / "groups_alone.png",
+        {
+            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
+            for name, group in by_name(results).items()
+            for points in [mean_evaluations(group)[1:]]
+        },
+        x="step",
+        y="perplexity of held-out files, each alone",
+    )

@@ -1,0 +1,180 @@
+"""A small source repeated 1, 4 and 16 times, beside as much of it fresh, at equal total tokens.
+
+Python files are the small source, docstrings the other one; the run gives both the same weight, and
+``max_epochs`` of the files with ``run_tokens`` decides what they get of it (UniMax): with U tokens
+of files in a run of 32 U
+
+    epochs of U files   1      4      16         fresh files   4 U    16 U
+    tokens of files     U      4 U    16 U                     4 U    16 U
+    of docstrings       31 U   28 U   16 U                     28 U   16 U
+
+so an arm that repeats and one that does not have the same mixture, token by token. The files are
+others with every seed, and those of an arm are the first of those of a larger one.
+
+Muennighoff et al. (arXiv 2305.16264) find that up to 4 epochs change the loss negligibly against
+unique data, and that the worth of a repetition decays: U tokens, repeated R times beyond the first,
+are worth U (1 + r (1 - exp(-R / r))) unique ones with r = 15.39; at 4 epochs 3.7 U, at 16 10.6 U.
+What repeated files are worth here is read off the line through the perplexities of fresh ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from papers.claims import Claim, below, difference, same, shown, stated
+from papers.corpus import Corpus
+from papers.figures import lines
+from papers.runs import Result, Run, Scale, by_name, perplexities
+from papers.settings import Setting
+
+TITLE = "Files repeated, and fresh"
+EQUAL = (
+    "model, initial weights, tokens of the run, weights of the two sources, optimizer, learning "
+    "rates, tokens per step and steps; no docstring comes twice"
+)
+PAPER = "Data-constrained, arXiv 2305.16264"
+ONCE, FOUR, SIXTEEN = "U files, 1 epoch", "U files, 4 epochs", "U files, 16 epochs"
+FRESH_FOUR, FRESH = "4 U files, 1 epoch", "16 U files, 1 epoch"
+QUARTER = "4 U files, 4 epochs"
+MOST = 16  # U in the half of a run
+DECAY = 15.39  # the paper's r, of the fit to all its runs
+
+# name: (files in U, epochs)
+ARMS = {
+    FRESH: (16, 1),
+    ONCE: (1, 1),
+    FOUR: (1, 4),
+    SIXTEEN: (1, 16),
+    FRESH_FOUR: (4, 1),
+    QUARTER: (4, 4),
+}
+
+
+def runs(scale: Scale) -> list[Run]:
+    """Six ways to fill a part of the run with files, times seeds."""
+    setting = Setting(scale)
+    capacity = setting.ladder[-1]
+    steps = scale.pick(cpu=192, quick=32, gpu=300)
+    unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U; 2.5 are a token
+    sizes = {"min_bytes": 100, "max_bytes": 2 * capacity}
+    files = Corpus(domain="code", train_bytes=unit, valid_bytes=100_000, **sizes)
+    prose = Corpus(
+        domain="prose", train_bytes=3 * 2 * MOST * unit // 2, valid_bytes=60_000, **sizes
+    )
+    return [
+        Run(
+            recipe="repetition",
+            name=name,
+            seed=seed,
+            corpus=replace(files, train_bytes=units * unit, after_bytes=seed * unit),
+            other=prose,
+            max_epochs=epochs,
+            strategy="concat",
+            buckets=(capacity,),
+            config=setting.config(steps=steps, data={"attention": "document"}),
+            validate={"files": files, "docstrings": prose},
+            valid_bucket=capacity,
+        )
+        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
+        for name, (units, epochs) in ARMS.items()
+    ]
+
+
+def paper_worth(epochs: int) -> float:
+    """Of U tokens seen so often, in U of unique ones, by the paper's equation 5."""
+    return 1 + DECAY * (1 - math.exp(-(epochs - 1) / DECAY))
+
+
+def worth(scores: dict[str, list[float]], arm: str) -> list[float]:
+    """In U fresh tokens, seed by seed: where its perplexity lies between those of fresh files, on
+    a line of logarithms; not below U and not above 16 U."""
+    fresh = (FRESH, FRESH_FOUR, ONCE)  # by rising perplexity
+    sizes = [math.log(ARMS[name][0]) for name in fresh]
+    found = []
+    for seed, value in enumerate(scores[arm]):
+        line = [math.log(scores[name][seed]) for name in fresh]
+        found.append(math.exp(np.interp(math.log(value), line, sizes)))
+    return found
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """One line per arm; those that repeat against as many fresh files, in per cent, and what they
+    are worth, with the paper's figure."""
+    arms = by_name(results)
+    files = {name: perplexities(group, "files") for name, group in arms.items()}
+    fresh = {ARMS[name][0]: name for name in (ONCE, FRESH_FOUR, FRESH)}
+    found = []
+    for name, group in arms.items():
+        units, epochs = ARMS[name]
+        row = {
+            "arm": name,
+            "files_of_the_run_%": 100 * units * epochs / (2 * MOST),
+            "files": shown(files[name]),
+            "docstrings": shown(perplexities(group, "docstrings")),
+        }
+        if epochs > 1:
+            base = files[fresh[units * epochs]]
+            gap = difference(files[name], base)
+            row |= {
+                "against_fresh_%": 100 * gap.mean / fmean(base),
+                "worth_in_fresh_U": shown(worth(files, name), 1),
+                "paper_U": units * paper_worth(epochs),
+            }
+        found.append(row)
+    return found
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """Up to four epochs, sixteen, and what the other source pays."""
+    arms = by_name(results)
+    files = {name: perplexities(group, "files") for name, group in arms.items()}
+    prose = {name: perplexities(group, "docstrings") for name, group in arms.items()}
+    why = "the same mixture and tokens; the files of the smaller arm are among the other's"
+    state = partial(stated, files, source=PAPER)
+    four, sixteen = (f"{paper_worth(n):.1f} epochs of fresh ones" for n in (4, 16))
+    return [
+        state(same, FOUR, FRESH_FOUR,
+              "4 epochs of files are as good as that many fresh ones, 1/8 of the run (within 2 %)",
+              within=0.02, paper="negligible change of the loss up to 4 epochs", why=why),
+        state(same, QUARTER, FRESH,
+              "4 epochs of files are as good as that many fresh ones, 1/2 of the run (within 2 %)",
+              within=0.02, paper="negligible change of the loss up to 4 epochs", why=why),
+        state(below, FRESH, SIXTEEN, "16 epochs of files are worse than that many fresh ones",
+              paper=f"worth {sixteen}", why=why),
+        state(below, QUARTER, SIXTEEN,
+              "four times as many files, each a quarter as often, are better than 16 epochs",
+              paper=f"worth {4 * paper_worth(4):.1f} U against {paper_worth(16):.1f} U", why=why),
+        state(below, FOUR, ONCE, "files repeated 4 times are better than once",
+              paper=f"worth {four}", why="in place of docstrings; scored on files"),
+        state(below, SIXTEEN, FOUR, "files repeated 16 times are better than 4 times",
+              paper=f"worth {sixteen} against {four}",
+              why="in place of docstrings; scored on files"),
+        stated(prose, below, ONCE, SIXTEEN, "what files get by repetition, docstrings pay",
+               why="31 U of docstrings against 16 U; scored on docstrings"),
+    ]  # fmt: skip
+
+
+def plots(results: list[Result], folder: Path) -> None:
+    """Perplexity of files over the tokens of files in the run: fresh, repeated."""
+    arms = by_name(results)
+    curves = {"fresh": (ONCE, FRESH_FOUR, FRESH), "U repeated": (ONCE, FOUR, SIXTEEN)}
+    curves |= {"4 U repeated": (FRESH_FOUR, QUARTER)}
+    lines(
+        folder / "repetition_files.png",
+        {
+            label: (
+                [ARMS[name][0] * ARMS[name][1] for name in names],
+                [fmean(perplexities(arms[name], "files")) for name in names],
+            )
+            for label, names in curves.items()
+        },
+        x="tokens of files in the run, in U (the rest of 32 U are docstrings)",
+        y="perplexity of held-out files",
+        log_x=True,
+    )
