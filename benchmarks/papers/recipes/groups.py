@@ -146,7 +146,7 @@ def plots(results: list[Result], folder: Path) -> None:
         {
             name: ([at["step"] for at in points], [at["perplexity"] for at in points])
             for name, group in by_name(results).items()
-            for points in [mean_evaluations(group)[1:]]
+            for points in [mean_evaluations(group)]
         },
         x="step",
         y="perplexity of held-out files, each alone",
