@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from megapack.data import PackedDataset
 from megapack.data.loader import ThreadPrefetcher
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as pool
-from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.cache import make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from tests.remote.far import put_dataset, run
 
@@ -261,3 +262,27 @@ def test_vanishing_files_are_ok(
         for thread in threads:
             thread.join(LIMIT)
     assert not failed
+
+
+def test_room_is_made_where_an_entry_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listed, and gone when it is looked into."""
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
+    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
+    cache = open_cache()
+    used = cache.entry("used", "file:///somewhere")
+    chunk = used / "docs.bin.0" / "0"
+    chunk.parent.mkdir()
+    chunk.write_bytes(bytes(30 * BLOCK_BYTES))
+    gone, scandir = cache.entry("gone", "file:///somewhere"), os.scandir
+
+    def scan(path: Any) -> Any:
+        if Path(path) == gone:
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert make_room(cache) >= 30 * BLOCK_BYTES
+    assert not chunk.exists()

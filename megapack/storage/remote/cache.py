@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache
+from glob import iglob
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -552,7 +553,9 @@ def make_room(cache: Cache) -> int:
             touched_at = _touched_at(chunk)
             return (False, -touched_at) if touched_at < long_ago else (True, touched_at)
 
-        for chunk in sorted(cache.directory.glob("*/*.bin.*/*"), key=turn):
+        # Not Path.glob, which stops where a directory vanishes.
+        chunks = iglob("*/*.bin.*/*", root_dir=cache.directory)  # noqa: PTH207
+        for chunk in sorted((cache.directory / chunk for chunk in chunks), key=turn):
             if freed >= excess:
                 break
             freed += bytes_on_disk(chunk)
