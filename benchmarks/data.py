@@ -236,7 +236,7 @@ def _micro_batches(
 ) -> Callable[[], Units]:
     how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": allocate(size * ROW)}
     if transformed:
-        how["fim"] = FimDraws(np.zeros(size, np.int64), np.full(size, 0.5))
+        how["fim"] = FimDraws(np.zeros(size, np.int64), np.full(size, 0.5), 0)
     batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
     return _counted(lambda: packed.micro_batch(next(batches), capacity=ROW, **how), size)
 

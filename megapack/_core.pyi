@@ -168,7 +168,6 @@ class Fim:
         end: int = -1,
         eod: int = -1,
         spm_rate: float,
-        seed: int,
         tables: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
         | None = None,
     ) -> None: ...
@@ -222,7 +221,7 @@ class Gatherer:
     # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen;
     # num_lists: of excluded documents, those in force; factors: of samples, on their loss masks;
     # epochs and fim_rates: of samples, the pass that they are of and the share of their documents
-    # that is transformed, both or neither
+    # that is transformed, both or neither; fim_seed: of the run
     def gather(
         self,
         sample_ids: NDArray[np.int64],
@@ -239,6 +238,7 @@ class Gatherer:
         factors: NDArray[np.float32] | None = None,
         epochs: NDArray[np.int64] | None = None,
         fim_rates: NDArray[np.float64] | None = None,
+        fim_seed: int = 0,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
     # -> of every sample labels, their weight, and sequences that have some
     def count_labels(
@@ -247,6 +247,7 @@ class Gatherer:
         num_lists: int,
         epochs: NDArray[np.int64] | None = None,
         fim_rates: NDArray[np.float64] | None = None,
+        fim_seed: int = 0,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]: ...
     # -> of every transformed document, int64: position in sample_ids, segment of the sample
     # (without what lists mask), number in the source, 1 for SPM, and the places of its two cuts,
@@ -257,6 +258,7 @@ class Gatherer:
         num_lists: int,
         epochs: NDArray[np.int64],
         fim_rates: NDArray[np.float64],
+        fim_seed: int,
     ) -> tuple[NDArray[np.int64], ...]: ...
     def token_ranges(
         self, sample_ids: NDArray[np.int64]

@@ -181,6 +181,17 @@ def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
     return [{name: fmean(line[name] for line in at) for name in names} for at in evaluations]
 
 
+def perplexity_curves(
+    results: Sequence[Result], *, first: int = 0
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Of every arm steps and validation perplexities, from evaluation ``first`` on."""
+    points = {name: mean_evaluations(group)[first:] for name, group in by_name(results).items()}
+    return {
+        name: ([at["step"] for at in own], [at["perplexity"] for at in own])
+        for name, own in points.items()
+    }
+
+
 def worker_pool(workers: int, *, cuda: bool = False) -> Executor:
     """Processes for ``run_all``; they start with the first run, and import torch once."""
     return ProcessPoolExecutor(

@@ -136,7 +136,7 @@ using Table = Array<std::int64_t>;
 // tables: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,), parts, all int64.
 std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix,
                               const py::object& middle, const py::object& end,
-                              const py::object& eod, double spm_rate, const py::object& seed,
+                              const py::object& eod, double spm_rate,
                               const std::optional<std::tuple<Table, Table, Table, Table>>& tables) {
     auto fim = std::make_shared<Fim>();
     fim->prefix = integer(prefix, "prefix");
@@ -145,7 +145,6 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
     fim->end = integer(end, "end", -1);
     fim->eod = integer(eod, "eod", -1);
     fim->spm_rate = spm_rate;
-    fim->seed = word(seed, "seed");
     if (tables) {
         const auto& [characters, first_cut, first_part, parts] = *tables;
         for (const std::int64_t count : view(characters, "characters")) {
@@ -165,10 +164,12 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
 using Epochs = std::optional<Array<std::int64_t>>;
 using Rates = std::optional<Array<double>>;
 
-// Of every sample its pass and rate of fill-in-the-middle, checked.
+// Of every sample its pass and rate of fill-in-the-middle, and the run's seed, checked.
 class FimOfSamples {
   public:
-    FimOfSamples(const Epochs& epochs, const Rates& rates, std::int64_t num_samples) {
+    FimOfSamples(const Epochs& epochs, const Rates& rates, const py::object& seed,
+                 std::int64_t num_samples)
+        : seed_(word(seed, "fim_seed")) {
         check(epochs.has_value() == rates.has_value(),
               "give epochs and fim_rates, or neither of them");
         if (!epochs) return;
@@ -183,12 +184,13 @@ class FimOfSamples {
     }
     void give(std::vector<SampleRef>& refs) const {
         for (std::int64_t i = 0; i < epochs_.size(); ++i) {
-            refs[i].epoch = epochs_[i];
+            refs[i].fim_key = fim_key(seed_, epochs_[i]);
             refs[i].fim_rate = rates_[i];
         }
     }
 
   private:
+    std::uint64_t seed_;
     Span<const std::int64_t> epochs_;
     Span<const double> rates_;
 };
@@ -268,12 +270,13 @@ class Gatherer {
                      Array<float>& loss_mask, Array<std::int64_t>& position_ids,
                      const py::object& per_row, const py::object& num_cu_seqlens,
                      const py::object& num_lists, const std::optional<Array<float>>& factors,
-                     const Epochs& epochs, const Rates& fim_rates) const {
+                     const Epochs& epochs, const Rates& fim_rates,
+                     const py::object& fim_seed) const {
         const auto samples = view(sample_ids, "sample_ids");
         const auto weighed = factors ? view(*factors, "factors") : Span<const float>();
         check(!factors || weighed.size() == samples.size(), weighed.size(), " factors for ",
               samples.size(), " samples; give one for each");
-        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
+        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
         const GatherShape shape{integer(num_rows, "num_rows", 1),
                                 integer(row_tokens, "row_tokens", 1),
                                 integer(capacity, "capacity", 1)};
@@ -304,9 +307,10 @@ class Gatherer {
 
     // Labels, their weight, and sequences that have some, of every sample.
     py::tuple count(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
-                    const Epochs& epochs, const Rates& fim_rates) const {
+                    const Epochs& epochs, const Rates& fim_rates,
+                    const py::object& fim_seed) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
+        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::vector<std::int64_t> labels, sequences;
         std::vector<double> weight;
@@ -327,9 +331,10 @@ class Gatherer {
     // Of every transformed document: its sample (a position in sample_ids), its segment there, its
     // number in the source, whether it is SPM, and its two places.
     py::tuple fim_draws(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
-                        const Epochs& epochs, const Rates& fim_rates) const {
+                        const Epochs& epochs, const Rates& fim_rates,
+                        const py::object& fim_seed) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const FimOfSamples of_samples(epochs, fim_rates, samples.size());
+        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
         const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::array<std::vector<std::int64_t>, 6> columns;
         unlocked([&] {
@@ -400,7 +405,7 @@ void register_gather(py::module_& m) {
         .def("take", &MemoryPool::take, py::arg("num_bytes"));
     py::class_<Fim, std::shared_ptr<Fim>>(m, "Fim").def(
         py::init(&make_fim), py::kw_only(), py::arg("prefix"), py::arg("suffix"), py::arg("middle"),
-        py::arg("end") = -1, py::arg("eod") = -1, py::arg("spm_rate"), py::arg("seed"),
+        py::arg("end") = -1, py::arg("eod") = -1, py::arg("spm_rate"),
         py::arg("tables") = py::none());
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
@@ -425,12 +430,13 @@ void register_gather(py::module_& m) {
              py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"),
              py::arg("num_lists"), py::arg("factors").noconvert() = py::none(),
              py::arg("epochs").noconvert() = py::none(),
-             py::arg("fim_rates").noconvert() = py::none())
+             py::arg("fim_rates").noconvert() = py::none(), py::arg("fim_seed") = 0)
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
              py::arg("num_lists"), py::arg("epochs").noconvert() = py::none(),
-             py::arg("fim_rates").noconvert() = py::none())
+             py::arg("fim_rates").noconvert() = py::none(), py::arg("fim_seed") = 0)
         .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(),
-             py::arg("num_lists"), py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert())
+             py::arg("num_lists"), py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert(),
+             py::arg("fim_seed"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);

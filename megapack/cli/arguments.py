@@ -124,6 +124,25 @@ SHARED: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "of every random choice (default: 0)",
     },
+    "--groups": {
+        "metavar": "FILE.npy",
+        "help": "pack documents of one group as if they were one: a .npy of an id per document "
+        "(negative: on its own), or auto, PREFIX.groups of `tokenize --group-key`",
+    },
+    "--alignment": {
+        "type": positive,
+        "default": 1,
+        "metavar": "M",
+        "help": "leave room for segments that begin at multiples of M, which is 2 x context "
+        "parallel size (default: 1, no room)",
+    },
+    "--fim-room": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "leave room for every whole document to grow by N tokens: the sentinels of "
+        "fill-in-the-middle, 3 or 4, and what cuts between characters add (default: 0)",
+    },
     "--set": {
         "action": "append",
         "default": [],

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.output import Work, note, print_table
-from megapack.cli.pack import add_alignment, add_fim_room, add_groups
 from megapack.compare import (
     GPUS,
     MODELS,
@@ -158,10 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=capacities,
         help="capacities of the fixed-length strategies (default: the largest bucket)",
     )
-    add_alignment(packing)
-    add_fim_room(packing)
-    add_groups(packing)
-    add_shared(packing, "--seed", "--threads")
+    add_shared(packing, "--alignment", "--fim-room", "--groups", "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
     add_shared(output, "--json")

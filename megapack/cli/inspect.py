@@ -380,8 +380,8 @@ def _turned_round(
     fim = load_blend(args.fim).fim
     if fim is None:
         raise ConfigError(f"--fim {args.fim}: the manifest has no section fim")
-    data = PackedDataset(dataset, index, fim=fim, seed=args.seed)
-    draws = FimDraws(np.array([args.epoch]), np.array([fim.rate]))
+    data = PackedDataset(dataset, index, fim=fim)
+    draws = FimDraws(np.array([args.epoch]), np.array([fim.rate]), args.seed)
     return turned_round(segments, data, args.sample, draws)
 
 

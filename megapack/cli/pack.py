@@ -43,7 +43,6 @@ from megapack.cli.arguments import (
     add_shared,
     capacities,
     part_of,
-    positive,
     share,
 )
 from megapack.cli.datasets import dataset_prefixes
@@ -237,10 +236,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack this share of the documents (0.02, or 2/100), for a proxy run of so many of "
         "the run's tokens; a smaller share lies inside of a larger one",
     )
-    add_groups(parser)
-    add_shared(parser, "--seed", "--threads")
-    add_alignment(parser)
-    add_fim_room(parser)
+    add_shared(parser, "--groups", "--seed", "--threads", "--alignment", "--fim-room")
     parser.add_argument("--preset", metavar="NAME", help="the parameters of a paper, see below")
     add_shared(parser, "--json")
     add_sharing(parser.add_argument_group("many datasets (what is written never depends on it)"))
@@ -248,40 +244,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, parameters in _parameters_by_name().items():
         _add_parameter(group, name, parameters)
     parser.epilog = _describe_strategies()
-
-
-def add_groups(parser: Arguments) -> None:
-    """``args.groups``; compare has it as well."""
-    parser.add_argument(
-        "--groups",
-        metavar="FILE.npy",
-        help="pack documents of one group as if they were one: a .npy of an id per document "
-        "(negative: on its own), or auto, PREFIX.groups of `tokenize --group-key`",
-    )
-
-
-def add_alignment(parser: Arguments) -> None:
-    """``args.alignment``; compare has it as well."""
-    parser.add_argument(
-        "--alignment",
-        metavar="M",
-        type=positive,
-        default=1,
-        help="leave room for segments that begin at multiples of M, which is 2 x context parallel "
-        "size (default: %(default)s, no room)",
-    )
-
-
-def add_fim_room(parser: Arguments) -> None:
-    """``args.fim_room``; compare has it as well."""
-    parser.add_argument(
-        "--fim-room",
-        metavar="N",
-        type=int,
-        default=0,
-        help="leave room for every whole document to grow by N tokens: the sentinels of "
-        "fill-in-the-middle, 3 or 4, and what cuts between characters add (default: %(default)s)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -126,28 +126,29 @@ def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -
     if args.tokenizer is None:
         _print_segments(facts["samples"])
     else:
-        _print_text(console, args, run.data, facts["samples"], content.num_lists)
+        _print_text(console, args, run, facts["samples"], content.num_lists)
 
 
 def _print_text(
     console: Screen,
     args: argparse.Namespace,
-    data: PackedDataset,
+    run: OpenRun,
     items: list[dict[str, Any]],
     num_lists: int,
 ) -> None:
-    samples, shards = data.samples, data.samples.shards
+    data, samples, shards = run.data, run.data.samples, run.data.samples.shards
     places, told = [], _as_told(data) if any("fim" in shown for shown in items) else None
     for shown in items:
         source = samples.names.index(shown["source"])
-        shard, sample = samples.shard_of(int(samples.bases[source]) + shown["sample"])
+        number = int(samples.bases[source]) + shown["sample"]
+        shard, sample = samples.shard_of(number)
         first = int(shards.first_documents[shard])
         segments = [(document - first, begin, n) for document, begin, n in shown["segments"]]
         views = view_sample(data.documents(shard), shards.index(shard), sample, segments)
         if told is not None:
-            by = FimDraws(np.array([shown["epoch"]]), np.array([shown["fim_rate"]]))
-            at = int(samples.bases[source]) + shown["sample"]
-            views = turned_round(views, told, at, by, num_lists)
+            epoch, rate = (np.array([shown[name]]) for name in ("epoch", "fim_rate"))
+            by = FimDraws(epoch, rate, run.schedule.config.seed)
+            views = turned_round(views, told, number, by, num_lists)
         places.append((source, shard, sample, views))
     decoders = {}
     for source, shard, _, _ in places:
@@ -168,7 +169,7 @@ def _as_told(data: PackedDataset) -> PackedDataset:
     from megapack.data import PackedDataset as Packed  # noqa: PLC0415 (torch)
 
     mixture = data.samples.mixture
-    names = ("names", "stages", "fim", "fim_rates", "seed")
+    names = ("names", "stages", "fim", "fim_rates")
     return Packed(
         data.datasets,
         data.samples.indices,

@@ -296,13 +296,6 @@ class BlendConfig:
                 )
 
     @property
-    def fim_rates(self) -> list[float] | None:
-        """``fim_rate`` of every source; None: nothing is said of it."""
-        usual = None if self.fim is None else self.fim.rate
-        rates = [usual if s.fim_rate is None else s.fim_rate for s in self.sources]
-        return None if set(rates) == {None} else [rate or 0.0 for rate in rates]
-
-    @property
     def limits(self) -> list[float | None]:
         """``max_epochs`` of every source."""
         return [

@@ -335,10 +335,9 @@ class BucketStream:
     def epochs(self, begin: int, end: int) -> Ids:
         """Beside ``ids``: the pass over its source's samples that each is of; windows of cost move
         samples within a pass."""
-        which, first, count, places = self.blend.range(begin, end)
-        cursors = np.repeat(self.starts[which] + first - np.cumsum(count) + count, count)
+        which, first, counts, places = self.blend.range(begin, end)
         epochs = np.empty(end - begin, np.int64)
-        epochs[places] = (cursors + np.arange(end - begin)) // np.repeat(self.sizes[which], count)
+        epochs[places] = _epochs(which, self.starts[which] + first, counts, self.sizes)
         return epochs
 
     def cursor(self, i: int, end: int) -> int:
@@ -515,11 +514,18 @@ def _ordered(values: NDArray[Any], group: Ids) -> Ids:
 
 def _epochs_of_runs(found: _Range, sizes: Ids) -> Ids:
     """A number for every sample: the same for those of one epoch of one source, rising."""
-    which, begins, counts, _, samples = found
-    within = np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)
-    epoch = (np.repeat(begins, counts) + within) // np.repeat(sizes[which], counts)
-    changes = np.diff(np.repeat(which, counts)) | np.diff(epoch)
+    which, begins, counts, _, _ = found
+    epochs = _epochs(which, begins, counts, sizes)
+    changes = np.diff(np.repeat(which, counts)) | np.diff(epochs)
     return np.cumsum(np.r_[0, changes != 0])
+
+
+def _epochs(which: NDArray[np.int32], begins: Ids, counts: Ids, sizes: Ids) -> Ids:
+    """Of every sample of some runs: run r is ``counts[r]`` cursors of source ``which[r]`` from
+    ``begins[r]`` on."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    epochs: Ids = (np.repeat(begins, counts) + within) // np.repeat(sizes[which], counts)
+    return epochs
 
 
 def bucket_streams(

@@ -39,7 +39,7 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.fim import Fim, FimDraw, FimDraws, check_fim, open_fim
-from megapack.data.program import Mixture, largest_fim_rates
+from megapack.data.program import Mixture
 from megapack.data.sources import (
     Exclusions,
     LabelTotals,
@@ -90,7 +90,7 @@ class PackedDataset(Dataset[Batch]):
             this ``alignment``; otherwise rows must be longer than the capacity.
         mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
             stages, scores, max_epochs, run_tokens, loss_weights, loss, attention_window, fim and
-            fim_rates, with the seed of the run.
+            fim_rates.
 
     Attributes:
         datasets, label_datasets, weight_datasets: the documents of every source, and the labels and
@@ -147,12 +147,9 @@ class PackedDataset(Dataset[Batch]):
         """In this process."""
         shards = Shards(indices)
         if fim is None and mixture.fim is not None:
-            fim = open_fim(mixture.fim, mixture.seed, self.datasets)
-            names = mixture.names or ()
-            rates = mixture.fim_rates or [mixture.fim.rate] * len(names)
-            most = largest_fim_rates(rates, names, mixture.stages)
-            sources = (names, most, self.datasets, indices, self.label_datasets)
-            check_fim(fim, zip(*sources, strict=True))
+            fim = open_fim(mixture.fim, self.datasets)
+            of_sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets)
+            check_fim(fim, zip(*of_sources, indices, self.label_datasets, strict=True))
         self._exclusions = exclusions or read_exclusions(
             mixture.stages, mixture.names or (), [index.num_documents for index in indices]
         )
@@ -543,7 +540,7 @@ def open_blend(
         scores=[source.by_score for source in sources],
         loss_weights=[source.loss_weight for source in sources],
         fim=blend.fim,
-        fim_rates=blend.fim_rates,
+        fim_rates=[source.fim_rate for source in sources],
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         weight_dataset=[None if s.token_weights == "none" else s.token_weights for s in sources],
         max_epochs=blend.limits,

@@ -2,13 +2,14 @@
 
 - ``open_sources``: what ``PackedDataset`` is given -> documents, labels, weights, samples.
 - ``ShardedDocuments``: of one of many shards what is known of all; each is opened when needed.
+- ``end_tokens``: with which tokens documents end.
 - ``RemoteReads``: what a gather reads of object stores: fetched before, looked at again after.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -193,6 +194,15 @@ def open_sources(
     sources = [_open_source(*source) for source in zip(given, found, *lists, strict=True)]
     opened, own_labels, own_weights = (list(of) for of in zip(*sources, strict=True))
     return OpenSources(opened, own_labels, own_weights, found)
+
+
+def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
+    """The tokens with which documents end, as the meta files say, and the first dataset that says
+    each; None: one says nothing of it."""
+    found: dict[int | None, str] = {}
+    for dataset in datasets:
+        found.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)
+    return found
 
 
 def _as_list(items: Any) -> list[Any]:

@@ -36,7 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.config import check_range
-from megapack.data.documents import ShardedDocuments, SourceDocuments
+from megapack.data.documents import ShardedDocuments, SourceDocuments, end_tokens
 from megapack.errors import ConfigError
 from megapack.packing.sharded import ShardedIndex, SourceIndex
 from megapack.storage import IndexedDataset
@@ -113,15 +113,23 @@ class FimDraws(NamedTuple):
     """(samples,) int64, the pass over its source's samples that it is of."""
     rates: NDArray[np.float64]
     """(samples,) float64, the rate of its source."""
+    seed: int
+    """Of the run."""
 
     def of(self, positions: Any) -> FimDraws:
         """Those of some of the samples."""
-        return FimDraws(self.epochs[positions], self.rates[positions])
+        return FimDraws(self.epochs[positions], self.rates[positions], self.seed)
 
     @property
     def flat(self) -> FimDraws:
         """The same, of samples in rows."""
-        return FimDraws(self.epochs.reshape(-1), self.rates.reshape(-1))
+        return FimDraws(self.epochs.reshape(-1), self.rates.reshape(-1), self.seed)
+
+    @staticmethod
+    def joined(parts: Sequence[FimDraws]) -> FimDraws:
+        """Those of some draws of one run, one behind the other."""
+        epochs, rates, seeds = zip(*parts, strict=True)
+        return FimDraws(np.concatenate(epochs), np.concatenate(rates), seeds[0])
 
 
 class FimDraw(NamedTuple):
@@ -154,8 +162,6 @@ class Fim:
     end: int = -1
     eod: int = -1
     spm_rate: float = 0.5
-    seed: int = 0
-    """Of the run."""
     tables: Tables | None = None
     """How tokens are cut between their characters (``csrc/core/gather/fim.hpp``); None: they are
     not."""
@@ -183,7 +189,7 @@ class Fim:
 
     def core(self) -> _core.Fim:
         """As a ``_core.Gatherer`` takes it."""
-        names = ("prefix", "suffix", "middle", "end", "eod", "spm_rate", "seed", "tables")
+        names = ("prefix", "suffix", "middle", "end", "eod", "spm_rate", "tables")
         return _core.Fim(**{name: getattr(self, name) for name in names})
 
     def identity(self) -> dict[str, Any]:
@@ -216,12 +222,11 @@ class Fim:
         return np.concatenate(parts)
 
 
-def open_fim(config: FimConfig, seed: int, datasets: Sequence[SourceDocuments]) -> Fim:
+def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
     """With ids.
 
     Args:
         config: as it is written.
-        seed: of the run.
         datasets: documents of the sources, whose metadata may say what ends them.
 
     Raises:
@@ -247,11 +252,9 @@ def open_fim(config: FimConfig, seed: int, datasets: Sequence[SourceDocuments]) 
             )
     tables = None
     if config.cuts == "character":
-        from megapack.tokenization.tokenizers.vocabulary import token_bytes  # noqa: PLC0415
-
         assert files is not None  # FimConfig checked it
-        tables = character_tables(token_bytes(files))
-    return Fim(**ids, eod=eod, spm_rate=config.spm_rate, seed=seed, tables=tables)
+        tables = _tables_of(files)
+    return Fim(**ids, eod=eod, spm_rate=config.spm_rate, tables=tables)
 
 
 def _token(name: str, given: int | str, files: TokenizerFiles | None) -> int:
@@ -273,11 +276,7 @@ def _eod(
         return -1
     if config.eod is not None:
         return _token("eod", config.eod, files)
-    told: dict[int, str] = {}
-    for dataset in datasets:
-        end = (dataset.meta or {}).get("document_end_token")
-        if end is not None:
-            told.setdefault(int(end), dataset.prefix)
+    told = {token: by for token, by in end_tokens(datasets).items() if token is not None}
     if len(told) > 1:
         (one, first), (other, second) = list(told.items())[:2]
         raise ConfigError(
@@ -295,6 +294,17 @@ def _eod(
 
 
 # ---- Cuts between characters ---------------------------------------------------------------------
+
+_tables: dict[str, Tables] = {}  # by digest of the tokenizer: large ones take seconds
+
+
+def _tables_of(files: TokenizerFiles) -> Tables:
+    from megapack.tokenization.tokenizers.vocabulary import token_bytes  # noqa: PLC0415
+
+    if files.digest not in _tables:
+        _tables[files.digest] = character_tables(token_bytes(files))
+    return _tables[files.digest]
+
 
 # Of a token that is cut; more would need more room in every document, for a few rare tokens.
 MOST_PARTS = 4

@@ -72,10 +72,8 @@ class Mixture:
     """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``); None: none."""
-    fim_rates: Sequence[float] | None = None
-    """Share of every source's documents; None: ``fim.rate``."""
-    seed: int = 0
-    """Of the run, which ``fim`` draws by."""
+    fim_rates: Sequence[float | None] | None = None
+    """Share of every source's documents; None, also in the list: ``fim.rate``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
         """The same with names where it has none. Raises ConfigError: not one of each per source."""
@@ -98,19 +96,17 @@ class Mixture:
             raise ConfigError(
                 f"{len(limits)} max_epochs for {len(names)} indices; give one for each"
             )
-        names = list(self.names or names)
-        return replace(self, weights=weights, names=names, scores=scores, max_epochs=list(limits))
+        usual = 0.0 if self.fim is None else self.fim.rate
+        rates = [usual if r is None else float(r) for r in self.fim_rates or [None] * len(names)]
+        known = replace(self, weights=weights, names=list(self.names or names), scores=scores)
+        return replace(known, max_epochs=list(limits), fim_rates=rates)
 
-
-def largest_fim_rates(
-    rates: Sequence[float], names: Sequence[str], stages: Sequence[Stage]
-) -> list[float]:
-    """Of every source the largest rate that it has in some stage, given those it begins with."""
-    changes = [stage.fim_rates or {} for stage in stages]
-    return [
-        max(rate, *(c.get(n, 0.0) for c in changes), 0.0)
-        for n, rate in zip(names, rates, strict=True)
-    ]
+    @property
+    def largest_fim_rates(self) -> list[float]:
+        """Of every source the largest rate that it has in some stage."""
+        begin = zip(self.names or (), self.fim_rates or (), strict=True)
+        later = [stage.fim_rates or {} for stage in self.stages]
+        return [max([rate or 0.0, *(of.get(name, 0.0) for of in later)]) for name, rate in begin]
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
@@ -309,9 +305,7 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
             num_lists=last.num_lists + (stage.exclude is not None),
             ramping=bool(ramp),
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
-            fim_rates=_fim_rates(
-                stage.fim_rates, mixture, last.fim_rates or [0.0] * len(names), str(stage)
-            ),
+            fim_rates=_fim_rates(stage.fim_rates, mixture, last.fim_rates, str(stage)),
             window=_window(stage, begin, last),
         )
         if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
@@ -492,11 +486,13 @@ def _loss_weights(
 
 
 def _fim_rates(
-    changes: Mapping[str, float] | None, mixture: Mixture, before: Sequence[float] | None, by: str
+    changes: Mapping[str, float] | None,
+    mixture: Mixture,
+    before: Sequence[float | None] | None,
+    by: str,
 ) -> tuple[float, ...] | None:
     names = mixture.names or ()
-    usual = 0.0 if mixture.fim is None else float(mixture.fim.rate)
-    result = [usual] * len(names) if before is None else [float(rate) for rate in before]
+    result = [rate or 0.0 for rate in before or [None] * len(names)]
     for number, rate in numbered(changes or {}, names, f"{by} gives a rate of fim to").items():
         result[number] = float(rate)
     rates = {f"rate of fim of {name!r}": rate for name, rate in zip(names, result, strict=True)}

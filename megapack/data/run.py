@@ -308,7 +308,6 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
         "attention": section.attention,
         "label_boundary": section.label_boundary,
         "loss": section.loss,
-        "seed": config.seed,
     }
     if section.blend is not None:
         blend = load_blend(section.blend)

@@ -128,7 +128,7 @@ class Step:
     def fim(self) -> FimDraws | None:
         """Those of all draws, in the order of ``sample_ids``; None: no source has it."""
         parts = [draw.fim for draw in self.draws if draw.fim is not None]
-        return FimDraws(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+        return FimDraws.joined(parts) if parts else None
 
     @cached_property
     def label_counts(self) -> Ids:
@@ -261,7 +261,7 @@ class StageDraws:
         ids, fim = stream.ids(begin, end), None
         if self.fim_rates is not None:
             rates = np.array(self.fim_rates, np.float64)[self.samples.locate(ids)[0]]
-            fim = FimDraws(stream.epochs(begin, end), rates)
+            fim = FimDraws(stream.epochs(begin, end), rates, self.config.seed)
         return Draw(bucket, stream.capacity, ids, fim)
 
     # --- cursors --------------------------------------------------------------------------------
@@ -453,12 +453,7 @@ class Schedule:
         if finite:
             _check_tokens_once(self.samples.indices)
             mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
-            mixture = replace(mixture, fim=None, fim_rates=None)
-        elif mixture.fim is not None and mixture.seed != self.config.seed:
-            raise ConfigError(
-                f"fim draws by seed {mixture.seed} and the schedule by {self.config.seed}: give "
-                "the PackedDataset the seed of the run, too"
-            )
+            mixture = replace(mixture, fim=None, fim_rates=None)  # documents as they are
         self.finite = finite
         self.program = within_epochs(
             resolve(self.config, mixture), mixture, self.samples.tokens_per_epoch.tolist()

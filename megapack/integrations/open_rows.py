@@ -20,7 +20,7 @@ import xxhash
 from megapack.data.dataset import open_blend
 from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.fim import open_fim
-from megapack.data.program import largest_fim_rates
+from megapack.data.program import Mixture
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source, default_buckets
@@ -240,7 +240,7 @@ def open_rows(
     if not trains:
         held_out = tuple(replace(source, fim_rate=None) for source in manifest.sources)
         manifest = replace(manifest, sources=held_out, fim=None)
-    rooms = _fim_rooms(manifest, datasets, options.seed)
+    rooms = _fim_rooms(manifest, datasets)
     used = [
         (source, dataset, index)
         for source, dataset, room in zip(manifest.sources, datasets, rooms, strict=True)
@@ -259,8 +259,7 @@ def open_rows(
         manifest, sources=sources, stages=stages, attention_window=window, run_tokens=run_tokens
     )
     attention = manifest.attention if trains else "document"
-    how: dict[str, Any] = {"alignment": options.align, "attention": attention}
-    packed = open_blend(blend, documents, indices, seed=options.seed, **how)
+    packed = open_blend(blend, documents, indices, alignment=options.align, attention=attention)
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)
@@ -283,13 +282,14 @@ def open_data_path(data_path: str | Manifest, options: RowOptions, **more: Any) 
     return open_rows(manifest, open_sources(manifest), options, **more)
 
 
-def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments], seed: int) -> list[int]:
+def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[int]:
     """Of every source the tokens by which its documents may grow."""
     if manifest.fim is None:
         return [0] * len(datasets)
-    room = open_fim(manifest.fim, seed, datasets).room
-    names = [source.title for source in manifest.sources]
-    rates = largest_fim_rates(manifest.fim_rates or (), names, manifest.stages)
+    room = open_fim(manifest.fim, datasets).room
+    given = [source.fim_rate for source in manifest.sources]
+    mixture = Mixture(fim=manifest.fim, fim_rates=given, stages=manifest.stages)
+    rates = mixture.of([source.title for source in manifest.sources]).largest_fim_rates
     return [room if rate else 0 for rate in rates]
 
 

@@ -161,7 +161,7 @@ void test_fim() {
     std::mt19937_64 random(2);
     int inner = 0;
     for (int round = 0; round < 2000; ++round) {
-        Fim fim{1, 2, 3, round % 2 ? 4 : -1, round % 3 ? 117 : -1, 0.5, random(), {}};
+        Fim fim{1, 2, 3, round % 2 ? 4 : -1, round % 3 ? 117 : -1, 0.5, {}};
         if (round % 4 > 1) fim.cuts = random_cuts(random);
         check_fim(fim);
         Shard shard = corpus.shard();
@@ -171,7 +171,7 @@ void test_fim() {
         check_shard(shard);
         const std::vector<Shard> shards{shard};
         std::vector<SampleRef> refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2});
-        for (SampleRef& ref : refs) ref.fim_rate = 1;
+        for (SampleRef& ref : refs) ref.fim_rate = 1, ref.fim_key = random();
         GatherOptions options;
         options.fim = &fim;
         options.loss = round % 7 ? Loss::kTokenMean : Loss::kSequenceMean;

@@ -91,7 +91,7 @@ def expected_documents(data: PackedDataset, step: Any) -> list[list[int]]:
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
     found = []
     for sample, epoch, rate in zip(
-        step.sample_ids.tolist(), *(of.tolist() for of in step.fim), strict=True
+        step.sample_ids.tolist(), step.fim.epochs.tolist(), step.fim.rates.tolist(), strict=True
     ):
         source, segments = data.samples.segments(sample)
         documents = {d: documents_of(data.documents(source))[d].tolist() for d, _, _ in segments}
@@ -119,7 +119,7 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
 ) -> None:
     """In several passes, over a stage that changes the rates and one that skips, at any number of
     ranks, begun in the midst."""
-    data = open_blend(blend, loss=loss, seed=SEED)
+    data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
     turned = 0
     for size in (1, 2, 4):
@@ -157,16 +157,16 @@ def weigh(schedule: Schedule, content: Any, data: PackedDataset) -> float | None
 def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
     """And what is held out is told as it is."""
     none = [replace(source, fim_rate=0.0) for source in blend.sources]
-    data = open_blend(replace(blend, sources=tuple(none), stages=()), seed=SEED)
+    data = open_blend(replace(blend, sources=tuple(none), stages=()))
     assert schedule_of(data).step(3).fim is None
     assert "fim" not in schedule_of(data).identity()
-    data = open_blend(blend, seed=SEED)
+    data = open_blend(blend)
     finite = Schedule(data, tokens_per_step=512, seed=5, finite=True)
     assert [finite.step(i).fim for i in range(finite.num_steps())] == [None] * finite.num_steps()
 
 
 def test_worker_processes_and_single_samples_are_turned_round_alike(blend: BlendConfig) -> None:
-    data = open_blend(blend, seed=SEED)
+    data = open_blend(blend)
     sampler = BucketBatchSampler(
         schedule_of(data),
         data_parallel_rank=0,
@@ -186,11 +186,11 @@ def test_worker_processes_and_single_samples_are_turned_round_alike(blend: Blend
 
 def test_rates_are_those_asked_for_and_a_larger_one_has_the_same_documents(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "d", [[5, 6, 7, EOD]] * 4000)
-    data = PackedDataset(dataset, indexed(dataset), fim=FIM, seed=SEED)
+    data = PackedDataset(dataset, indexed(dataset), fim=FIM)
     turned: dict[float, set[int]] = {}
     for rate in (0.0, 0.3, 0.6, 1.0):
         ids = np.arange(len(data))
-        by = FimDraws(np.zeros(len(ids), np.int64), np.full(len(ids), rate))
+        by = FimDraws(np.zeros(len(ids), np.int64), np.full(len(ids), rate), SEED)
         draws = data.fim_draws(ids, 0, by)
         spm, found = sum(draw.spm for draw in draws), {draw.document for draw in draws}
         turned[rate] = found
@@ -206,7 +206,7 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
     options = {"buckets": BUCKETS, "fim_room": 4}
     plan = plan_packing(str(tmp_path / "all.shards.json"), [p.prefix for p in parts], options)
     pack_shards(plan, lambda _: None)
-    sharded = PackedDataset(None, tmp_path / "all.shards.json", fim=FIM, seed=SEED)
+    sharded = PackedDataset(None, tmp_path / "all.shards.json", fim=FIM)
     merge([str(part.prefix) for part in parts], tmp_path / "merged")
     found = []
     for step in map(schedule_of(sharded).step, range(6)):
@@ -239,7 +239,7 @@ def test_what_was_turned_round_is_not_rewritten_and_what_comes_may_change(
     blend: BlendConfig,
 ) -> None:
     def schedule(**changes: Any) -> Schedule:
-        return schedule_of(open_blend(replace(blend, **changes), seed=SEED))
+        return schedule_of(open_blend(replace(blend, **changes)))
 
     sources = (blend.sources[0], replace(blend.sources[1], fim_rate=0.7))
     state = json.loads(json.dumps(schedule().state_dict(3)))
@@ -286,7 +286,7 @@ def test_a_section_that_is_wrong_names_its_fault(tree: dict[str, Any], message: 
 def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
     def opened(tokenizer: str = "bytes", eod: Any = "none", **sentinels: Any) -> Fim:
         tokens = Sentinels(**{"prefix": 1, "suffix": 2, "middle": 3, **sentinels})
-        return open_fim(FimConfig(sentinels=tokens, tokenizer=tokenizer, eod=eod), 0, [])
+        return open_fim(FimConfig(sentinels=tokens, tokenizer=tokenizer, eod=eod), [])
 
     assert opened(prefix="<bos>", end="<pad>").sentinels == [257, 2, 3, 258]
     assert opened(eod=None).eod == 256
@@ -300,7 +300,7 @@ def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
         opened(prefix="<eod>", eod=None)
     bare = FimConfig(sentinels=Sentinels(prefix=1, suffix=2, middle=3))
     with pytest.raises(ConfigError, match="which token ends documents"):
-        open_fim(bare, 0, [write_documents(tmp_path / "d", [[1, 2]])])
+        open_fim(bare, [write_documents(tmp_path / "d", [[1, 2]])])
 
 
 def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None:
@@ -314,9 +314,7 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
     write_documents(tmp_path / "d.labels", labels)
     with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):
         PackedDataset(dataset, index, fim=FIM)
-    data = PackedDataset(dataset, index, fim=FIM, label_dataset=None, seed=1)
-    with pytest.raises(ConfigError, match="fim draws by seed 1 and the schedule by 2"):
-        schedule_of(data)
+    data = PackedDataset(dataset, index, fim=FIM, label_dataset=None)
     check_token_ids(data, 129)
     with pytest.raises(ConfigError, match="fim writes token id 128"):
         check_token_ids(data, 128)
@@ -324,7 +322,7 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
     with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):
         stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
-        given = {"fim": FIM, "stages": stages, "seed": SEED}
+        given = {"fim": FIM, "stages": stages}
         schedule_of(PackedDataset(dataset, index, label_dataset=None, **given))
 
 

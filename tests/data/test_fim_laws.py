@@ -41,7 +41,7 @@ def opened(folder: Path, documents: list[list[int]], **fim: Any) -> PackedDatase
 
 
 def draws(count: int, rate: float, epoch: int = 0) -> FimDraws:
-    return FimDraws(np.full(count, epoch), np.full(count, float(rate)))
+    return FimDraws(np.full(count, epoch), np.full(count, float(rate)), 7)
 
 
 def drawn(packed: PackedDataset, rate: float, epoch: int = 0) -> dict[int, tuple[int, int, int]]:
@@ -63,7 +63,7 @@ def rows(packed: PackedDataset, ids: list[int], given: FimDraws) -> list[list[in
 def many(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     """4,000 documents of 41 tokens, of which 40 are their body."""
     documents = [[*d, EOD] for d in random_documents([40] * 4000)]
-    return opened(tmp_path_factory.mktemp("many"), documents, spm_rate=0.3, seed=7)
+    return opened(tmp_path_factory.mktemp("many"), documents, spm_rate=0.3)
 
 
 def test_a_larger_rate_transforms_the_same_documents_alike_and_more(many: PackedDataset) -> None:
@@ -158,7 +158,7 @@ def test_characters_are_cut_where_they_begin(tmp_path: Path) -> None:
     assert found == {*(("word", at) for at in range(11)), *(("letter", at) for at in range(3))}
 
 
-SENTINELS = {"prefix": PRE, "suffix": SUF, "middle": MID, "spm_rate": 0.5, "seed": 0}
+SENTINELS = {"prefix": PRE, "suffix": SUF, "middle": MID, "spm_rate": 0.5}
 ARRAYS = {"a token's": [1, 2], "cuts'": [0, 0, 1], "parts'": [0, 1, 2], "parts": [0, 1]}
 
 
@@ -172,7 +172,6 @@ def tables(**changed: list[int]) -> Any:
         (lambda: _core.Fim(**{**SENTINELS, "prefix": -1}), "they must be three different tokens"),
         (lambda: _core.Fim(**{**SENTINELS, "middle": SUF}), "they must be three different tokens"),
         (lambda: _core.Fim(**{**SENTINELS, "spm_rate": 1.5}), "spm_rate is 1.5; it must be from 0"),
-        (lambda: _core.Fim(**{**SENTINELS, "seed": -1}), "seed is -1"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0])), "do not fit each other"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0, -1])), "a part is token -1"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(**{"cuts'": [0, 1, 1]})), "token 1 has 2 ch"),
@@ -199,6 +198,8 @@ def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: Pac
     ):
         with pytest.raises(ValueError, match=message):
             gatherer.count_labels(ids, 0, epochs, rates)
+    with pytest.raises(ValueError, match="fim_seed is -1"):
+        gatherer.count_labels(ids, 0, np.zeros(2, np.int64), np.zeros(2), -1)
 
 
 @pytest.mark.parametrize("alignment", [1, 4])

@@ -118,7 +118,6 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         stages=stages,
         fim=FimConfig(sentinels=Sentinels(prefix=7, suffix=8, middle=9)),
         fim_rates=[0.25 * (1 + s) for s in range(len(used))],
-        seed=program["seed"],
     )
     schedule = Schedule(
         SampleSource([POOL[s] for s in used], mixture),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from megapack.data.fim import FimConfig, Sentinels
 from megapack.errors import ConfigError
 from megapack.integrations import gpt_neox, megatron_deepspeed
 from megapack.integrations.manifest import Manifest, Source
@@ -46,14 +47,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
     return make_dataset(tmp_path_factory.mktemp("hosts"), lengths, "web")
 
 
-def manifest(prefix: str, labels: str | None = None) -> Manifest:
+FIM = FimConfig(sentinels=Sentinels(prefix=60_000, suffix=60_001, middle=60_002), eod="none")
+
+
+def manifest(prefix: str, labels: str | None = None, fim: FimConfig | None = None) -> Manifest:
     # Long documents are cut inside a row, not only at its end.
-    return Manifest(sources=(Source(prefix=prefix, labels=labels),), buckets=(16, 32))
+    return Manifest(sources=(Source(prefix=prefix, labels=labels),), buckets=(16, 32), fim=fim)
 
 
-def test_text_and_label_shift_into_tokens_and_labels(corpus: IndexedDataset) -> None:
+@pytest.mark.parametrize("fim", [None, FIM])
+def test_text_and_label_shift_into_tokens_and_labels(
+    corpus: IndexedDataset, fim: FimConfig | None
+) -> None:
     rows = build_text_rows(
-        manifest(corpus.prefix),
+        manifest(corpus.prefix, fim=fim),
         OPTIONS,
         split=(0.0, 1.0),
         num_rows=64,
@@ -61,6 +68,8 @@ def test_text_and_label_shift_into_tokens_and_labels(corpus: IndexedDataset) -> 
         varlen=False,
     )
     assert rows is not None and len(rows) == 64
+    turned = sum(int((rows[number]["text"] == 60_000).sum()) for number in range(64))
+    assert turned > 10 if fim else turned == 0
     for number in range(64):
         sample, row = rows[number], rows.rows[number]
         assert set(sample) == {"text", "label"}
@@ -71,11 +80,12 @@ def test_text_and_label_shift_into_tokens_and_labels(corpus: IndexedDataset) -> 
         assert int(sample["text"].min()) >= 0 and int(sample["label"][0]) == -100
 
 
+@pytest.mark.parametrize("fim", [None, FIM])
 def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
-    corpus: IndexedDataset,
+    corpus: IndexedDataset, fim: FimConfig | None
 ) -> None:
     rows = build_text_rows(
-        manifest(corpus.prefix),
+        manifest(corpus.prefix, fim=fim),
         OPTIONS,
         split=(0.0, 1.0),
         num_rows=64,

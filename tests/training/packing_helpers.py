@@ -89,8 +89,11 @@ def losses_one_by_one(
             )
             whole = torch.tensor(dataset.tokens[offset : offset + total])
             if content.fim is not None and length == total <= samples.indices[source].fim_longest:
-                draws = [of[place].item() for of in content.fim]
-                whole = _told(whole, samples.fim, document, *draws)
+                key = definition.key_of(
+                    inputs.schedule.config.seed, int(content.fim.epochs[place]), document
+                )
+                if definition.unit(key, 0) < content.fim.rates[place]:
+                    whole = _told(whole, samples.fim, key)
                 length = total = len(whole)  # noqa: PLW2901
             for at in range(begin, begin + length, window):
                 # One token more than the piece, when the document goes on: the last label.
@@ -111,10 +114,7 @@ def losses_one_by_one(
     return found
 
 
-def _told(tokens: Tensor, fim: Fim, document: int, epoch: int, rate: float) -> Tensor:
+def _told(tokens: Tensor, fim: Fim, key: int) -> Tensor:
     """A whole document that has room, as fill-in-the-middle tells it; without an end sentinel."""
-    rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate, fim.seed)
-    key = definition.key_of(fim.seed, epoch, document)
-    if not (len(tokens) > 1 and definition.unit(key, 0) < rate):
-        return tokens
+    rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate)
     return torch.tensor([token for token, _ in definition.told(tokens.tolist(), rule, key)])

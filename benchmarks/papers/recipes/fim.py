@@ -24,7 +24,7 @@ from typing import Any
 from papers.claims import Claim, against, below, same, shown, stated
 from papers.corpus import VOCAB_SIZE, Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
 from papers.settings import Setting
 
 TITLE = "Fill-in-the-middle"
@@ -129,11 +129,7 @@ def plots(results: list[Result], folder: Path) -> None:
     """Held-out perplexity from left to right over the steps."""
     lines(
         folder / "fim_documents.png",
-        {
-            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
-            for name, group in by_name(results).items()
-            for points in [mean_evaluations(group)]
-        },
+        perplexity_curves(results),
         x="step",
         y="perplexity of held-out files from left to right",
     )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from papers.claims import Claim, against, below, difference, same, shown, stated
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
 from papers.settings import Setting
 
 TITLE = "Files of a folder in one sample"
@@ -143,11 +143,7 @@ def plots(results: list[Result], folder: Path) -> None:
     """Held-out perplexity of files alone over the steps."""
     lines(
         folder / "groups_alone.png",
-        {
-            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
-            for name, group in by_name(results).items()
-            for points in [mean_evaluations(group)]
-        },
+        perplexity_curves(results),
         x="step",
         y="perplexity of held-out files, each alone",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
 from papers.settings import Setting
 
 TITLE = "Masks between documents"
@@ -126,17 +126,10 @@ def claims(results: list[Result]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Validation perplexity over the steps, of the models with RoPE."""
-    curves = {
-        name: mean_evaluations(group)[1:]
-        for name, group in by_name(results).items()
-        if not ARMS[name][3]
-    }
+    rotary = [result for result in results if not ARMS[result.run.name][3]]
     lines(
         folder / "masking_curves.png",
-        {
-            name: ([at["step"] for at in points], [at["perplexity"] for at in points])
-            for name, points in curves.items()
-        },
+        perplexity_curves(rotary, first=1),
         x="step",
         y="validation perplexity",
     )

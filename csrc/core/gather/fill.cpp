@@ -313,10 +313,8 @@ std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const Sampl
     std::vector<Run> runs;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
         const Shard& shard = shards[samples[i].shard];
-        segments.clear();
         runs.clear();
-        read_segments(shard, samples[i], segments);
-        transform(fim, shard, samples[i], segments, runs);
+        read_segments(fim, shard, samples[i], segments, runs);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {
             const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
             const Label last = last_label(segments[s], next, runs, label_boundary);

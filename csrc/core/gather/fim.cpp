@@ -191,17 +191,22 @@ void check_fim(const Fim& fim) {
           "the most characters of a token are said to be ", cuts.most);
 }
 
-void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Segment>& segments,
-               std::vector<Run>& runs, std::vector<FimDraw>* draws) {
+std::uint64_t fim_key(std::uint64_t seed, std::int64_t epoch) {
+    return random_bits(random_bits(seed, kPurpose), static_cast<std::uint64_t>(epoch));
+}
+
+void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
+                   std::vector<Segment>& segments, std::vector<Run>& runs,
+                   std::vector<FimDraw>* draws) {
+    segments.clear();
+    read_segments(shard, ref, segments);
     if (fim == nullptr || !(ref.fim_rate > 0)) return;
-    const auto epoch = static_cast<std::uint64_t>(ref.epoch);
-    const std::uint64_t of_epoch = random_bits(random_bits(fim->seed, kPurpose), epoch);
     std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // segments, and their keys
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
         const Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
         if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
-        const std::uint64_t key = random_bits(of_epoch, number_of(shard, segment));
+        const std::uint64_t key = random_bits(ref.fim_key, number_of(shard, segment));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;
         drawn.emplace_back(s, key);
         const bool all = !fim->cuts.first_cut.empty();  // to find characters; else how it ends
@@ -231,11 +236,8 @@ std::vector<std::vector<FimDraw>> draw_fim(const Fim* fim, Span<const Shard> sha
     std::vector<Segment> segments;
     std::vector<Run> runs;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
-        const Shard& shard = shards[samples[i].shard];
-        segments.clear();
         runs.clear();
-        read_segments(shard, samples[i], segments);
-        transform(fim, shard, samples[i], segments, runs, &result[i]);
+        read_segments(fim, shards[samples[i].shard], samples[i], segments, runs, &result[i]);
     }
     return result;
 }

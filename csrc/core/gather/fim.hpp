@@ -44,9 +44,11 @@ struct Fim {
     std::int64_t end = -1;  // -1: none
     std::int64_t eod = -1;  // stays behind all, where a document ends with it
     double spm_rate = 0;
-    std::uint64_t seed = 0;
     CharacterCuts cuts = {};
 };
+
+// Of a pass of a run with this seed: what its documents' keys are made of.
+std::uint64_t fim_key(std::uint64_t seed, std::int64_t epoch);
 
 // Throws std::invalid_argument for sentinels that are none and for tables that contradict
 // themselves.
@@ -68,10 +70,12 @@ struct FimDraw {
     std::int64_t second;
 };
 
-// Transforms those of a sample's segments that are whole documents, have room and are drawn: they
-// get their runs, at the end of `runs`. Does nothing without fim or at rate 0.
-void transform(const Fim* fim, const Shard& shard, SampleRef ref, std::vector<Segment>& segments,
-               std::vector<Run>& runs, std::vector<FimDraw>* draws = nullptr);
+// The segments of a sample in place of those before, as `read_segments` (shard.hpp) reads them.
+// Those that are whole documents, have room and are drawn are transformed: they get their runs, at
+// the end of `runs`. None is without fim or at rate 0.
+void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
+                   std::vector<Segment>& segments, std::vector<Run>& runs,
+                   std::vector<FimDraw>* draws = nullptr);
 
 // The draws of every sample.
 std::vector<std::vector<FimDraw>> draw_fim(const Fim* fim, Span<const Shard> shards,

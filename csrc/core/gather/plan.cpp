@@ -35,9 +35,7 @@ class Planner {
     // One slot of `slot` tokens holding `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
         const Shard& shard = shards_[ref.shard];
-        segments_.clear();
-        read_segments(shard, ref, segments_);
-        transform(options_.fim, shard, ref, segments_, plan_.runs);
+        read_segments(options_.fim, shard, ref, segments_, plan_.runs);
         const std::int64_t used = add_segments(shard, ref, slot);
         add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
     }

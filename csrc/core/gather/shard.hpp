@@ -85,9 +85,9 @@ struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
     std::int64_t lists = 0;
-    float factor = 1.0F;     // on the loss of its labels
-    double fim_rate = 0;     // share of its documents that are transformed (fim.hpp) ...
-    std::int64_t epoch = 0;  // ... in this pass
+    float factor = 1.0F;        // on the loss of its labels
+    double fim_rate = 0;        // share of its documents that are transformed (fim.hpp) ...
+    std::uint64_t fim_key = 0;  // ... in its pass
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.

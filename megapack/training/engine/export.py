@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.data.documents import SourceDocuments
+from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.engine.world import World
@@ -72,7 +72,7 @@ def export_model(
 
 def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
     """The id with which documents end, as the meta files of all datasets say; None if none does."""
-    found = {(dataset.meta or {}).get("document_end_token") for dataset in datasets}
+    found = set(end_tokens(datasets))
     if len(found) > 1:
         logger.warning("the datasets end their documents differently (%s): no eos_token_id", found)
     return found.pop() if len(found) == 1 else None

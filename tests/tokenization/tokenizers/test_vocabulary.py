@@ -110,15 +110,15 @@ def test_the_inverse_restores_every_document_of_the_demo(demo: Path, name: str, 
     with IndexedDatasetBuilder(demo / f"{name}-{cuts}", np.uint16) as builder:
         for document in documents:
             builder.add_document(np.array(document, np.uint16))
-    room = open_fim(config, 0, []).room
+    room = open_fim(config, []).room
     lengths = [len(document) for document in documents]
     index = pack(lengths, "bucket", buckets=[1 << 14], fim_room=room)
-    data = PackedDataset(demo / f"{name}-{cuts}", index, fim=config, seed=5)
+    data = PackedDataset(demo / f"{name}-{cuts}", index, fim=config)
     fim = data.samples.fim
     turned, inside = 0, 0
     for epoch in (0, 7):
         for sample in range(index.num_samples):
-            draws = FimDraws(np.array([epoch]), np.array([1.0]))
+            draws = FimDraws(np.array([epoch]), np.array([1.0]), 5)
             batch = data.micro_batch([sample], fim=draws)
             tokens, bounds = batch["tokens"][0].numpy(), batch["cu_seqlens"].tolist()
             for number, (document, _, length) in enumerate(index.sample(sample)[1]):
