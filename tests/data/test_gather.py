@@ -42,24 +42,29 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> dict[str, Any]:
-    """Documents, one bucket of samples made of arbitrary pieces of them, options, a layout."""
+def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
+    """Documents, one bucket of samples made of arbitrary pieces of them, options, a layout.
+
+    With fill-in-the-middle most pieces are whole documents, as only those are transformed.
+    """
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
     if not any(lengths):
         lengths.append(5)
-    capacity = draw(st.integers(1, 48))
+    capacity = draw(st.integers(40 if with_fim else 1, 48))
     pieces = [(d, n) for d, n in enumerate(lengths) if n]
     samples = []
     for _ in range(draw(st.integers(1, 6))):
         sample, left = [], capacity
         while left > 0 and len(sample) < 5 and (not sample or draw(st.booleans())):
             document, n = draw(st.sampled_from(pieces))
-            begin = draw(st.integers(0, n - 1))
-            length = draw(st.integers(1, min(left, n - begin)))
+            begin, length = 0, n
+            if n > left or not with_fim or draw(st.integers(0, 3)) == 3:
+                begin = draw(st.integers(0, n - 1))
+                length = draw(st.integers(1, min(left, n - begin)))
             sample.append((document, begin, length))
             left -= length
         samples.append(sample)
-    fim = draw(st.none() | fims())
+    fim = draw(fims()) if with_fim else None
     if fim is not None:
         capacity += 5 * 10
     joined = draw(
@@ -134,7 +139,7 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
         "fim": fim,
         "longest": longest,
         "epochs": draw(st.lists(st.integers(0, 3), min_size=6, max_size=6)),
-        "rates": draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0]), min_size=6, max_size=6)),
+        "rates": draw(st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.0]), min_size=6, max_size=6)),
     }
 
 
@@ -212,9 +217,13 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
 
 
 # As many random batches as MEGAPACK_GATHER_CASES says.
-@settings(max_examples=int(os.environ.get("MEGAPACK_GATHER_CASES", settings().max_examples)))
-@given(case=corpora(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
-def test_micro_batch_is_as_defined(case: dict[str, Any], stream: bool, extra: int | None) -> None:
+@settings(max_examples=int(os.environ.get("MEGAPACK_GATHER_CASES", 4 * settings().max_examples)))
+@pytest.mark.parametrize("with_fim", [False, True])
+@given(data=st.data(), stream=st.booleans(), extra=st.sampled_from([None, 0, 7]))
+def test_micro_batch_is_as_defined(
+    with_fim: bool, data: st.DataObject, stream: bool, extra: int | None
+) -> None:
+    case = data.draw(corpora(with_fim=with_fim))
     rows, row_tokens = case["rows"], case["row_tokens"]
     ids = np.arange(len(case["samples"]))
     documents, samples, beside = case["documents"], case["samples"], _beside(case)
