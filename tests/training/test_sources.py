@@ -208,8 +208,7 @@ def test_weights_of_tokens_meet_their_losses(
         assert parameter.grad is not None
         scale = parameter.grad.abs().max().clamp(min=1e-6)
         error = float((result["grads"][name] - parameter.grad).abs().max() / scale)
-        print(f"{loss} {ranks} {stage} {shared} {name} {error:.1e}")
-        assert error < 5e-6, name
+        assert error < 1e-6, name
 
 
 def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:

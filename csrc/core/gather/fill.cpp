@@ -18,12 +18,19 @@
 #define MEGAPACK_CLONES
 #endif
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define MEGAPACK_F16C
+#include <immintrin.h>
+#endif
+
 #define MEGAPACK_INLINE inline __attribute__((always_inline))
 
 namespace megapack {
 namespace {
 
 constexpr std::int64_t kNoLabel = -100;
+constexpr std::int64_t kBlock = 256;  // tokens that are written at a time: 7 KB
+constexpr std::int64_t kAhead = 512;  // tokens between those that are written and those asked for
 
 // ---- The inner loops, compiled for several instruction sets; the processor that runs them chooses
 // (a wheel built on one node of a cluster runs on the others).
@@ -110,10 +117,39 @@ MEGAPACK_CLONES std::int64_t sum_units(const std::uint16_t* weights, std::int64_
     return sum;
 }
 
-// mask[i] = weight i * factor.
-MEGAPACK_CLONES void fill_weights(const std::uint16_t* weights, std::int64_t count, float factor,
-                                  float* mask) {
+// mask[i] = weight i * factor, without an instruction for it.
+MEGAPACK_CLONES void fill_weights_by_bits(const std::uint16_t* weights, std::int64_t count,
+                                          float factor, float* mask) {
     for (std::int64_t i = 0; i < count; ++i) mask[i] = weight_of(weights[i]) * factor;
+}
+
+#ifdef MEGAPACK_F16C
+// Converts denormal numbers, too, whatever the processor does with those of float32.
+__attribute__((target("avx,f16c"))) MEGAPACK_INLINE void weigh_eight(const std::uint16_t* weights,
+                                                                     __m256 factor, float* mask) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weights));
+    _mm256_storeu_ps(mask, _mm256_mul_ps(_mm256_cvtph_ps(halves), factor));
+}
+
+__attribute__((target("avx,f16c"))) void fill_weights_f16c(const std::uint16_t* weights,
+                                                           std::int64_t count, float factor,
+                                                           float* mask) {
+    const __m256 factors = _mm256_set1_ps(factor);
+    std::int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        weigh_eight(weights + i, factors, mask + i);
+        weigh_eight(weights + i + 8, factors, mask + i + 8);
+    }
+    for (; i < count; ++i) mask[i] = weight_of(weights[i]) * factor;
+}
+#endif
+
+// mask[i] = weight i * factor.
+void fill_weights(const std::uint16_t* weights, std::int64_t count, float factor, float* mask) {
+#ifdef MEGAPACK_F16C
+    if (__builtin_cpu_supports("f16c")) return fill_weights_f16c(weights, count, factor, mask);
+#endif
+    fill_weights_by_bits(weights, count, factor, mask);
 }
 
 // mask[i] *= weight i * factor.
@@ -191,23 +227,87 @@ float factor_of(const Piece& piece, Span<const Run> runs, Loss loss) {
     return sum > 0 ? static_cast<float>(piece.factor / sum) : 0.0F;
 }
 
-// Of `count` labels that stand at `at` in the file.
-void fill_labels(const Shard& shard, std::int64_t at, std::int64_t count, float factor,
-                 std::int64_t* labels, float* mask) {
-    if (!shard.has_labels()) {
+// Of `count` labels that stand at `at` in the file. The mask of those that somebody chose says
+// which there are.
+void widen_labels(const Shard& shard, std::int64_t at, std::int64_t count, std::int64_t* labels,
+                  float* mask) {
+    if (shard.has_labels()) {
+        widen_chosen(shard.labels, at, count, labels, mask);
+    } else {
         widen(shard.tokens, at, count, labels);
-        if (shard.has_weights()) {
-            fill_weights(weights_at(shard, at), count, factor, mask);
-        } else {
-            fill(factor, count, mask);
-        }
-        return;
     }
-    widen_chosen(shard.labels, at, count, labels, mask);
-    if (shard.has_weights()) {
+}
+
+// Then what they weigh.
+void weigh_labels(const Shard& shard, std::int64_t at, std::int64_t count, float factor,
+                  float* mask) {
+    if (!shard.has_weights()) {
+        if (!shard.has_labels()) return fill(factor, count, mask);
+        if (factor != 1.0F) multiply(count, factor, mask);
+    } else if (shard.has_labels()) {
         multiply(weights_at(shard, at), count, factor, mask);
-    } else if (factor != 1.0F) {
-        multiply(count, factor, mask);
+    } else {
+        fill_weights(weights_at(shard, at), count, factor, mask);
+    }
+}
+
+// Samples come in random order, so their tokens are in no cache: they are asked for some time
+// before they are read. A few at a time: the processor waits for memory in few places, of which
+// those that it writes need some.
+class Ahead {
+  public:
+    explicit Ahead(const std::vector<Piece>& pieces) : pieces_(pieces) { ask(kAhead); }
+
+    // For the next `count` tokens and what stands beside them.
+    void ask(std::int64_t count) {
+        while (count > 0 && next_ < ssize(pieces_)) {
+            const Piece& piece = pieces_[next_];
+            const std::int64_t some = std::min(count, piece.length - asked_);
+            if (some > 0) prefetch(*piece.shard, piece.token_begin + asked_, some);
+            count -= some;
+            asked_ += some;
+            if (asked_ < piece.length) return;
+            asked_ = 0;
+            ++next_;
+        }
+    }
+
+  private:
+    static void prefetch(const Shard& shard, std::int64_t at, std::int64_t count) {
+        megapack::prefetch(shard.tokens, at, count);
+        if (shard.has_labels()) megapack::prefetch(shard.labels, at, count);
+        if (shard.has_weights()) megapack::prefetch(shard.weights, at, count);
+    }
+
+    const std::vector<Piece>& pieces_;
+    std::int64_t next_ = 0;
+    std::int64_t asked_ = 0;  // tokens of the next piece
+};
+
+// Where a piece goes.
+struct Place {
+    std::int64_t* tokens;
+    std::int64_t* labels;
+    float* mask;
+    std::int64_t* position_ids;
+};
+
+// Tokens, all labels but the last, positions: in blocks, which stay in the cache.
+void fill_blocks(const Piece& piece, float factor, const Place& to, Ahead& ahead) {
+    const Shard& shard = *piece.shard;
+    for (std::int64_t begin = 0; begin < piece.length; begin += kBlock) {
+        const std::int64_t count = std::min(kBlock, piece.length - begin);
+        const std::int64_t at = piece.token_begin + begin;
+        const std::int64_t labels = std::min(count, piece.length - 1 - begin);
+        const std::int64_t quarter = (count + 3) / 4;
+        widen(shard.tokens, at, count, to.tokens + begin);
+        ahead.ask(quarter);
+        widen_labels(shard, at + 1, labels, to.labels + begin, to.mask + begin);
+        ahead.ask(quarter);
+        weigh_labels(shard, at + 1, labels, factor, to.mask + begin);
+        ahead.ask(quarter);
+        count_up(piece.first_position + begin, count, to.position_ids + begin);
+        ahead.ask(quarter);
     }
 }
 
@@ -223,71 +323,48 @@ void widen(const TokenArray& from, Span<const Run> runs, std::int64_t* to) {
     }
 }
 
-// Of runs, the first of which is one token: labels are the tokens of all others.
-void fill_labels(const Shard& shard, Span<const Run> runs, std::int64_t body, float factor,
-                 std::int64_t* labels, float* mask) {
-    runs = runs.subspan(1, runs.size() - 1);
-    widen(shard.tokens, runs, labels);
-    if (!shard.has_weights()) return fill(factor, body, mask);
-    for (const Run& run : runs) {
-        fill_weights(weights_at(shard, run.at), run.length, factor, mask);
-        mask += run.length;
-    }
-}
-
-void fill_labels(const Piece& piece, Span<const Run> runs, Loss loss, std::int64_t* labels,
-                 float* mask) {
+// The same of runs, the first of which is one token.
+void fill_runs(const Piece& piece, Span<const Run> runs, float factor, const Place& to,
+               Ahead& ahead) {
+    const Shard& shard = *piece.shard;
     const std::int64_t body = piece.length - 1;
-    const float factor = factor_of(piece, runs, loss);
-    if (runs.empty()) {
-        fill_labels(*piece.shard, piece.token_begin + 1, body, factor, labels, mask);
+    const std::int64_t quarter = (piece.length + 3) / 4;
+    widen(shard.tokens, runs, to.tokens);
+    ahead.ask(quarter);
+    std::copy_n(to.tokens + 1, body, to.labels);
+    ahead.ask(quarter);
+    count_up(piece.first_position, piece.length, to.position_ids);
+    ahead.ask(quarter);
+    if (shard.has_weights()) {
+        float* mask = to.mask;
+        for (const Run& run : runs.subspan(1, runs.size() - 1)) {
+            fill_weights(weights_at(shard, run.at), run.length, factor, mask);
+            mask += run.length;
+        }
     } else {
-        fill_labels(*piece.shard, runs, body, factor, labels, mask);
+        fill(factor, body, to.mask);
     }
+    ahead.ask(quarter);
+}
+
+void fill_last_label(const Piece& piece, float factor, std::int64_t* label, float* mask) {
     const Label last = piece.last_label;
-    if (last.at >= 0) {
-        fill_labels(*piece.shard, last.at, 1, factor, labels + body, mask + body);
-        if (last.literal >= 0) labels[body] = last.literal;
-    } else {
-        labels[body] = kNoLabel;
-        mask[body] = 0.0F;
+    if (last.at < 0) {
+        *label = kNoLabel;
+        *mask = 0.0F;
+        return;
     }
+    widen_labels(*piece.shard, last.at, 1, label, mask);
+    weigh_labels(*piece.shard, last.at, 1, factor, mask);
+    if (last.literal >= 0) *label = last.literal;
 }
 
-void fill_tokens(const Piece& piece, Span<const Run> runs, std::int64_t* tokens) {
-    const TokenArray& from = piece.shard->tokens;
-    if (!runs.empty()) return widen(from, runs, tokens);
-    widen(from, piece.token_begin, piece.length, tokens);
-}
-
-// `at`: where its room begins in the buffers.
-void fill_piece(const Piece& piece, Span<const Run> runs, const GatherOptions& options,
-                std::int64_t at, const GatherOutput& out) {
-    std::int64_t* tokens = out.tokens.data() + at;
-    std::int64_t* labels = out.labels.data() + at;
-    float* mask = out.loss_mask.data() + at;
-    if (piece.length > 0) {
-        fill_tokens(piece, runs, tokens);
-        fill_labels(piece, runs, options.loss, labels, mask);
-    }
-    const std::int64_t padding = piece.room - piece.length;
-    fill(options.pad_token, padding, tokens + piece.length);
-    fill(kNoLabel, padding, labels + piece.length);
-    fill(0.0F, padding, mask + piece.length);
-    count_up(piece.first_position, piece.room, out.position_ids.data() + at);
-}
-
-// Samples come in random order, so the tokens of a piece are in no cache: they are asked for while
-// the piece before is written.
-void prefetch_piece(const Piece& piece) {
-    if (piece.shard == nullptr) return;
-    prefetch(piece.shard->tokens, piece.token_begin, piece.length);
-    if (piece.shard->has_labels()) {
-        prefetch(piece.shard->labels, piece.token_begin, piece.length);
-    }
-    if (piece.shard->has_weights()) {
-        prefetch(piece.shard->weights, piece.token_begin, piece.length);
-    }
+void fill_padding(const Piece& piece, std::int64_t pad_token, const Place& to) {
+    const std::int64_t length = piece.length, padding = piece.room - length;
+    fill(pad_token, padding, to.tokens + length);
+    fill(kNoLabel, padding, to.labels + length);
+    fill(0.0F, padding, to.mask + length);
+    count_up(piece.first_position + length, padding, to.position_ids + length);
 }
 
 }  // namespace
@@ -297,12 +374,23 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
     check(out.tokens.size() == size && out.labels.size() == size && out.loss_mask.size() == size &&
               out.position_ids.size() == size,
           "the buffers of a micro batch must hold ", size, " elements each");
-    std::int64_t at = 0;
-    for (std::int64_t i = 0; i < ssize(plan.pieces); ++i) {
-        if (i == 0) prefetch_piece(plan.pieces[0]);
-        if (i + 1 < ssize(plan.pieces)) prefetch_piece(plan.pieces[i + 1]);
-        fill_piece(plan.pieces[i], runs_of(plan.runs, plan.pieces[i].runs), options, at, out);
-        at += plan.pieces[i].room;
+    Ahead ahead(plan.pieces);
+    Place to{out.tokens.data(), out.labels.data(), out.loss_mask.data(), out.position_ids.data()};
+    for (const Piece& piece : plan.pieces) {
+        if (piece.length > 0) {
+            const Span<const Run> runs = runs_of(plan.runs, piece.runs);
+            const float factor = factor_of(piece, runs, options.loss);
+            if (runs.empty()) {
+                fill_blocks(piece, factor, to, ahead);
+            } else {
+                fill_runs(piece, runs, factor, to, ahead);
+            }
+            const std::int64_t last = piece.length - 1;
+            fill_last_label(piece, factor, to.labels + last, to.mask + last);
+        }
+        fill_padding(piece, options.pad_token, to);
+        to = {to.tokens + piece.room, to.labels + piece.room, to.mask + piece.room,
+              to.position_ids + piece.room};
     }
 }
 

@@ -28,6 +28,13 @@ std::int64_t token_at(const Shard& shard, std::int64_t at) {
     return with_type(shard.tokens, at, [](const auto* t) { return static_cast<std::int64_t>(*t); });
 }
 
+// Of `count` places the one at bits / 2^64 of them, and how far in it, in bits again.
+std::pair<std::int64_t, std::uint64_t> place_of(std::uint64_t bits, std::uint64_t count) {
+    __extension__ using Wide = unsigned __int128;
+    const Wide at = static_cast<Wide>(bits) * count;
+    return {static_cast<std::int64_t>(at >> 64), static_cast<std::uint64_t>(at)};
+}
+
 // Transforms one document.
 class Writer {
   public:
@@ -78,17 +85,19 @@ class Writer {
     // Of every token as many places are tried as the longest one has characters, all alike, until
     // one is a character: so most tokens need not be read.
     Place character(std::uint64_t key, std::uint64_t k) const {
-        __extension__ using Wide = unsigned __int128;
         return with_type(shard_.tokens, begin_, [&](const auto* tokens) {
             for (std::uint64_t i = 0; i < kTries; ++i) {
-                const Wide at = static_cast<Wide>(random_bits(key, k + 2 * i)) *
-                                static_cast<std::uint64_t>(body_ + 1);
-                const auto token = static_cast<std::int64_t>(at >> 64);
-                const auto c = static_cast<std::int64_t>(
-                    (static_cast<Wide>(static_cast<std::uint64_t>(at)) * fim_.cuts.most) >> 64);
-                const std::int64_t own =
-                    token == body_ ? 1 : characters_of(static_cast<std::int64_t>(tokens[token]));
-                if (c < own) return Place{token, c};
+                const std::uint64_t bits = random_bits(key, k + 2 * i);
+                const auto [token, rest] = place_of(bits, static_cast<std::uint64_t>(body_ + 1));
+                const std::int64_t c = place_of(rest, fim_.cuts.most).first;
+                if (token == body_) {
+                    if (c == 0) return Place{token, c};
+                    continue;
+                }
+                const auto id = static_cast<std::int64_t>(tokens[token]);
+                if (c >= characters_of(id)) continue;
+                __builtin_prefetch(&fim_.cuts.first_cut[id]);  // read when both places are known
+                return Place{token, c};
             }
             return Place{body_, 0};
         });
@@ -161,6 +170,18 @@ class Writer {
     std::vector<Run>& runs_;
 };
 
+// What is read of a document before it is gathered: how it ends, and of places in characters the
+// tokens that are tried first (a place may be the token beside, as the end is not known yet).
+void prefetch_tried(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key) {
+    prefetch(shard.tokens, segment.token_begin + segment.length - 1, 1);
+    if (fim.cuts.first_cut.empty()) return;
+    for (std::uint64_t word = 2; word < 6; ++word) {
+        const auto length = static_cast<std::uint64_t>(segment.length);
+        const std::int64_t token = place_of(random_bits(key, word), length).first;
+        prefetch(shard.tokens, segment.token_begin + token, 1);
+    }
+}
+
 }  // namespace
 
 void check_fim(const Fim& fim) {
@@ -209,9 +230,7 @@ void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
         const std::uint64_t key = random_bits(ref.fim_key, number_of(shard, segment));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;
         drawn.emplace_back(s, key);
-        const bool all = !fim->cuts.first_cut.empty();  // to find characters; else how it ends
-        const std::int64_t count = all ? segment.length : 1;
-        prefetch(shard.tokens, segment.token_begin + segment.length - count, count);
+        prefetch_tried(*fim, shard, segment, key);
     }
     for (const auto& [s, key] : drawn) {
         Segment& segment = segments[s];

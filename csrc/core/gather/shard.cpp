@@ -93,8 +93,9 @@ std::int64_t bytes_of(TokenType type) {
 void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
     const std::int64_t itemsize = bytes_of(from.type);
     const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
-    const std::int64_t size = std::min(count * itemsize, kMostAhead);
-    for (std::int64_t byte = 0; byte < size; byte += kLine) __builtin_prefetch(begin + byte);
+    const auto before = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(begin) % kLine);
+    const std::int64_t end = std::min(count * itemsize, kMostAhead);
+    for (std::int64_t byte = -before; byte < end; byte += kLine) __builtin_prefetch(begin + byte);
 }
 
 void check_shard(const Shard& shard) {
