@@ -34,11 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-LONGEST = ("under_sanitizers", "compiled_layers")  # tests, by their names
+LONGEST = (  # tests, by their names
+    *("under_sanitizers", "compiled_layers", "estimate_is_what_deepspeeds", "lost_worker_restarts"),
+    *("hanging_rank_is_named", "lm_eval_scores", "deepspeed_launcher_trains", "passes_noise_by"),
+    *("mixing_that_was_decided", "steps_are_traced_when", "time_limit_ends", "cluster_that_loses"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes a minute begins, so that in the end nobody waits for it alone."""
+    """What takes long begins, so that in the end nobody waits for it alone."""
     items.sort(key=lambda item: not any(name in item.name for name in LONGEST))
 
 

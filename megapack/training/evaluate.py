@@ -15,6 +15,7 @@ compared by their logs: final perplexity and mean rank over the last epoch.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import sys
@@ -140,6 +141,14 @@ def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
     return {name: place.__dict__ for name, place in standing.items()}
 
 
+@functools.cache
+def _task_manager(path: str | None) -> Any:
+    """Tasks of the harness and of a folder: finding them takes seconds, for all models once."""
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415
+
+    return TaskManager(include_path=path)
+
+
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Task -> metric -> value, by lm-evaluation-harness (extra ``lm-eval``), of a model that
     transformers loads with its own attention, as anybody would load it.
@@ -153,10 +162,9 @@ def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, 
     try:
         import lm_eval  # noqa: PLC0415
         from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
-        from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"--lm-eval needs the harness: pip install lm-eval ({error})") from error
-    tasks, manager = args.lm_eval.split(","), TaskManager(include_path=args.lm_eval_path)
+    tasks, manager = args.lm_eval.split(","), _task_manager(args.lm_eval_path)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
         raise ConfigError(f"lm-evaluation-harness has no task {', '.join(unknown)}")

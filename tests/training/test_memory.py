@@ -38,7 +38,7 @@ RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 # (precision, ZeRO stage, checkpointing, tokens, micro steps, preset or None for Mixtral, overrides)
-LARGE = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 512, "head_dim": 32}
+LARGE = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 512, "head_dim": 32}
 CASES: dict[str, tuple[str, int, bool, int, int, str | None, dict[str, int]]] = {
     "fp32, no ZeRO": ("fp32", 0, False, 512, 1, "llama_tiny", LARGE),
     "bf16 by autocast": ("bf16", 0, False, 512, 1, "llama_tiny", LARGE),
