@@ -325,7 +325,7 @@ fim_label: a document before a transformed one predicts its first word, not the 
 csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
 - weigh_labels(*piece.shard, last.at, 1, factor, mask);
-+ weigh_labels(*piece.shard, last.at, 1, 0.0F, mask);
++ weigh_labels(*piece.shard, last.at, 1, 0.0F * factor, mask);
 fim_weights: what follows a sentinel weighs like what stands before it
 - fill_weights(weights_at(shard, run.at), run.length, factor, mask);
 + fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
