@@ -88,7 +88,8 @@ def losses_one_by_one(
                 int(of[document]) for of in (dataset.document_offsets, dataset.document_lengths)
             )
             whole = torch.tensor(dataset.tokens[offset : offset + total])
-            if content.fim is not None and length == total <= samples.indices[source].fim_longest:
+            room = samples.indices[source].fim_longest
+            if content.fim is not None and 1 < length == total <= room:
                 key = definition.key_of(
                     inputs.schedule.config.seed, int(content.fim.epochs[place]), document
                 )

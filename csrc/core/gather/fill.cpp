@@ -14,13 +14,12 @@
 #else
 #define MEGAPACK_CLONES __attribute__((target_clones("avx2", "default")))
 #endif
-#else
-#define MEGAPACK_CLONES
-#endif
-
-#if defined(__x86_64__) && defined(__GNUC__)
+#if __GNUC__ >= 11  // which asks a processor for the instruction
 #define MEGAPACK_F16C
 #include <immintrin.h>
+#endif
+#else
+#define MEGAPACK_CLONES
 #endif
 
 #define MEGAPACK_INLINE inline __attribute__((always_inline))

@@ -12,8 +12,6 @@ constexpr const char* kRemedy =
     "; the .samples file is damaged or was made for another dataset: pack again";
 
 constexpr std::int64_t kLine = 64;  // bytes of a cache line
-// Of a long run the beginning is enough: the processor sees the stream and goes on by itself.
-constexpr std::int64_t kMostAhead = 16384;
 
 // Where a document's tokens lie: [begin, end) in the file.
 struct Range {
@@ -94,8 +92,9 @@ void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
     const std::int64_t itemsize = bytes_of(from.type);
     const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
     const auto before = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(begin) % kLine);
-    const std::int64_t end = std::min(count * itemsize, kMostAhead);
-    for (std::int64_t byte = -before; byte < end; byte += kLine) __builtin_prefetch(begin + byte);
+    for (std::int64_t byte = -before; byte < count * itemsize; byte += kLine) {
+        __builtin_prefetch(begin + byte);
+    }
 }
 
 void check_shard(const Shard& shard) {

@@ -21,7 +21,7 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
-// Has these elements brought into the cache, as far as that is worthwhile; changes nothing else.
+// Has these elements brought into the cache; changes nothing else.
 void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count);
 
 // Calls f with a typed pointer to element `at`.
