@@ -11,6 +11,8 @@ INSTALL := $(PIP) --no-compile -c constraints.txt
 BYTECODE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 # Commands of the virtual environment first, whatever the shell has on its PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Images often say that none is written; tests start hundreds of processes that would compile anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo docs test test-all test-data test-hosts test-cluster test-clouds wheel

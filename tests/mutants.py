@@ -335,8 +335,8 @@ fim_whole: documents that are cut are transformed
 - const bool whole = segment.begin == 0 && segment.ends_document;
 + const bool whole = segment.begin == 0;
 fim_one_token: a token that is cut twice loses a part
-- second = {second.token + 1, -1};
-+ second = first;
+- second_ = {second_.token + 1, -1};
++ second_ = first_;
 
 csrc/core/gather/plan.cpp: gather
 positions_of_documents: positions count from the begin of the file

@@ -134,12 +134,12 @@ __attribute__((target("avx,f16c"))) void fill_weights_f16c(const std::uint16_t* 
                                                            std::int64_t count, float factor,
                                                            float* mask) {
     const __m256 factors = _mm256_set1_ps(factor);
-    std::int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        weigh_eight(weights + i, factors, mask + i);
-        weigh_eight(weights + i + 8, factors, mask + i + 8);
+    if (count < 8) {
+        for (std::int64_t i = 0; i < count; ++i) mask[i] = weight_of(weights[i]) * factor;
+        return;
     }
-    for (; i < count; ++i) mask[i] = weight_of(weights[i]) * factor;
+    for (std::int64_t i = 0; i + 8 < count; i += 8) weigh_eight(weights + i, factors, mask + i);
+    weigh_eight(weights + count - 8, factors, mask + count - 8);  // some of them again
 }
 #endif
 

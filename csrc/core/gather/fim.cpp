@@ -1,6 +1,7 @@
 #include "core/gather/fim.hpp"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "core/base/check.hpp"
@@ -35,39 +36,49 @@ std::pair<std::int64_t, std::uint64_t> place_of(std::uint64_t bits, std::uint64_
     return {static_cast<std::int64_t>(at >> 64), static_cast<std::uint64_t>(at)};
 }
 
-// Transforms one document.
+// Transforms one document, in three steps: what a step reads, from tables that are in no cache, was
+// asked for by the one before it, and those of all documents of a sample are taken together.
 class Writer {
   public:
-    Writer(const Fim& fim, const Shard& shard, const Segment& segment, std::vector<Run>& runs)
+    // Draws the places.
+    Writer(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key,
+           std::vector<Run>& runs)
         : fim_(fim), shard_(shard), begin_(segment.token_begin), runs_(runs) {
         const std::int64_t last = begin_ + segment.length - 1;
         ends_ = fim.eod >= 0 && token_at(shard, last) == fim.eod;
         body_ = segment.length - (ends_ ? 1 : 0);
+        spm_ = random_unit(key, 1) < fim_.spm_rate;
+        std::tie(low_, high_) = cuts(key);
     }
 
-    // What was decided, too, if somebody asks.
-    void write(std::uint64_t key, FimDraw* draw) {
-        const bool spm = random_unit(key, 1) < fim_.spm_rate;
-        const auto [low, high] = cuts(key);
-        if (draw != nullptr) *draw = {0, 0, spm, position(low), position(high)};
-        Cut first = before(low), second = before(high);
-        if (first.cut >= 0 && second.cut >= 0 && first.token == second.token) {
-            second = {second.token + 1, -1};
+    void find_cuts() {
+        first_ = before(low_);
+        second_ = before(high_);
+        if (first_.cut >= 0 && second_.cut >= 0 && first_.token == second_.token) {
+            second_ = {second_.token + 1, -1};
         }
-        first = allowed(first);
-        second = allowed(second);
+    }
+
+    void write() {
+        first_ = allowed(first_);
+        second_ = allowed(second_);
         const std::int64_t from = ssize(runs_);
         const Cut begin{0, -1};
         sentinel(fim_.prefix);
-        if (!spm) tokens(begin, first);
+        if (!spm_) tokens(begin, first_);
         sentinel(fim_.suffix);
-        tokens(second, {body_, -1});
+        tokens(second_, {body_, -1});
         sentinel(fim_.middle);
-        if (spm) tokens(begin, first);
-        tokens(first, second);
+        if (spm_) tokens(begin, first_);
+        tokens(first_, second_);
         if (fim_.end >= 0) sentinel(fim_.end);
         if (ends_) runs_.push_back({begin_ + body_, 1, -1});
         weigh_sentinels(from);
+    }
+
+    // What was decided.
+    FimDraw draw(std::int64_t segment, std::int64_t document) const {
+        return {segment, document, spm_, position(low_), position(high_)};
     }
 
   private:
@@ -124,7 +135,10 @@ class Writer {
         const std::int64_t id = token_at(shard_, begin_ + token);
         const std::int64_t inner = cuts.first_cut[id + 1] - cuts.first_cut[id];
         const std::int64_t at_begin = cuts.characters[id] - inner;  // 0 or 1
-        return {token, c < at_begin ? -1 : cuts.first_cut[id] + c - at_begin};
+        if (c < at_begin) return {token, -1};
+        const std::int64_t cut = cuts.first_cut[id] + c - at_begin;
+        __builtin_prefetch(&cuts.first_part[2 * cut]);
+        return {token, cut};
     }
 
     Cut allowed(Cut cut) const {
@@ -167,6 +181,9 @@ class Writer {
     std::int64_t begin_;
     std::int64_t body_;
     bool ends_;
+    bool spm_;
+    Place low_, high_;
+    Cut first_{}, second_{};
     std::vector<Run>& runs_;
 };
 
@@ -232,20 +249,22 @@ void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
         drawn.emplace_back(s, key);
         prefetch_tried(*fim, shard, segment, key);
     }
-    for (const auto& [s, key] : drawn) {
-        Segment& segment = segments[s];
-        FimDraw draw{};
+    std::vector<Writer> writers;
+    writers.reserve(drawn.size());
+    for (const auto& [s, key] : drawn) writers.emplace_back(*fim, shard, segments[s], key, runs);
+    for (Writer& writer : writers) writer.find_cuts();
+    for (std::int64_t i = 0; i < ssize(drawn); ++i) {
+        Segment& segment = segments[drawn[i].first];
         segment.runs.begin = ssize(runs);
-        Writer(*fim, shard, segment, runs).write(key, draws == nullptr ? nullptr : &draw);
+        writers[i].write();
         segment.runs.end = ssize(runs);
         segment.placed = 0;
         for (auto r = segment.runs.begin; r < segment.runs.end; ++r) {
             segment.placed += runs[r].length;
         }
         if (draws == nullptr) continue;
-        draw.segment = s;
-        draw.document = static_cast<std::int64_t>(number_of(shard, segment));
-        draws->push_back(draw);
+        const auto document = static_cast<std::int64_t>(number_of(shard, segment));
+        draws->push_back(writers[i].draw(drawn[i].first, document));
     }
 }
 
