@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL := $(PIP) --no-compile -c constraints.txt
 BYTECODE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 # Commands of the virtual environment first, whatever the shell has on its PATH.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PATH := $(abspath $(BIN)):$(PATH)
 # Images often say that none is written; tests start hundreds of processes that would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -68,7 +68,7 @@ test-all: lint ## the gate, and the tests of documents, papers and results
 	$(PYTEST)
 
 $(VENV)/.docs: $(VENV)/.train
-	MEGAPACK_NO_EXTENSION=1 $(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	MEGAPACK_NO_EXTENSION=1 $(INSTALL) --no-build-isolation -e '.[docs]'
 	touch $@
 
 docs: build $(VENV)/.docs ## the site: pages, API, commands, configuration -> build/site
@@ -89,9 +89,10 @@ test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
 # GPT_NEOX, MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON; AXOLOTL and
-# MEGAPACK_VERL name folders as PATH does (their tests say which). What a host alone imports has a
-# folder of its own.
-test-hosts: build $(VENV)/.dev $(VENV)/hosts $(VENV)/hosts-neox $(VENV)/hosts-mds $(VENV)/hosts-torchtitan $(VENV)/hosts-olmo-core $(VENV)/hosts-nanotron ## trainers of no package index; MEGATRON_LM=/path/to/checkout
+# MEGAPACK_VERL name folders as PATH does (their tests say which).
+HOSTS := hosts hosts-neox hosts-mds hosts-torchtitan hosts-olmo-core hosts-nanotron
+
+test-hosts: build $(VENV)/.dev $(HOSTS:%=$(VENV)/%) ## trainers of no package index; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
 # What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
@@ -101,8 +102,25 @@ test-cluster: build $(VENV)/.dev $(VENV)/kubernetes ## Slurm and two nodes, as d
 	CLUSTER=1 PYTHONPATH=$(VENV)/kubernetes $(BIN)/python -m pytest -v -W ignore \
 	    tests/training/test_slurm.py tests/training/test_two_nodes.py tests/training/test_kubernetes.py
 
-$(VENV)/kubernetes: # 100 MB of schemas
-	$(PIP) --target $@ kubernetes-validate
+# Folders of packages beside those of the environment. Of a host: what it imports and does not use
+# here (triton's kernels), or what its own loaders need.
+of-hosts := --no-deps triton
+of-hosts-neox := --no-deps setuptools==75.8.0 # for pkg_resources
+of-hosts-mds := --no-deps --no-build-isolation deepspeed==0.19.0 # for deepspeed.compression
+of-hosts-torchtitan := --no-deps triton spmd_types==0.2.3 tyro docstring_parser shtab typeguard \
+    grain==0.2.18 etils array_record cloudpickle absl-py portpicker psutil torch_checkpointing
+# cached_path imports Google's clients.
+of-hosts-olmo-core := --no-deps bettermap cached_path dataclass-extensions importlib-resources \
+    google-api-core google-auth google-cloud-core google-cloud-storage google-resumable-media \
+    google-crc32c googleapis-common-protos
+of-hosts-nanotron := --no-deps dacite triton
+of-kubernetes := kubernetes-validate # 100 MB of schemas
+
+# A folder has its name when all of it is there.
+$(VENV)/kubernetes $(HOSTS:%=$(VENV)/%): $(VENV)/%: | $(VENV)/.dev
+	rm -rf $@.part
+	DS_BUILD_OPS=0 $(PIP) --target $@.part $(of-$*)
+	mv $@.part $@
 
 # What `make test` skips of the stores: az://, on Azurite, Microsoft's emulator. Node.js and npm.
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
@@ -112,33 +130,6 @@ test-clouds: build $(VENV)/.dev $(AZURITE) ## az://, on Microsoft's emulator; No
 
 $(AZURITE):
 	npm install --no-audit --no-fund --prefix $(VENV)/azurite azurite@3
-
-# Megatron-LM imports triton, whose kernels are not called on a CPU.
-$(VENV)/hosts: $(VENV)/.dev
-	$(PIP) --no-deps --target $@ triton
-
-# torchtitan imports triton and what its own loaders need; not its torch, nor datasets, which is here.
-$(VENV)/hosts-torchtitan: $(VENV)/.dev
-	$(PIP) --no-deps --target $@ triton spmd_types==0.2.3 tyro docstring_parser shtab typeguard \
-	    grain==0.2.18 etils array_record cloudpickle absl-py portpicker psutil torch_checkpointing
-
-# OLMo-core imports cached_path, which imports Google's clients.
-$(VENV)/hosts-olmo-core: $(VENV)/.dev
-	$(PIP) --no-deps --target $@ bettermap cached_path dataclass-extensions importlib-resources \
-	    google-api-core google-auth google-cloud-core google-cloud-storage google-resumable-media \
-	    google-crc32c googleapis-common-protos
-
-# nanotron imports triton, whose kernels are not called.
-$(VENV)/hosts-nanotron: $(VENV)/.dev
-	$(PIP) --no-deps --target $@ dacite triton
-
-# GPT-NeoX imports pkg_resources.
-$(VENV)/hosts-neox: $(VENV)/.dev
-	$(PIP) --no-deps --target $@ setuptools==75.8.0
-
-# Megatron-DeepSpeed imports deepspeed.compression.
-$(VENV)/hosts-mds: $(VENV)/.dev
-	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target $@ deepspeed==0.19.0
 
 bench-%: build $(VENV)/.dev ## a benchmark: packing, build, merge, data, ...; QUICK=1 is a minute
 	$(BIN)/python benchmarks/$*.py
