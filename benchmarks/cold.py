@@ -24,8 +24,9 @@ from statistics import median_high
 from typing import Any
 
 from common import in_child, in_turns, quick, show, write_results
-from data import BUCKETS, write_corpus
+from data import write_corpus
 from files import forget
+from lengths import BUCKETS
 
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data.loader import ThreadPrefetcher, reading_ahead

@@ -12,9 +12,9 @@ import itertools
 from functools import partial
 
 from common import quick, show, write_results
-from lengths import LAWS
+from lengths import BUCKETS, LAWS, Lengths
 from papers.composition import atom_size, blog, bucketllm, seamless
-from papers.composition.rows import Lengths, Row, compared, python_sources
+from papers.composition.rows import Row, compared, python_sources
 
 from megapack.packing import SampleIndex, pack
 
@@ -58,7 +58,7 @@ def goals(num_documents: int) -> list[Row]:
     for law in ("fineweb_edu_like", "finance", "bbc_news", "pubmed"):
         lengths = LAWS[law](num_documents)
         for item, parameters in ways.items():
-            index = pack(lengths, buckets=[1024, 2048, 4096, 8192, 16384], **parameters)
+            index = pack(lengths, buckets=BUCKETS, **parameters)
             metrics = index.metrics()
             assert metrics["truncation_ratio"] == metrics["truncation_floor"]
             decided = ((name, text.split(":")[0]) for name, text in index.decisions.items())
@@ -73,7 +73,7 @@ def every_strategy(lengths: Lengths) -> list[Row]:
     for strategy, buckets in (
         *((name, [size]) for name in ("concat", "best_fit_decreasing") for size in (4096, 16384)),
         *((name, [4096]) for name in ("first_fit_decreasing", "next_fit", "seamless", "pad")),
-        *((name, bucketllm.BUCKETS) for name in ("bucket", "bucket_v0", "bucket_llm", "decompose")),
+        *((name, BUCKETS) for name in ("bucket", "bucket_v0", "bucket_llm", "decompose")),
     ):
         item = f"{strategy}, {buckets[0]}" + (f" to {buckets[-1]}" if len(buckets) > 1 else "")
         index = pack(lengths, strategy, buckets=buckets)

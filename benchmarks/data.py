@@ -63,7 +63,7 @@ from common import (
     write_documents,
     write_results,
 )  # fmt: skip
-from lengths import LAWS
+from lengths import BUCKETS, LAWS
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -76,7 +76,6 @@ warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
 
 ROW = 4096
-BUCKETS = [1024, 2048, 4096, 8192, 16384]
 VOCABULARY, EOD = 50_000, 0
 WORKERS = (0, 1, 2)
 BATCHES = (4, 12)  # samples per micro batch; 12 x 4,096 = 49,152 tokens (BucketLLM)

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 from common import in_child, large, quick, show, timed, write_results
-from data import BUCKETS, megatron_train, write_index
-from lengths import LAWS
+from data import megatron_train, write_index
+from lengths import BUCKETS, LAWS, RANKS, TOKENS_PER_RANK
 from torch import distributed
 from torch.distributed import HashStore
 
@@ -37,7 +37,6 @@ from megapack.cli.arguments import usable_cores
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing.sharded import load_shards
 
-RANKS, RANK_TOKENS = 64, 49_152
 MANIFEST = "web.shards.json"
 
 
@@ -76,17 +75,17 @@ def packed(folder: Path, prefixes: list[str]) -> dict[str, Any]:
 
 def first_batch(dataset: PackedDataset) -> dict[str, Any]:
     """Of rank 0: what it took from an open dataset on, and what was opened for it."""
-    schedule = Schedule(dataset, tokens_per_step=RANKS * RANK_TOKENS, seed=1)
+    schedule = Schedule(dataset, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     loader = build_loader(
         dataset,
         schedule,
         data_parallel_rank=0,
         data_parallel_size=RANKS,
-        micro_batch_tokens=RANK_TOKENS,
+        micro_batch_tokens=TOKENS_PER_RANK,
         prefetch=0,
     )
     batch = next(iter(loader))
-    assert batch["tokens"].shape == (1, RANK_TOKENS)
+    assert batch["tokens"].shape == (1, TOKENS_PER_RANK)
     shards = dataset.samples.shards
     opened = sum(map(shards.is_open, range(len(shards))))
     return {"samples_of_step": len(schedule.step(0).sample_ids), "opened": opened}

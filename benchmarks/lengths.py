@@ -26,6 +26,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+BUCKETS = [1024, 2048, 4096, 8192, 16384]  # BucketLLM's, whose steps these ranks share:
+RANKS, TOKENS_PER_RANK = 64, 49_152
+
 Lengths = NDArray[np.int32]
 Law = Callable[..., Lengths]
 _BLOCK = 1 << 18
@@ -99,19 +102,12 @@ def web_blog_table(n: int, seed: int = 0) -> Lengths:
     return draw(n, seed, block)
 
 
+PUBMED = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts of (2k, 4k], (4k, 6k], ... tokens
 LAWS: dict[str, Law] = {
     "fineweb_edu_like": fineweb_edu_like,
-    "pubmed": _histogram(2048, 2048, [3906, 4095, 1789, 763, 355, 150, 73, 47, 90], 27_638),
+    "pubmed": _histogram(2048, 2048, PUBMED, 27_638),
     "bbc_news": _histogram(512, 512, [3533, 6556, 1323, 330, 97, 49, 27, 22, 29], 12_483),
     "finance": _histogram(512, 512, [7790, 4161, 1012, 397, 274, 234, 212, 195, 1252], 8_100),
     "web_800": web_800,
     "web_blog_table": web_blog_table,
 }
-
-
-def expected_truncation_ratio(lengths: Lengths, capacity: int) -> float:
-    """Share of documents that concatenate-and-cut splits, expected over the place of the cut.
-
-    A document of n tokens is split when a boundary falls on one of its n - 1 inner gaps.
-    """
-    return float(np.minimum(1.0, (lengths.astype(np.float64) - 1.0) / capacity).mean())

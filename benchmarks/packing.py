@@ -46,15 +46,13 @@ from common import (
     write_documents,
     write_results,
 )  # fmt: skip
-from lengths import LAWS
-from numpy.typing import NDArray
+from lengths import LAWS, Lengths
 
 from megapack.data import BatchLayout, PackedDataset, allocate
 from megapack.packing import STRATEGIES, pack
 
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
-Lengths = NDArray[np.int32]
 
 
 # ---- Other people's packers, as installed: each gives the samples it makes, or None -------------

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 from common import in_child, quick, show, take_turns, timed, write_results
-from lengths import LAWS
+from lengths import BUCKETS, LAWS, RANKS, TOKENS_PER_RANK, Lengths
 from numpy.typing import NDArray
 
 from megapack import _core
@@ -40,15 +40,10 @@ from megapack.data import BucketBatchSampler, Schedule, Stage, plan_exclusions, 
 from megapack.data.bucket_order import _cycle, whole_shares
 from megapack.packing import SampleIndex, pack
 
-RANKS = 64
-TOKENS_PER_RANK = 49_152
-BUCKETS = [1024, 2048, 4096, 8192, 16384]
 STEP_TOKENS = 4 << 20  # of the run of many sources
 QUERIES = 100
 FAR = range(10**12, 10**12 + 409_600, 4096)  # positions of steps
 TARGET = {1024: 1.01, 2048: 1.01, 4096: 1.01, 8192: 1.01, 16384: 1.06}
-
-Lengths = NDArray[np.int32]
 
 
 def sampler_of(schedule: Schedule, tokens: int, ranks: int = RANKS, rank: int = 0) -> Any:

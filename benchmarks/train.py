@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Timing, in_turns, quick, show, timed, write_documents, write_results
-from lengths import fineweb_edu_like
+from lengths import BUCKETS, LAWS
 
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
@@ -84,7 +84,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, here: World, directory: Path) -> None:
         self.args, self.here = args, here
-        lengths = (fineweb_edu_like(args.documents) * args.scale).astype(np.int64)
+        lengths = (LAWS["fineweb_edu_like"](args.documents) * args.scale).astype(np.int64)
         sizes = {"vocabulary": args.vocab_size, "dtype": np.int32}
         self.dataset = write_documents(directory / "corpus", np.maximum(2, lengths), **sizes)
         engine = EngineConfig(precision=args.precision, compile=args.compile)
@@ -326,7 +326,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--bucket-steps", type=int, default=12 if quick() else 60, help="per attention and round")
     args = parser.parse_args()
     if args.buckets is None:
-        args.buckets = [1024 << i for i in range(5)] if cuda else [256 << i for i in range(5)]
+        args.buckets = BUCKETS if cuda else [n // 4 for n in BUCKETS]
     return args
 
 

@@ -11,7 +11,7 @@ from megapack.packing import pack
 
 NUM_DOCUMENTS = 803_000  # A.1: 1.81M rows less 55.62 %
 NUM_TOKENS = 114_400_095  # A.5: per epoch
-TABLE_3 = {  # MSL: batch, steps of concat, steps of padding
+STEPS = {  # Table 3; MSL: batch, steps of concat, steps of padding
     32: (256, 28_120, 31_816),
     64: (256, 14_058, 17_308),
     128: (128, 14_056, 20_496),
@@ -30,7 +30,7 @@ def table_3_steps() -> list[Row]:
     lengths = np.rint(lengths * NUM_TOKENS / lengths.sum()).astype(np.int32)
     row = partial(compared, "Atom size Table 3", "WikiText-like, mean 142")
     rows = []
-    for capacity, (batch, concat_steps, padding_steps) in TABLE_3.items():
+    for capacity, (batch, concat_steps, padding_steps) in STEPS.items():
         pieces = -(-lengths // (capacity - 1))
         joined = pack(lengths + 1, "concat", buckets=[capacity]).num_samples
         padded = pack(lengths + pieces, "pad", buckets=[capacity]).num_samples

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from lengths import LAWS
-from papers.composition.rows import Lengths, Row, compared
+from lengths import LAWS, Lengths
+from papers.composition.rows import Row, compared
 
 from megapack.compare import GPUS, MODELS
 from megapack.packing import pack

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from papers.composition.rows import Lengths, Row, compared
+from lengths import BUCKETS, Lengths
+from papers.composition.rows import Row, compared
 
 from megapack.compare import MODELS
 from megapack.packing import SampleIndex, pack
 
-BUCKETS = [1024, 2048, 4096, 8192, 16384]
 FIXED = {  # capacity: r_pad %, r_tru %, r_cat
     1024: (0.01, 61.26, 1.03),
     2048: (0.01, 38.39, 2.05),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
-Lengths = NDArray[np.int32]
+from lengths import Lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +87,11 @@ def python_sources(limit: int | None = None) -> tuple[str, Lengths]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     files = sorted({path for folder in folders if folder for path in Path(folder).rglob("*.py")})
     contents = (path.read_bytes() for path in files[:limit] if path.is_file())
-    lengths = np.array([_count_tokens(content) + 1 for content in contents if content], np.int32)
+    lengths = np.array(
+        [len(_TOKEN.findall(content)) + 1 for content in contents if content], np.int32
+    )
     return f"Python sources ({len(lengths):,} files)", lengths
 
 
-_BLANK, _LETTER, _DIGIT, _OTHER = range(4)
-_CLASSES = np.full(256, _OTHER, np.uint8)
-_CLASSES[[ord(c) for c in " \t"]] = _BLANK
-_CLASSES[[*range(ord("A"), ord("Z") + 1), *range(ord("a"), ord("z") + 1)]] = _LETTER
-_CLASSES[128:] = _LETTER  # the bytes of a letter outside ASCII belong together
-_CLASSES[ord("0") : ord("9") + 1] = _DIGIT
-
-
-def _count_tokens(content: bytes) -> int:
-    classes = _CLASSES[np.frombuffer(content, np.uint8)]
-    changes = np.flatnonzero(np.diff(classes))
-    runs = np.append(changes + 1, len(classes)) - np.append(0, changes + 1)
-    kinds = classes[np.append(0, changes + 1)]
-    other = int(runs[kinds == _OTHER].sum())
-    words = int(np.count_nonzero((kinds == _LETTER) | (kinds == _DIGIT)))
-    return other + words + int(np.count_nonzero((kinds == _BLANK) & (runs > 1)))
+# A letter outside of ASCII is several bytes, which belong together.
+_TOKEN = re.compile(rb"[A-Za-z\x80-\xff]+|[0-9]+|[ \t]{2,}|[^A-Za-z\x80-\xff0-9 \t]")

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 from common import take_turns
-from lengths import LAWS
+from lengths import LAWS, PUBMED
 from numpy.typing import NDArray
 from papers.composition.rows import Row, compared
 
@@ -25,7 +25,6 @@ from megapack import _core
 from megapack.packing import pack
 from megapack.packing.strategies import exact_ratio, largest_overlap
 
-TABLE_13 = [3906, 4095, 1789, 763, 355, 150, 73, 47, 90]  # texts of (2k, 4k], (4k, 6k], ... tokens
 CORPORA = {
     "pubmed": (11_268, 2048, 50),
     "bbc_news": (11_966, 512, 10),
@@ -94,7 +93,7 @@ def measure_seamless(
 def section_4_8() -> list[Row]:
     """Section 4.8: texts that slide and tokens in short chunks; PubMed, L 2048, r_max 0.3."""
     lengths = LAWS["pubmed"](11_268)
-    printed = expect_seamless(TABLE_13, 2048, 0.3)
+    printed = expect_seamless(PUBMED, 2048, 0.3)
     _, done = measure_seamless(lengths, 2048, 0.3)
     texts, tokens = done.num_sliding, done.short_tokens
     share = 100 * tokens / lengths.sum(dtype=np.int64)
@@ -122,7 +121,7 @@ def figure_3(ratios: Iterable[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)) -> list[
     row = partial(compared, "Seamless Figure 3", "pubmed law")
     rows = []
     for ratio in ratios:
-        expected = expect_seamless(TABLE_13, 2048, ratio)
+        expected = expect_seamless(PUBMED, 2048, ratio)
         _, done = measure_seamless(lengths, 2048, ratio)
         item = f"r_max {ratio:g}"
         rows += [
