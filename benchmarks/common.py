@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -27,8 +28,10 @@ from numpy.typing import ArrayLike, DTypeLike
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tables import rounded
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.files import atomic_write
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -149,6 +152,20 @@ def write_documents(
     return IndexedDataset(prefix)
 
 
+def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last line of every step of a run, its samples and its loss, beside those of the run that
+    nothing happened to. A loss that is no number (null) makes the difference none."""
+    ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
+    losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
+    mine, other = np.array(losses or [(np.nan, np.nan)], float).T
+    taken = ({step: line["samples"] for step, line in of.items()} for of in (ours, theirs))
+    return {
+        "same_samples": next(taken) == next(taken),
+        "loss_differs": float(np.abs(mine / other - 1).max()),
+        "lines_twice": len(lines) - len(ours),
+    }
+
+
 def _memory(kind: str) -> int:
     """Bytes of this process (Linux): VmHWM is the largest resident size so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -214,22 +231,48 @@ def peer_of(name: str, load: Callable[[], T], variable: str = "", *folders: str)
 
 
 def checkout_commit(variable: str) -> str | None:
-    """Of the checkout that a variable names; None without one that git knows."""
+    """As ``commit``, of the checkout that a variable names; None where it names none."""
     checkout = os.environ.get(variable)
-    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    return commit(Path(checkout)) if checkout else None
 
 
-def write_results(name: str, results: Any) -> Path:
+def only(known: Iterable[str], *, others: str = "") -> list[str]:
+    """Those of ``known`` that ONLY=a,b names, in their order; all of them without ONLY.
+
+    Args:
+        known: parts of a benchmark.
+        others: a command that is given the same ONLY, so that names may be its own; "": none is.
+
+    Raises:
+        SystemExit: there is no such part.
+    """
+    known = list(known)
+    asked = [name for name in os.environ.get("ONLY", "").split(",") if name]
+    if unknown := ", ".join(sorted(set(asked) - set(known))):
+        text = f"ONLY names {unknown}; there are {', '.join(known)}"
+        if not others:
+            raise SystemExit(text)
+        print(f"{text}, and those of {others}")
+    return [name for name in known if not asked or name in asked]
+
+
+def write_results(name: str, results: Any, *, parts: str = "") -> Path:
     """Write ``results`` (anything JSON) to results/NAME-HOST-DATE.json, with what it ran on.
 
     A QUICK run has a file of its own, NAME-quick-HOST-DATE.json.
+
+    Args:
+        name: of the benchmark.
+        results: as it was measured.
+        parts: the column that names the part (ONLY) a row belongs to. ``results`` is then a
+            dictionary of lists; rows of other parts stay in the file, whoever writes to it
+            meanwhile, and "measured" says of every part when and on what it was measured, and
+            beside how much.
     """
     RESULTS.mkdir(exist_ok=True)
     file = f"{name}-quick" if quick() else name
     path = RESULTS / f"{file}-{socket.gethostname()}-{date.today()}.json"
-    about = {
+    run = {
         "benchmark": name,
         "date": str(date.today()),
         "quick": quick(),
@@ -239,15 +282,48 @@ def write_results(name: str, results: Any) -> Path:
         "python": platform.python_version(),
         "commit": commit(),
         "versions": versions(),
+        "results": results,
     }
-    path.write_text(json.dumps({**about, "results": results}, indent=1, default=str) + "\n")
+    if parts:
+        now = {key: run[key] for key in ("date", "commit", "cpu")}
+        now["load_average"] = os.getloadavg()[2]  # of a quarter of an hour
+        those = (row[parts] for rows in results.values() if isinstance(rows, list) for row in rows)
+        measured = [{parts: part, **now} for part in dict.fromkeys(those)]
+        run |= {"parts": parts, "results": {**results, "measured": measured}}
+    folder = os.open(RESULTS, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        with atomic_write(path, "w") as out:
+            out.write(json.dumps(joined(old, run), indent=1, default=str) + "\n")
+    finally:
+        os.close(folder)
     print(f"\nwritten: {path}")
     return path
 
 
-def commit() -> str | None:
-    """Of this checkout, with "+changes" where files differ from it; None outside of git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+def joined(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]:
+    """A run of some parts, and the rows that an older one, as quick, has of the others; any other
+    run as it is."""
+    part = run.get("parts")
+    if not part or old is None or old["quick"] != run["quick"]:
+        return run
+
+    def rows(key: str, new: Any) -> Any:
+        if not isinstance(new, list):
+            return new
+        own = {row[part] for row in new}
+        kept = old["results"].get(key, [])
+        order = list(dict.fromkeys(row[part] for row in [*kept, *new]))
+        found = [*(row for row in kept if row[part] not in own), *new]
+        return sorted(found, key=lambda row: order.index(row[part]))
+
+    return {**run, "results": {key: rows(key, new) for key, new in run["results"].items()}}
+
+
+def commit(checkout: Path = Path(__file__).parent) -> str | None:
+    """Of a checkout, this one, with "+changes" where files differ from it; None outside of git."""
+    git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
         status = [*git, "status", "--porcelain", "--untracked-files=no"]
@@ -285,16 +361,5 @@ def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
         text = any(isinstance(row.get(name), str) for row in rows)
         table.add_column(name.replace("_", " "), justify="left" if text else "right")
     for row in rows:
-        table.add_row(*(escape(cell(row.get(name))) for name in names))
+        table.add_row(*(escape(rounded(row.get(name))) for name in names))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def cell(value: Any) -> str:
-    """A value as tables show it."""
-    if value in (None, {}):
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).parent))  # a rank is a fork that runs this f
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from common import quick, show, write_results
+from common import compare_logs, only, quick, show, write_results
 from ports import free_port
 
 from megapack.training.engine.directory import read_jsonl
@@ -218,18 +218,6 @@ def refused(run: Run) -> Found:
     return {"happened": "nothing was noticed", **found}
 
 
-def compare(lines: list[Found], whole: list[Found]) -> Found:
-    """The last line of every step beside the undisturbed run's."""
-    ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
-    losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
-    differ = max((abs((a or math.nan) / b - 1) for a, b in losses), default=math.nan)
-    same = len(ours) == len(theirs) and all(
-        ours[i]["samples"] == theirs[i]["samples"] for i in theirs
-    )
-    twice = len(lines) - len(ours)
-    return {"same_samples": same, "loss_differs": differ, "lines_twice": twice}
-
-
 def signalled(number: int, ranks: list[int]) -> Callable[[Run], Found]:
     """Some ranks get a signal in the midst of the run."""
 
@@ -374,9 +362,9 @@ FAULTS: dict[str, Callable[[Run], Found | None]] = {
 
 
 def main() -> None:
-    chosen = [
-        name for name in os.environ.get("ONLY", ",".join(FAULTS)).split(",") if name in FAULTS
-    ]
+    chosen = only(FAULTS, others="bench-edits")
+    setup = {"ranks": 2, "steps": NUM_STEPS, "save_every": EVERY, "fault_at": FAULT_AT}
+    setup |= {"engine.silence_seconds": SILENCE, "given_up_after_s": PATIENCE}
     zygote, rows = Zygote(), []
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "corpus").mkdir()
@@ -409,13 +397,13 @@ def main() -> None:
                 }
                 if "again" not in row:
                     row |= again(run)
-                rows.append({**row, **compare(run.lines(), whole[side])})
+                rows.append({**row, **compare_logs(run.lines(), whole[side])})
                 print(json.dumps(rows[-1]), flush=True)
+            own = [row for row in rows if row["fault"] == name]
+            if own:
+                write_results("faults", {"setup": setup, "faults": own}, parts="fault")
     zygote.close()
-    setup = {"ranks": 2, "steps": NUM_STEPS, "save_every": EVERY, "fault_at": FAULT_AT}
-    setup |= {"engine.silence_seconds": SILENCE, "given_up_after_s": PATIENCE}
     if rows:
-        write_results("faults", {"setup": setup, "faults": rows})
         show("faults", rows)
 
 

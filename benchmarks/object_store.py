@@ -29,13 +29,6 @@ _CHUNK = 1 << 18
 _UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
 
 
-def free_port() -> int:
-    """That nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def serve_objects(port: int) -> Iterator[str]:
     """Run moto's server with one empty bucket; its URL."""
@@ -72,15 +65,20 @@ def running(port: int, *command: str) -> Iterator[str]:
         server.wait()
 
 
+def environment_of(url: str) -> dict[str, str]:
+    """Variables by which clients talk to the store at a URL."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 def use_store(url: str) -> None:
     """Have clients of this process and its children talk to the store at a URL."""
-    os.environ.update(
-        AWS_ENDPOINT_URL=url,
-        AWS_ACCESS_KEY_ID="key",
-        AWS_SECRET_ACCESS_KEY="secret",
-        AWS_REGION="us-east-1",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    os.environ.update(environment_of(url))
 
 
 @dataclass

@@ -41,7 +41,7 @@ import numpy as np
 from common import in_child, quick, show, write_results
 from megatron.core.datasets.indexed_dataset import _S3BinReader
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
-from object_store import BUCKET, Line, free_port, serve_files, use_store
+from object_store import BUCKET, Line, serve_files, use_store
 
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.batch import MicroBatch
@@ -50,6 +50,7 @@ from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import upload_dataset
+from megapack.training.command import free_port
 
 ADDRESS = f"s3://{BUCKET}/docs"
 LATENCY, BANDWIDTH = 0.05, float(os.environ.get("BANDWIDTH", "200e6"))

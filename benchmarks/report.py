@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import RESULTS, joined
 from tables import body, rounded, table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -68,9 +68,11 @@ def pages_of(runs: Runs) -> dict[str, str]:
 
 
 def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Benchmark -> its newest run in ``folder``."""
+    """Benchmark -> its newest run in ``folder``, or the newest run of each of its parts."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    newest = {run["benchmark"]: run for run in sorted(runs, key=says)}
+    newest: dict[str, dict[str, Any]] = {}
+    for run in sorted(runs, key=says):
+        newest[run["benchmark"]] = joined(newest.get(run["benchmark"]), run)
     return dict(sorted(newest.items()))
 
 
@@ -86,12 +88,13 @@ def scale_of(run: dict[str, Any]) -> str:
 
 
 def log(runs: dict[str, dict[str, Any]]) -> None:
-    """Keep ``runs`` with the docs, except those that say less than what is kept already."""
+    """Keep ``runs`` with the docs, except those that say less than what is kept already; of a
+    benchmark that was measured in part the other parts stay."""
     LOGGED.mkdir(exist_ok=True)
     kept = newest_runs(LOGGED)
     for name, run in runs.items():
         if name not in kept or says(run) >= says(kept[name]):
-            text = json.dumps(run, indent=1) + "\n"
+            text = json.dumps(joined(kept.get(name), run), indent=1) + "\n"
             (LOGGED / f"{name}.json").write_text(text, encoding="utf-8")
 
 
@@ -199,9 +202,7 @@ class Figure:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """A tuple names any of several; a word that ends in * what begins like it."""
-    if isinstance(wanted, tuple):
-        return any(_same(value, one) for one in wanted)
+    """A word that ends in * names what begins like it."""
     if isinstance(wanted, str) and wanted.endswith("*"):
         return str(value).startswith(wanted[:-1])
     return bool(value == wanted)
@@ -242,8 +243,8 @@ def _claim(recipe: str, claim: str) -> tuple[Figure, Figure]:
     return Figure(f"{PAPERS}{recipe}", "agrees", of), Figure(f"{PAPERS}{recipe}", "measured", of)
 
 
-def _case(benchmark: str, key: str, *names: str) -> Figure:
-    return Figure(benchmark, key, {"case": names})
+def _case(benchmark: str, key: str, name: str) -> Figure:
+    return Figure(benchmark, key, {"case": name})
 
 
 def _packed(name: str) -> Figure:
@@ -312,8 +313,8 @@ QUESTIONS = (
         "masks, {} in buckets of 256 to 4096",
         "make bench-train",
         tuple(
-            _case("train", "useful_tokens_per_second", *names)
-            for names in (("pad to 2048",), ("concat 2048",), ("bucket 256..4096",))
+            _case("train", "useful_tokens_per_second", name)
+            for name in ("pad to 2048", "concat 2048", "bucket 256..4096")
         ),
     ),
     Question(
@@ -330,12 +331,10 @@ QUESTIONS = (
         "1), {} (4), {} (4, 2 workers)",
         "make bench-data",
         (
-            _case("data", "over_plain", "ours, one sample", "ours, bucket, one sample"),
-            _case("data", "over_plain", "ours, micro batch of 4", "ours, bucket, micro batch of 4"),
-            _case("data", "over_plain", "ours, loader", "ours (thread), 0 workers"),
-            _inside("mbs 1, workers 0"),
-            _inside("mbs 4, workers 0"),
-            _inside("mbs 4, workers 2"),
+            _case("data", "over_plain", "ours, bucket, one sample"),
+            _case("data", "over_plain", "ours, bucket, micro batch of 4"),
+            _case("data", "over_plain", "ours, loader"),
+            *map(_inside, ("mbs 1, workers 0", "mbs 4, workers 0", "mbs 4, workers 2")),
         ),
     ),
     Question(
@@ -353,7 +352,7 @@ QUESTIONS = (
         "{} times megatron-core's speed in {} of its memory, short documents (mean 64 tokens)",
         "make bench-merge",
         tuple(
-            Figure("merge", key, {"side": ("megapack", "megapack, merge")})
+            Figure("merge", key, {"side": "megapack, merge"})
             for key in ("times_faster", "share_of_memory")
         ),
     ),
@@ -503,8 +502,8 @@ def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
         ("one call, one sample", by_case["ours, bucket, one sample"], by_case["GPTDataset, plain"]),
         (
             "a loader at its best setting",
-            by_case.get("ours, loader") or by_case["ours (thread), 0 workers"],
-            by_case.get("GPTDataset, plain, loader") or by_case["GPTDataset, plain, 0 workers"],
+            by_case["ours, loader"],
+            by_case["GPTDataset, plain, loader"],
         ),
         *(
             (

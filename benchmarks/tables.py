@@ -11,6 +11,7 @@ below zero is "not measurable".
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -153,22 +154,14 @@ def _whose(column: str) -> str:
 
 def _said(column: str) -> str:
     """``peak_bytes`` -> ``"peak MB"``."""
-    return (
-        column.replace("_bytes", "_MB").replace("_", " ")
-        if _is_bytes(column)
-        else column.replace("_", " ")
-    )
-
-
-def _is_bytes(column: str) -> bool:
-    return column.endswith("_bytes")
+    return re.sub("_bytes$", "_MB", column).replace("_", " ")
 
 
 def _cell(column: str, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and value < 0 and ("bytes" in column or "mb" in column.lower()):
         return "not measurable"
-    if number and _is_bytes(column):
+    if number and column.endswith("_bytes"):
         value = value / 1e6
     text = rounded(value).replace("|", "/")
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
@@ -180,7 +173,7 @@ def rounded(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) < (1_000_000 if value % 128 == 0 else 10_000):
         return f"{value:,}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import common
 import report
+from tables import rounded
 
 pytestmark = pytest.mark.pages
 
@@ -70,7 +73,7 @@ def test_what_did_not_hold_stands_on_the_page() -> None:
     assert [claim for claim in wrong if f"| {claim} |" not in page] == []
 
 
-def test_a_run_is_kept_with_the_docs_unless_it_says_less(
+def test_run_is_kept_with_the_docs_unless_it_says_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "LOGGED", tmp_path)
@@ -83,6 +86,68 @@ def test_a_run_is_kept_with_the_docs_unless_it_says_less(
     ):
         report.log({"data": {**run, "results": [2], **changes}})
         assert report.newest_runs(tmp_path)["data"]["results"] == wanted
+
+
+def test_parts_of_a_benchmark_take_the_place_of_their_own_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONLY=... by several processes, or later: nothing is joined by hand, and nothing lost."""
+    monkeypatch.setattr(report, "LOGGED", tmp_path / "logged")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+
+    def measure(host: str, **parts: int) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        for part, value in parts.items():  # each by itself
+            rows = [{"part": part, "row": i, "found": value} for i in range(2)]
+            common.write_results("edits", {"setup": {"steps": 9}, "rows": rows}, parts="part")
+
+    def logged() -> list[tuple[str, int]]:
+        report.log(report.newest_runs(tmp_path))
+        results = report.newest_runs(report.LOGGED)["edits"]["results"]
+        assert results["setup"] == {"steps": 9}
+        assert results["measured"][0].keys() == {"part", "date", "commit", "cpu", "load_average"}
+        assert [row["row"] for row in results["rows"]] == [0, 1] * len(results["measured"])
+        return [(row["part"], row["found"]) for row in results["rows"][::2]]
+
+    measure("a", noise=1, seeds=2)
+    measure("b", mirror=3)
+    assert logged() == [("noise", 1), ("seeds", 2), ("mirror", 3)]
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    measure("a", mixing=5, seeds=4)
+    assert logged() == [("noise", 1), ("seeds", 4), ("mirror", 3), ("mixing", 5)]
+    monkeypatch.setenv("QUICK", "1")
+    measure("z", noise=6)
+    assert logged()[0] == ("noise", 1)
+
+
+def test_part_that_nobody_knows_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ONLY", raising=False)
+    assert common.only(["a", "b"]) == ["a", "b"]
+    monkeypatch.setenv("ONLY", "b,x")
+    with pytest.raises(SystemExit, match="ONLY names x; there are a, b"):
+        common.only(["a", "b"])
+    assert common.only(["a", "b"], others="bench-edits") == ["b"]
+    assert capsys.readouterr().out == "ONLY names x; there are a, b, and those of bench-edits\n"
+
+
+def test_logs_of_a_run_are_compared_step_by_step() -> None:
+    whole = [{"step": i, "samples": i, "loss": 2.0} for i in range(3)]
+    equal = {"same_samples": True, "loss_differs": 0.0, "lines_twice": 0}
+    assert common.compare_logs(whole, whole) == equal
+    again = [*whole[:2], *whole[1:]]  # a step that was taken twice counts as it was taken last
+    assert common.compare_logs(again, whole) == {**equal, "lines_twice": 1}
+    other = [*whole[:2], {"step": 3, "samples": 2, "loss": 3.0}]
+    assert not common.compare_logs(other, whole)["same_samples"]
+    for nothing in (None, math.nan):
+        lost = [whole[0], {**whole[1], "loss": nothing}, whole[2]]
+        assert math.isnan(common.compare_logs(lost, whole)["loss_differs"])
+
+
+def test_figure_that_is_no_number_is_shown_as_it_is() -> None:
+    assert [rounded(value) for value in (math.nan, math.inf, 1.5)] == ["nan", "inf", "1.50"]
 
 
 def test_what_the_pages_are_made_of_is_in_every_clone() -> None:
@@ -106,6 +171,7 @@ def test_both_sides_of_a_benchmark_are_warmed_and_take_turns() -> None:
 
 
 def test_units_of_a_call_are_counted() -> None:
+    """Of four units in 2 ms each takes half of a millisecond at least."""
     found = common.take_turns({"rows": lambda: (time.sleep(0.002), common.Units(4))[1]}, windows=1)
     assert found["rows"].seconds >= 0.0005
 
