@@ -1,8 +1,9 @@
-"""Every claim of a recipe compares the two arms that its words name: swapped arms change it."""
+"""Arms of a recipe differ in what they may, and its claims compare those that they name."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,31 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
 from papers.recipes import bucketllm, fim, groups, masking, packing, repetition, steps
-from papers.recipes.bucketllm import CURRICULUM, MASKED
-from papers.recipes.masking import (
-    ACROSS,
-    CLASSIC,
-    DEFAULT,
-    LABELS,
-    LEARNED,
-    LEARNED_UNBROKEN,
-    RESTARTED,
-    UNBROKEN,
-)
-from papers.recipes.packing import (
-    CLASSIC_LLM,
-    CLASSIC_ONE,
-    CONCAT,
-    CONCAT_SHORT,
-    FIT,
-    FIT_CUT,
-    FIT_SHORT,
-    MIXED,
-    ONE,
-)
-from papers.recipes.repetition import FOUR, FRESH, FRESH_FOUR, ONCE, QUARTER, SIXTEEN
-from papers.recipes.steps import ANY, MEANS, ON, PADDED, PADDED_MEANS
-from papers.runs import SCALES, Result, Run
+from papers.runs import SCALES, Result, Run, Scale
+
+from megapack.packing import STRATEGIES
 
 pytestmark = pytest.mark.pages
 
@@ -46,14 +25,15 @@ SEEDS = (0, 1, 2, 3)
 LENGTHS = (64, 128)
 Values = dict[str, float]
 
-# What must hold for "yes": the first arm lies below the second one.
+# What must hold for "yes": the first arm lies below the second one. An arm is told by its name, or
+# by that of the recipe's constant.
 BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
     masking: {
-        "attention across documents makes a worse model": (UNBROKEN, ACROSS),
-        "a trained label at the boundary makes a worse model": (DEFAULT, LABELS),
-        "all masks together make a better model than none": (DEFAULT, CLASSIC),
-        "restarting positions without masking attention does not help": (ACROSS, RESTARTED),
-        "learned positions: restarting them is better": (LEARNED, LEARNED_UNBROKEN),
+        "attention across documents makes a worse model": ("UNBROKEN", "ACROSS"),
+        "a trained label at the boundary makes a worse model": ("DEFAULT", "LABELS"),
+        "all masks together make a better model than none": ("DEFAULT", "CLASSIC"),
+        "restarting positions without masking attention does not help": ("ACROSS", "RESTARTED"),
+        "learned positions: restarting them is better": ("LEARNED", "LEARNED_UNBROKEN"),
     },
     bucketllm: {
         **{
@@ -65,20 +45,20 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
             for name in ("Fixed-2048", "Fixed-4096", "Fixed-8192")
             for length in LENGTHS
         },
-        "its curriculum grow-P2": (CURRICULUM, "DD"),
-        "attention inside documents makes bucket better": (MASKED, "bucket"),
+        "its curriculum grow-P2": ("CURRICULUM", "DD"),
+        "attention inside documents makes bucket better": ("MASKED", "bucket"),
     },
     packing: {
-        "best fit makes a better model than concatenation": (FIT, CONCAT),
-        "with masks longer samples are better": (CONCAT, CONCAT_SHORT),
-        "whole documents do better when some are cut": (FIT_CUT, FIT),
-        "several buckets in a step make a better model than one": (MIXED, ONE),
-        "masks make bucket better": (ONE, CLASSIC_ONE),
-        "without masks bucket makes a better model": (CLASSIC_ONE, packing.CLASSIC),
-        "BucketLLM makes a better model than concat of 8k": (CLASSIC_LLM, packing.CLASSIC),
+        "best fit makes a better model than concatenation": ("FIT", "CONCAT"),
+        "with masks longer samples are better": ("CONCAT", "CONCAT_SHORT"),
+        "whole documents do better when some are cut": ("FIT_CUT", "FIT"),
+        "several buckets in a step make a better model than one": ("MIXED", "ONE"),
+        "masks make bucket better": ("ONE", "CLASSIC_ONE"),
+        "without masks bucket makes a better model": ("CLASSIC_ONE", "CLASSIC"),
+        "BucketLLM makes a better model than concat of 8k": ("CLASSIC_LLM", "CLASSIC"),
     },
     steps: {
-        "with padding, equal weights of tokens make a better model": (PADDED, PADDED_MEANS),
+        "with padding, equal weights of tokens make a better model": ("PADDED", "PADDED_MEANS"),
         "one bucket for all ranks makes steps even": (
             "whole samples, same bucket",
             "whole samples, any bucket",
@@ -93,59 +73,63 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     groups: {
-        "a model of folders that is given the files before": (groups.GROUPS, groups.DEFAULT),
-        "given the files before, a model of folders": (groups.GROUPS, groups.DEFAULT),
-        "it is the folder": (groups.GROUPS, groups.STRANGERS),
-        "attention across strangers makes": (groups.DEFAULT, groups.STRANGERS),
+        "a model of folders that is given the files before": ("GROUPS", "DEFAULT"),
+        "given the files before, a model of folders": ("GROUPS", "DEFAULT"),
+        "it is the folder": ("GROUPS", "STRANGERS"),
+        "attention across strangers makes": ("DEFAULT", "STRANGERS"),
     },
     repetition: {
-        "16 epochs of files are worse": (FRESH, SIXTEEN),
-        "files repeated 4 times are better": (FOUR, ONCE),
-        "files repeated 16 times are better": (SIXTEEN, FOUR),
-        "four times as many files": (QUARTER, SIXTEEN),
-        "what files get by repetition": (ONCE, SIXTEEN),
+        "16 epochs of files are worse": ("FRESH", "SIXTEEN"),
+        "files repeated 4 times are better": ("FOUR", "ONCE"),
+        "files repeated 16 times are better": ("SIXTEEN", "FOUR"),
+        "four times as many files": ("QUARTER", "SIXTEEN"),
+        "what files get by repetition": ("ONCE", "SIXTEEN"),
     },
     fim: {
-        "given prefix and suffix, FIM fills in better": (fim.HALF, fim.NONE),
-        "and better than a model without it": (fim.HALF, fim.NONE),
-        "rate 0.9 fills in better": (fim.MOST, fim.HALF),
+        "given prefix and suffix, FIM fills in better": ("HALF", "NONE"),
+        "and better than a model without it": ("HALF", "NONE"),
+        "rate 0.9 fills in better": ("MOST", "HALF"),
     },
 }
 # What must hold for "yes": both arms are alike.
 ALIKE: dict[ModuleType, dict[str, tuple[str, str]]] = {
     masking: {
-        "masking attention changes less than": (UNBROKEN, ACROSS),
-        "with RoPE and masked attention positions need not restart": (UNBROKEN, DEFAULT),
+        "masking attention changes less than": ("UNBROKEN", "ACROSS"),
+        "with RoPE and masked attention positions need not restart": ("UNBROKEN", "DEFAULT"),
     },
     bucketllm: {
         "BucketLLM and v0 train equally good models": ("BucketLLM", "BucketLLM-v0"),
         "bucket, the default here, is as good as BucketLLM": ("bucket", "BucketLLM"),
     },
     packing: {
-        "whole documents (best_fit, 16k) do as well": (FIT, CONCAT),
-        "the same with samples of 4k": (FIT_SHORT, CONCAT_SHORT),
-        "bucket with mixed steps does as well as concat": (MIXED, CONCAT),
-        "bucket with mixed steps does as well as best_fit": (MIXED, FIT),
+        "whole documents (best_fit, 16k) do as well": ("FIT", "CONCAT"),
+        "the same with samples of 4k": ("FIT_SHORT", "CONCAT_SHORT"),
+        "bucket with mixed steps does as well as concat": ("MIXED", "CONCAT"),
+        "bucket with mixed steps does as well as best_fit": ("MIXED", "FIT"),
     },
     steps: {
-        "steps of one bucket cost no quality": (ON, ANY),
-        "with full samples the weight of the loss hardly matters": (MEANS, ON),
+        "steps of one bucket cost no quality": ("ON", "ANY"),
+        "with full samples the weight of the loss hardly matters": ("MEANS", "ON"),
     },
     groups: {
-        "read alone, a file loses nothing": (groups.GROUPS, groups.DEFAULT),
-        "behind masks between documents grouping": (groups.MASKED, groups.DEFAULT),
+        "read alone, a file loses nothing": ("GROUPS", "DEFAULT"),
+        "behind masks between documents grouping": ("MASKED", "DEFAULT"),
     },
     repetition: {
-        "4 epochs of files are as good as that many fresh ones, 1/8": (FOUR, FRESH_FOUR),
-        "4 epochs of files are as good as that many fresh ones, 1/2": (QUARTER, FRESH),
+        "4 epochs of files are as good as that many fresh ones, 1/8": ("FOUR", "FRESH_FOUR"),
+        "4 epochs of files are as good as that many fresh ones, 1/2": ("QUARTER", "FRESH"),
     },
     fim: {
-        "FIM, rate 0.5: reading from left": (fim.HALF, fim.NONE),
-        "FIM, rate 0.9: reading from left": (fim.MOST, fim.NONE),
+        "FIM, rate 0.5: reading from left": ("HALF", "NONE"),
+        "FIM, rate 0.9: reading from left": ("MOST", "NONE"),
     },
 }
-CASES_BELOW = [(r, claim, *arms) for r, found in BELOW.items() for claim, arms in found.items()]
-CASES_ALIKE = [(r, claim, *arms) for r, found in ALIKE.items() for claim, arms in found.items()]
+CASES = [
+    (recipe, claim, *(getattr(recipe, arm, arm) for arm in arms), kind is ALIKE)
+    for kind in (BELOW, ALIKE)
+    for recipe, found in kind.items()
+    for claim, arms in found.items()
+]
 # Claims that compare no two arms: one arm with itself, times, an exact figure.
 OTHERS = {
     "Fixed-2048 degrades beyond its training length",
@@ -159,16 +143,17 @@ OTHERS = {
 
 
 class Written(Result):
-    """A result whose logs the test wrote."""
+    """A result whose logs the test wrote: two buckets, the long one half as fast."""
 
     def log(self) -> list[dict[str, Any]]:
         return [
-            {"capacity": length, "tokens": 100, "seconds": 100 / length, "step": step}
-            for step, length in enumerate(LENGTHS * 4)
+            {"capacity": length, "tokens": 100, "seconds": 100 / speed, "step": step}
+            for step, (length, speed) in enumerate(zip(LENGTHS * 4, (100, 50) * 4, strict=True))
         ]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        return [{"step": 8, "perplexity": self.perplexity("documents")}]
+        last = self.perplexity("documents")
+        return [{"step": 4, "perplexity": 4 * last}, {"step": 8, "perplexity": last}]
 
 
 def _written(run: Run, value: float, probe: Values) -> Result:
@@ -200,32 +185,19 @@ def _verdicts(recipe: ModuleType, values: Values, others: float) -> dict[str, st
     return {claim.claim: claim.agrees for claim in recipe.claims(results)}
 
 
-def _one(verdicts: dict[str, str | None], claim: str) -> str | None:
-    (found,) = (verdict for words, verdict in verdicts.items() if words.startswith(claim))
-    return found
-
-
-@pytest.mark.parametrize("others", [9.0, 12.0], ids=["others below", "others above"])
 @pytest.mark.parametrize(
-    ("recipe", "claim", "low", "high"), CASES_BELOW, ids=[case[1] for case in CASES_BELOW]
+    ("recipe", "claim", "one", "other", "is_alike"), CASES, ids=[case[1] for case in CASES]
 )
-def test_swapped_arms_turn_the_verdict_round(
-    recipe: ModuleType, claim: str, low: str, high: str, others: float
+def test_claim_is_decided_by_the_two_arms_that_it_names(
+    recipe: ModuleType, claim: str, one: str, other: str, is_alike: bool
 ) -> None:
     """With the others on either side, a third arm in the place of one of the two shows as well."""
-    assert _one(_verdicts(recipe, {low: 10.0, high: 11.0}, others), claim) == "yes"
-    assert _one(_verdicts(recipe, {low: 11.0, high: 10.0}, others), claim) == "no"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "claim", "one", "other"), CASES_ALIKE, ids=[case[1] for case in CASES_ALIKE]
-)
-def test_arms_that_are_to_be_alike_are_these_two(
-    recipe: ModuleType, claim: str, one: str, other: str
-) -> None:
-    assert _one(_verdicts(recipe, {one: 10.0, other: 10.0}, 12.0), claim) == "yes"
-    assert _one(_verdicts(recipe, {one: 10.0, other: 12.0}, 12.0), claim) == "no"
-    assert _one(_verdicts(recipe, {one: 12.0, other: 10.0}, 12.0), claim) == "no"
+    below, above = (10.0, 10.0 if is_alike else 11.0), (12.0 if is_alike else 11.0, 10.0)
+    for others in (9.0, 12.0):
+        for values, verdict in ((below, "yes"), (above, "no")):
+            found = _verdicts(recipe, dict(zip((one, other), values, strict=True)), others)
+            (agrees,) = (agrees for words, agrees in found.items() if words.startswith(claim))
+            assert agrees == verdict
 
 
 @pytest.mark.parametrize("recipe", BELOW, ids=[recipe.__name__ for recipe in BELOW])
@@ -233,3 +205,58 @@ def test_every_claim_of_a_recipe_is_tested_here(recipe: ModuleType) -> None:
     tested = [*BELOW[recipe], *ALIKE[recipe], *OTHERS]
     claims = _verdicts(recipe, {}, 10.0)
     assert not [claim for claim in claims if not claim.startswith(tuple(tested))]
+
+
+# What an arm may change, and nothing else.
+SWITCHES = {
+    bucketllm: {"strategy", "buckets", "parameters", "config.data"},
+    masking: {"config.data", "config.model"},
+    packing: {"strategy", "buckets", "config.data", "corpus"},
+    steps: {"strategy", "buckets", "config.data", "change", "probe"},
+    groups: {"groups", "config.data"},
+    repetition: {"corpus", "max_epochs"},
+    fim: {"fim"},
+}
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    """Fields of a run, those of its configuration one by one."""
+    fields = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    config = fields.pop("config")
+    return {**fields, **{f"config.{name}": value for name, value in config.items()}}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("recipe", SWITCHES, ids=[recipe.__name__ for recipe in SWITCHES])
+def test_arms_have_the_same_seeds_and_differ_only_in_their_switches(
+    recipe: ModuleType, scale: Scale
+) -> None:
+    runs = recipe.runs(scale)
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run.name, []).append(run)
+    assert len(by_arm) >= 3
+    first = _flat(runs[0])
+    seeds = [run.seed for run in by_arm[runs[0].name]]
+    assert seeds == list(range(len(seeds))) and len(seeds) == (scale.num_seeds or len(seeds))
+    asked = recipe.runs(dataclasses.replace(scale, num_seeds=2))  # SEEDS=2
+    assert {run.seed for run in asked} == {0, 1}
+    assert {run.strategy for run in runs} <= STRATEGIES.keys()
+    for group in by_arm.values():
+        assert [run.seed for run in group] == seeds, run.name
+        for run in group:
+            differing = {key for key, value in _flat(run).items() if value != first[key]}
+            assert differing <= SWITCHES[recipe] | {"name", "seed"}, run.name
+            for size in ("tokens_per_step", "micro_batch_tokens"):
+                assert run.config["data"][size] == first["config.data"][size]
+    contents = [
+        str({k: v for k, v in _flat(run).items() if k not in ("name", "probe")}) for run in runs
+    ]
+    assert len(set(contents)) == len(runs), "two arms are the same run"
+
+
+def test_time_to_equal_loss_lies_on_the_line_between_two_evaluations() -> None:
+    result = _written(bucketllm.runs(SCALES["quick"])[0], 25.0, {})
+    assert bucketllm.speed_by_bucket(result) == {64: 100.0, 128: 50.0}
+    for perplexity, seconds in ((100.0, 6.0), (50.0, 9.0), (25.0, 12.0), (24.0, math.inf)):
+        assert bucketllm.seconds_to(result, perplexity) == pytest.approx(seconds)

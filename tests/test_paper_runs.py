@@ -22,9 +22,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import report
 from papers import all as everything
 from papers import corpus, given, invented_facts, runs
-from papers.claims import alike, below, corrected, difference, less, near, same, shown
+from papers.claims import alike, below, corrected, difference, less, near, same, shown, together
 from papers.corpus import Corpus
-from papers.recipes import atom_size, seamless
+from papers.ranks import mean_of_ranks
+from papers.recipes import (
+    atom_size,
+    bucketllm,
+    fim,
+    groups,
+    masking,
+    packing,
+    repetition,
+    seamless,
+    steps,
+)  # fmt: skip
 from papers.runs import SCALES, Result, Run, run_all, worker_pool
 from papers.settings import shifted
 
@@ -72,8 +83,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             cached.cache_clear()
 
 
-@pytest.fixture
-def pool() -> Iterator[Executor]:
+@pytest.fixture(scope="module")
+def pool(work: Path) -> Iterator[Executor]:
     """One process that trains."""
     with worker_pool(1) as workers:
         yield workers
@@ -102,6 +113,58 @@ def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
     assert run_all([other], pool)[0].perplexity("prose") == first.perplexity("prose")
 
 
+def tiny(run: Run) -> Run:
+    """A few steps of a run, every length an eighth."""
+    small = Corpus(
+        domain="prose",
+        train_bytes=30_000,
+        valid_bytes=4_000,
+        min_bytes=40,
+        max_bytes=300,
+        folders=run.corpus.folders,
+    )
+    sizes = {k: v // 8 for k, v in run.config["data"].items() if isinstance(v, int)}
+    data = {**run.config["data"], **sizes}
+    return dataclasses.replace(
+        run,
+        corpus=small,
+        other=run.other and small,
+        buckets=tuple(n // 8 for n in run.buckets),
+        config={**run.config, "num_steps": 12, "data": data},
+        validate=dict.fromkeys(run.validate, small),
+        valid_bucket=run.valid_bucket // 8,
+        contexts=tuple(n // 8 for n in run.contexts),
+    )
+
+
+def test_each_recipe_runs_measures_claims_and_draws(work: Path, pool: Executor) -> None:
+    # One arm of each is trained; what is computed from arms takes its results for all of them.
+    arms = {
+        bucketllm: "BucketLLM",
+        masking: masking.DEFAULT,
+        packing: packing.MIXED,
+        steps: steps.ON,
+        groups: groups.GROUPS,
+        repetition: repetition.FOUR,
+        fim: fim.HALF,
+    }
+    runs = {recipe: [tiny(run) for run in recipe.runs(SCALES["quick"])] for recipe in arms}
+    chosen = [next(r for r in runs[recipe] if r.name == arm) for recipe, arm in arms.items()]
+    trained = dict(zip(runs, run_all(chosen, pool), strict=True))
+    for recipe, result in trained.items():
+        results = [dataclasses.replace(result, run=run) for run in runs[recipe]]
+        assert len(recipe.rows(results)) >= len(results)
+        claims = recipe.claims(results)
+        assert len(claims) >= 7
+        compared = [claim for claim in claims if "gradient" not in claim.claim]
+        assert {claim.agrees for claim in compared} == {"undecided"}, "one seed decides nothing"
+        recipe.plots(results, work / "figures")
+    assert len(list((work / "figures").glob("*.png"))) == 9
+    probe = trained[steps].summary["probe"]
+    assert probe["gradient"] < 1e-5
+    assert all(len(step) == 4 for times in probe["times"].values() for step in times)
+
+
 def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_holds_it(
     work: Path,
 ) -> None:
@@ -111,8 +174,8 @@ def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_hold
     assert len({fact.about for fact in facts}) == len(facts)
     lengths = np.full(3, invented_facts.DOCUMENT_TOKENS, np.int32)
     capacity = invented_facts.CAPACITY
-    strategy, parameters = seamless.CASES["SP"]
-    windows = pack(lengths, strategy, buckets=[capacity], **parameters)
+    case = seamless.CASES["SP"]
+    windows = pack(lengths, case["strategy"], buckets=[capacity], **case["parameters"])
     begins = {begin for i in range(windows.num_samples) for _, begin, _ in windows.sample(i)[1]}
     assert begins == {0, 24}
     for fact, text in zip(facts, texts[:: invented_facts.NUM_COPIES], strict=True):
@@ -124,14 +187,21 @@ def test_the_cut_tears_every_invented_fact_and_a_window_of_seamless_packing_hold
         assert place + about < capacity < answer  # and torn by a cut at 32
 
 
-def test_the_rule_says_yes_no_and_undecided() -> None:
+def test_rule_says_yes_no_and_undecided() -> None:
     low, high = [10.0, 11.0, 12.0], [10.5, 11.4, 12.6]  # apart by seed, though they overlap
-    assert less(low, high) == "yes" and less(high, low) == "no"
-    assert less(low, [10.5, 10.4, 12.6]) == "undecided"
-    assert less([1.0], [2.0]) == "undecided"  # one seed decides nothing
-    assert alike(low, [10.01, 11.02, 11.99], within=0.01) == "yes"
-    assert alike(low, [20.0, 21.0, 22.1], within=0.01) == "no"
-    assert alike(low, [9.0, 11.0, 13.0], within=0.01) == "undecided"
+    near_low = [10.01, 11.02, 11.99]
+    for (verdict, p), wanted in (
+        (less(low, high), "yes"),
+        (less(high, low), "no"),
+        (less(low, [10.5, 10.4, 12.6]), "undecided"),
+        (less(low, low), "undecided"),
+        (less([1.0], [2.0]), "undecided"),  # one seed decides nothing
+        (alike(low, near_low, within=0.01), "yes"),
+        (alike(low, [20.0, 21.0, 22.1], within=0.01), "no"),
+        (alike(low, [9.0, 11.0, 13.0], within=0.01), "undecided"),
+        (alike([1.0], [1.0], within=0.01), "undecided"),
+    ):
+        assert verdict == wanted and (p < 0.05) == (wanted != "undecided")
     assert near(1.25, 1.23, within=0.05) == "yes" and near(1.4, 1.23, within=0.05) == "no"
     found = difference(low, high)
     assert found.mean == pytest.approx(-0.5)
@@ -139,6 +209,13 @@ def test_the_rule_says_yes_no_and_undecided() -> None:
     with pytest.raises(ValueError, match="there are 3 and 1"):
         difference(low, [1.0])
     assert shown(low) == "11.00 +- 1.00" and shown([1.0]) == "1.00"
+
+
+def test_several_statements_hold_with_their_largest_p_and_fail_with_the_smallest_of_all() -> None:
+    assert together([("yes", 0.01), ("yes", 0.03)]) == {"agrees": "yes", "p": 0.03}
+    assert together([("yes", 0.01), ("undecided", 0.3)]) == {"agrees": "undecided", "p": 0.3}
+    found = together([("yes", 0.001), ("no", 0.01), ("no", 0.02)])
+    assert found == {"agrees": "no", "p": pytest.approx(0.03)}
 
 
 def made_up(run: Run, folder: Path, loss: float) -> Result:
@@ -194,7 +271,7 @@ def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
         place = [i for i, word in enumerate(order) if name.startswith((word, f"facts, {word}"))]
         return 4.0 + 0.005 * min(place, default=0) + (0.1 if "SP, " in name else 0.0)
 
-    runs = seamless.runs(dataclasses.replace(SCALES["quick"], seeds=(0, 1, 2)))
+    runs = seamless.runs(dataclasses.replace(SCALES["quick"], num_seeds=3))
     results = [made_up(run, work / "r" / str(i), loss(run.name)) for i, run in enumerate(runs)]
     claims = seamless.claims(results)
     verdicts = {claim.claim: claim.agrees for claim in claims}
@@ -249,7 +326,7 @@ def test_a_wrong_choice_of_recipes_or_scale_is_named(monkeypatch: pytest.MonkeyP
             everything.chosen_scale()
     monkeypatch.setenv("SCALE", "long")
     monkeypatch.setenv("SEEDS", "3")
-    assert everything.chosen_scale() == dataclasses.replace(SCALES["long"], seeds=(0, 1, 2))
+    assert everything.chosen_scale() == dataclasses.replace(SCALES["long"], num_seeds=3)
     monkeypatch.setenv("SEEDS", "0")
     with pytest.raises(SystemExit, match="SEEDS is '0'; it is a number of seeds"):
         everything.chosen_scale()
@@ -293,6 +370,17 @@ def test_shifted_labels_are_the_next_tokens_of_the_sample_and_the_last_has_none(
     assert changed["labels"].tolist() == [[2, 3, -100, 5, 6, -100, -100, -100]]
     assert changed["num_step_label_tokens"] == 4
     assert batch["labels"].tolist()[0][1] == 99
+
+
+def test_the_means_of_ranks_weigh_every_micro_batch_equally() -> None:
+    batch = {
+        "labels": torch.tensor([[5, -100, 7, -100]]),
+        "num_micro_steps": 4,
+        "num_step_label_tokens": 999,
+    }
+    changed = mean_of_ranks(batch)
+    assert changed["num_step_label_tokens"] == 2 * 4
+    assert batch["num_step_label_tokens"] == 999
 
 
 def test_files_of_a_folder_follow_each_other_and_are_held_out_with_it(work: Path) -> None:

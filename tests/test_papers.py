@@ -61,12 +61,3 @@ def test_functions_named_with_a_file_are_defined_in_it() -> None:
 
 def test_every_strategy_is_on_the_page_except_our_own() -> None:
     assert [name for name in STRATEGIES if f"`{name}`" not in PAGE] == ["bucket"]
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"`make ([\w-]+)`", PAGE)):
-        if (ROOT / "benchmarks" / f"{target.removeprefix('bench-')}.py").is_file():
-            assert re.search(r"^bench-%:", makefile, re.MULTILINE), target
-            continue
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import composition
-from common import quick, show, write_results
+from common import only, quick, show, write_results
 from papers.claims import Claim, corrected
 from papers.composition.rows import Row
 from papers.corpus import WORK
@@ -110,17 +110,12 @@ def chosen_scale() -> Scale:
         return scale
     if not seeds.isdecimal() or int(seeds) < 1:
         raise SystemExit(f"SEEDS is {seeds!r}; it is a number of seeds, at least 1")
-    return dataclasses.replace(scale, seeds=tuple(range(int(seeds))))
+    return dataclasses.replace(scale, num_seeds=int(seeds))
 
 
 def chosen_recipes() -> list[str]:
     """ONLY=a,b, or all of them in a fixed order."""
-    known = ["composition", *sorted(path.stem for path in HERE.glob("recipes/*.py"))]
-    only = [name for name in os.environ.get("ONLY", "").split(",") if name]
-    unknown = sorted(set(only) - set(known))
-    if unknown:
-        raise SystemExit(f"ONLY names {', '.join(unknown)}; there are {', '.join(known)}")
-    return [name for name in known if not only or name in only]
+    return only(["composition", *sorted(path.stem for path in HERE.glob("recipes/*.py"))])
 
 
 def composition_claims(rows: list[Row]) -> list[Claim]:

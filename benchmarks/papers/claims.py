@@ -100,31 +100,32 @@ def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _chance(a: Sequence[float], b: Sequence[float], limits: tuple[float, ...]) -> float:
-    """Two-sided p that the mean of ``a - b`` is on this side of the nearest limit."""
+def _judged(
+    a: Sequence[float], b: Sequence[float], low: float, high: float
+) -> tuple[Verdict, float]:
+    """Whether the mean of ``a - b`` lies inside of (low, high): the interval must say so. And p,
+    the two-sided chance that it is on this side of the nearest limit."""
     found = difference(a, b)
     if found.num_seeds == 1:
-        return 1.0
-    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, found.num_seeds - 1))
-    error = found.half_width / quantile or math.ulp(1.0)
-    nearest = min(abs(found.mean - limit) for limit in limits)
-    return 2 * float(stats.t.sf(nearest / error, found.num_seeds - 1))
+        return "undecided", 1.0
+    inside = low < found.low and found.high < high
+    outside = found.high < low or found.low > high
+    degrees = found.num_seeds - 1
+    error = found.half_width / float(stats.t.ppf(0.5 + CONFIDENCE / 2, degrees)) or math.ulp(1.0)
+    nearest = min(abs(found.mean - low), abs(found.mean - high))
+    p = 2 * float(stats.t.sf(nearest / error, degrees))
+    return "yes" if inside else "no" if outside else "undecided", p
 
 
-def less(a: Sequence[float], b: Sequence[float]) -> Verdict:
-    """Whether "a is below b" holds."""
-    found = difference(a, b)
-    if found.high < 0:
-        return "yes"
-    return "no" if found.low > 0 else "undecided"
+def less(a: Sequence[float], b: Sequence[float]) -> tuple[Verdict, float]:
+    """Whether "a is below b" holds, and p."""
+    return _judged(a, b, -math.inf, 0.0)
 
 
-def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Verdict:
-    """Whether "a and b differ by at most ``within`` of b" holds; the interval must say so."""
-    found, limit = difference(a, b), within * fmean(b)
-    if -limit <= found.low and found.high <= limit:
-        return "yes"
-    return "no" if found.low > limit or found.high < -limit else "undecided"
+def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> tuple[Verdict, float]:
+    """Whether "a and b differ by less than ``within`` of b" holds, and p."""
+    limit = within * fmean(b)
+    return _judged(a, b, -limit, limit)
 
 
 def near(measured: float, printed: float, *, within: float) -> Verdict:
@@ -132,9 +133,18 @@ def near(measured: float, printed: float, *, within: float) -> Verdict:
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
-def together(verdicts: Iterable[Verdict]) -> Verdict:
-    """Whether all of several statements hold: one that does not is enough for "no"."""
-    return min(verdicts, key=("no", "undecided", "yes").index)
+def together(statements: Iterable[tuple[Verdict, float]]) -> dict[str, Any]:
+    """Fields of a claim that all of several statements hold, of which one that does not is enough.
+
+    All hold with the largest of their p; that one does not, which is chosen among them, with the
+    smallest of those times their number (Bonferroni).
+    """
+    found = list(statements)
+    refuted = [p for verdict, p in found if verdict == "no"]
+    if refuted:
+        return {"agrees": "no", "p": min(1.0, len(found) * min(refuted))}
+    every = all(verdict == "yes" for verdict, _ in found)
+    return {"agrees": "yes" if every else "undecided", "p": max(p for _, p in found)}
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:
@@ -146,13 +156,12 @@ def shown(values: Sequence[float], digits: int = 2) -> str:
 
 def below(low: Sequence[float], high: Sequence[float], **words: Any) -> Claim:
     """The claim that ``low`` is below ``high``; ``words`` as in ``_compared``."""
-    return _compared(low, high, less(low, high), _chance(low, high, (0.0,)), **words)
+    return _compared(low, high, less(low, high), **words)
 
 
 def same(a: Sequence[float], b: Sequence[float], *, within: float, **words: Any) -> Claim:
     """The claim that both are alike; ``words`` as in ``_compared``."""
-    limit = within * fmean(b)
-    return _compared(a, b, alike(a, b, within=within), _chance(a, b, (-limit, limit)), **words)
+    return _compared(a, b, alike(a, b, within=within), **words)
 
 
 def stated(
@@ -171,8 +180,7 @@ def stated(
 def _compared(
     a: Sequence[float],
     b: Sequence[float],
-    verdict: Verdict,
-    p: float,
+    judged: tuple[Verdict, float],
     *,
     what: str = "validation perplexity",
     digits: int = 2,
@@ -181,4 +189,4 @@ def _compared(
 ) -> Claim:
     """Args: ``what`` the figures are, ``beside``: more that was measured; the rest as in Claim."""
     measured = f"{what} {shown(a, digits)} against {shown(b, digits)}{beside}".strip()
-    return Claim(measured=measured, agrees=verdict, p=p, **words)
+    return Claim(measured=measured, agrees=judged[0], p=judged[1], **words)

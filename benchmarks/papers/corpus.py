@@ -13,6 +13,7 @@ a small model spends most of its time on its vocabulary.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import json
@@ -90,6 +91,22 @@ def tokenizer_file() -> Path:
     return next((prepared.tokenizer for prepared in _ready.values()), None) or tokenizer()[0]
 
 
+@contextlib.contextmanager
+def complete(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets this name when the block ends without an error; another
+    process may have been faster, with the same."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(partial)
+
+
 @functools.cache
 def prepare(corpus: Corpus) -> Prepared:
     """The documents of ``corpus`` on disk, tokenized now unless they are there.
@@ -114,13 +131,12 @@ def prepare(corpus: Corpus) -> Prepared:
     grouped = ("--group-key", "folder") if corpus.folders else ()
     folder = WORK / "corpora" / key
     if not folder.exists():
-        partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
-        for split, part in texts.items():
-            _write(partial / f"{split}.jsonl", part)
-            _megapack("tokenize", "--input", partial / f"{split}.jsonl", "--json-key", "text",
-                      "--append-eod", "--tokenizer", model, "--output-prefix", partial / split,
-                      "--workers", 1, *grouped)  # fmt: skip
-        _publish(partial, folder)
+        with complete(folder) as partial:
+            for split, part in texts.items():
+                _write(partial / f"{split}.jsonl", part)
+                _megapack("tokenize", "--input", partial / f"{split}.jsonl", "--json-key", "text",
+                          "--append-eod", "--tokenizer", model, "--output-prefix", partial / split,
+                          "--workers", 1, *grouped)  # fmt: skip
     return Prepared(folder / "train", folder / "valid", key, model)
 
 
@@ -135,11 +151,10 @@ def tokenizer() -> tuple[Path, str]:
     key = _digest(json.dumps([VOCAB_SIZE, *(_digest(text) for text, _ in sample)]))
     folder = WORK / "tokenizers" / key
     if not folder.exists():
-        partial = _empty(folder.with_name(f"{key}.partial-{os.getpid()}"))
-        _write(partial / "sample.jsonl", sample)
-        _megapack("train-tokenizer", "--input", partial / "sample.jsonl", "--vocab-size",
-                  VOCAB_SIZE, "--output", partial / "tokenizer.model")  # fmt: skip
-        _publish(partial, folder)
+        with complete(folder) as partial:
+            _write(partial / "sample.jsonl", sample)
+            _megapack("train-tokenizer", "--input", partial / "sample.jsonl", "--vocab-size",
+                      VOCAB_SIZE, "--output", partial / "tokenizer.model")  # fmt: skip
     return folder / "tokenizer.model", key
 
 
@@ -225,19 +240,3 @@ def _megapack(*arguments: object) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-
-
-def _empty(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name; another process may have been faster, with the same."""
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        shutil.rmtree(partial)

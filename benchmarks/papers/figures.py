@@ -12,18 +12,15 @@ def lines(
     *,
     x: str,
     y: str,
-    marker: str = "o",
     log_x: bool = False,
 ) -> None:
     """Write one line per name; x and y name the axes."""
-    import matplotlib  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = figure.subplots()
     for name, (xs, ys) in curves.items():
-        axes.plot(xs, ys, marker=marker, markersize=3, linewidth=1.2, label=name)
+        axes.plot(xs, ys, marker="o", markersize=3, linewidth=1.2, label=name)
     if log_x:
         ticks = sorted({value for xs, _ in curves.values() for value in xs})
         axes.set_xscale("log", base=2)
@@ -33,4 +30,3 @@ def lines(
     figure.legend(loc="outside right upper", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from papers.corpus import WORK, Corpus, Prepared, prepare
+from papers.figures import lines
 
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.evaluation.comparison import Curve, read_curve
@@ -47,9 +48,9 @@ class Run:
     """
 
     recipe: str
-    name: str
-    """The variant, the same for all seeds."""
-    seed: int
+    name: str = ""
+    """The arm, the same for all seeds (``paired``)."""
+    seed: int = 0
     """Decides the weights, the packing and the order of samples."""
     corpus: Corpus
     strategy: str
@@ -78,9 +79,7 @@ class Run:
     evaluate_every: int | None = None
     """Steps between evaluations of the first corpus of ``validate``."""
     contexts: tuple[int, ...] = ()
-    """Context lengths for ``perplexity_by_context``."""
-    contexts_of: str | None = None
-    """Whose documents are scored then, a name of ``validate``; None: the first."""
+    """Context lengths for ``perplexity_by_context`` of ``validate["long"]``."""
     change: str | None = None
     """``module:function`` that is given every micro batch and returns what is trained on instead:
     for what this software has no switch, because it would be wrong."""
@@ -104,26 +103,58 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the recipes are."""
+    """How large the recipes are.
+
+    Attributes:
+        name: cpu, long, quick or gpu.
+        num_seeds: of every arm; None: as many as the recipe has at this scale.
+        workers: runs at a time.
+    """
 
     name: str
-    seeds: tuple[int, ...]
-    workers: int
+    num_seeds: int | None = None
+    workers: int = 2
+
+    def seeds(self, usual: int = 3) -> range:
+        """The same for all arms of a recipe, which has ``usual`` where the scale does not say."""
+        return range(usual if self.num_seeds is None else self.num_seeds)
 
     def pick(
-        self, *, cpu: Choice, quick: Choice, gpu: Choice, long: Choice | None = None
+        self,
+        *,
+        cpu: Choice,
+        gpu: Choice,
+        quick: Choice | None = None,
+        long: Choice | None = None,
     ) -> Choice:
-        """The value for this scale; ``long`` is as ``cpu`` unless it is given."""
-        longer = cpu if long is None else long
-        return {"cpu": cpu, "quick": quick, "gpu": gpu, "long": longer}[self.name]
+        """The value for this scale; ``quick`` and ``long`` are as ``cpu`` unless they are given."""
+        given = {"gpu": gpu, "quick": quick, "long": long}.get(self.name)
+        return cpu if given is None and self.name != "gpu" else given  # type: ignore[return-value]
 
 
 SCALES = {
-    "cpu": Scale(name="cpu", seeds=(0, 1, 2), workers=2),
-    "long": Scale(name="long", seeds=tuple(range(8)), workers=2),
-    "quick": Scale(name="quick", seeds=(0,), workers=2),
-    "gpu": Scale(name="gpu", seeds=(0, 1, 2), workers=1),
+    "cpu": Scale(name="cpu"),
+    "long": Scale(name="long", num_seeds=8),
+    "quick": Scale(name="quick", num_seeds=1),
+    "gpu": Scale(name="gpu", num_seeds=3, workers=1),
 }
+
+
+def paired(base: Run, arms: Mapping[str, Mapping[str, Any]], seeds: Iterable[int]) -> list[Run]:
+    """Every arm with every seed: what claims compare differs in what an arm changes alone.
+
+    Args:
+        base: what all arms have in common.
+        arms: name -> fields of ``Run`` that it changes, or ``data``: fields of ``config["data"]``.
+        seeds: as of ``Scale.seeds``.
+    """
+
+    def run(seed: int, name: str, data: Mapping[str, Any] | None = None, **changes: Any) -> Run:
+        config = changes.pop("config", base.config)
+        config = {**config, "data": {**config["data"], **(data or {})}}
+        return dataclasses.replace(base, name=name, seed=seed, config=config, **changes)
+
+    return [run(seed, name, **changes) for seed in seeds for name, changes in arms.items()]
 
 
 @dataclass(frozen=True)
@@ -133,9 +164,9 @@ class Result:
     Attributes:
         run: what was run.
         folder: log.jsonl, evaluation.jsonl, result.json, and model/ where it was kept.
-        summary: result.json: steps, steps_per_epoch, tokens, useful_tokens, seconds, parameters,
-            index (metrics of the packing), train_loss (of the last tenth of the steps), valid
-            (name -> loss, perplexity, ...), contexts (context -> the same), probe.
+        summary: result.json: steps, steps_per_epoch, tokens, seconds, parameters, index (metrics of
+            the packing), valid (name -> loss, perplexity, ...), contexts (context -> the same),
+            probe.
     """
 
     run: Run
@@ -143,12 +174,11 @@ class Result:
     summary: dict[str, Any]
 
     def log(self) -> list[dict[str, Any]]:
-        """One line per step: step, epoch, epoch_end, capacity, tokens, useful_tokens,
-        label_tokens, loss, lr, seconds."""
+        """One line per step: step, epoch, epoch_end, capacity, tokens, loss, seconds."""
         return list(read_jsonl(self.folder / "log.jsonl"))
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """step, tokens, useful_tokens, seconds (of training until then), loss, perplexity."""
+        """step, tokens (of training until then), loss, perplexity."""
         path = self.folder / "evaluation.jsonl"
         return list(read_jsonl(path)) if path.exists() else []
 
@@ -181,15 +211,14 @@ def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
     return [{name: fmean(line[name] for line in at) for name in names} for at in evaluations]
 
 
-def perplexity_curves(
-    results: Sequence[Result], *, first: int = 0
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Of every arm steps and validation perplexities, from evaluation ``first`` on."""
+def plot_over_steps(path: Path, results: Sequence[Result], *, y: str, first: int = 0) -> None:
+    """Validation perplexities of every arm, from evaluation ``first`` on."""
     points = {name: mean_evaluations(group)[first:] for name, group in by_name(results).items()}
-    return {
+    curves = {
         name: ([at["step"] for at in own], [at["perplexity"] for at in own])
         for name, own in points.items()
     }
+    lines(path, curves, x="step", y=y)
 
 
 def worker_pool(workers: int, *, cuda: bool = False) -> Executor:

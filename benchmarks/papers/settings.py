@@ -10,11 +10,11 @@ seeds are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lengths import BUCKETS
 from papers.corpus import Corpus
 from papers.runs import Scale
 
@@ -26,8 +26,9 @@ WHOLE = {"attention": "sample", "label_boundary": "sample", "positions": "sample
 
 def engine(scale: Scale) -> dict[str, Any]:
     """Fields of ``engine``: float32 on a CPU, bfloat16 on a GPU."""
-    small = {"precision": "fp32", "zero_stage": 0}
-    return scale.pick(cpu=small, quick=small, gpu={"precision": "bf16", "zero_stage": 1})
+    return scale.pick(
+        cpu={"precision": "fp32", "zero_stage": 0}, gpu={"precision": "bf16", "zero_stage": 1}
+    )
 
 
 def shifted(batch: Batch) -> Batch:
@@ -52,49 +53,31 @@ class Setting:
     @property
     def factor(self) -> int:
         """The paper's length over the one here."""
-        return self.scale.pick(cpu=16, quick=16, gpu=4)
+        return self.scale.pick(cpu=16, gpu=4)
 
     @property
     def ladder(self) -> tuple[int, ...]:
         """Capacities that stand for 1,024, 2,048, 4,096, 8,192 and 16,384."""
-        return tuple((1024 << i) // self.factor for i in range(5))
+        return tuple(n // self.factor for n in BUCKETS)
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step, all of one micro batch on a GPU."""
-        return self.scale.pick(cpu=2048, quick=2048, gpu=32768)
+        return self.scale.pick(cpu=2048, gpu=32768)
 
     @property
     def corpus(self) -> Corpus:
         """Training documents, short and long; its held-out ones are scored."""
-        return self.scale.pick(
-            cpu=Corpus(
-                domain="prose",
-                train_bytes=2_850_000,
-                valid_bytes=90_000,
-                min_bytes=40,
-                max_bytes=2_600,
-            ),
-            quick=Corpus(
-                domain="prose",
-                train_bytes=500_000,
-                valid_bytes=12_000,
-                min_bytes=40,
-                max_bytes=2_600,
-            ),
-            gpu=Corpus(
-                domain="code", train_bytes=12_000_000, valid_bytes=300_000, max_bytes=120_000
-            ),
+        pick = self.scale.pick
+        return Corpus(
+            domain=pick(cpu="prose", gpu="code"),
+            train_bytes=pick(cpu=2_850_000, quick=500_000, gpu=12_000_000),
+            valid_bytes=pick(cpu=90_000, quick=12_000, gpu=300_000),
+            min_bytes=pick(cpu=40, gpu=200),
+            max_bytes=pick(cpu=2_600, gpu=120_000),
         )
 
-    def config(
-        self,
-        *,
-        steps: int,
-        data: Mapping[str, Any],
-        overrides: Mapping[str, Any] | None = None,
-        preset: str | None = None,
-    ) -> dict[str, Any]:
+    def config(self, *, steps: int, **data: Any) -> dict[str, Any]:
         """Fields of a ``PretrainConfig``: ``data`` over the sizes of this setting."""
         small = {
             "hidden_size": 64,
@@ -110,14 +93,10 @@ class Setting:
         return {
             "num_steps": steps,
             "model": {
-                "preset": preset or ("llama_350m" if large else "llama_demo"),
-                "overrides": dict(overrides if overrides is not None else {} if large else small),
+                "preset": "llama_350m" if large else "llama_demo",
+                "overrides": {} if large else small,
             },
-            "data": {
-                "tokens_per_step": size,
-                "micro_batch_tokens": min(size, 32768),
-                **data,
-            },
+            "data": {"tokens_per_step": size, "micro_batch_tokens": min(size, 32768), **data},
             "optimizer": {"lr": 6e-4 if large else 5e-3},
             "learning_rate": {"warmup_fraction": 0.1, "min_ratio": 0.0},
             "engine": engine(self.scale),

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from papers.corpus import Prepared, remember
+from papers.corpus import Prepared, complete, remember
 
 from megapack.config import from_dict, to_dict
 from megapack.packing import SampleIndex, pack
@@ -37,9 +37,7 @@ from megapack.training.engine.inputs import open_inputs, open_validation
 from megapack.training.engine.world import World, world
 from megapack.training.evaluation.validation import evaluate, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
-from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import open_model
-from megapack.training.monitoring.monitor import StepWork
 from megapack.training.trainer import TimedBatches
 
 if TYPE_CHECKING:
@@ -74,14 +72,11 @@ def train(task: Task) -> dict[str, Any]:
     remember(task.run.corpus, task.prepared)
     for name, prepared in task.validate.items():
         remember(task.run.validate[name], prepared)
-    partial = task.folder.with_name(f"{task.folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    summary = _Training(task, partial, _here).run()
-    gc.collect()  # the engine and its parameters refer to each other
-    (partial / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    shutil.rmtree(task.folder, ignore_errors=True)
-    partial.rename(task.folder)
+    with complete(task.folder) as partial:
+        summary = _Training(task, partial, _here).run()
+        gc.collect()  # the engine and its parameters refer to each other
+        (partial / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        shutil.rmtree(task.folder, ignore_errors=True)  # one whose model was not kept
     return summary
 
 
@@ -96,8 +91,12 @@ class _Training:
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
         self.inputs = open_inputs(self.config)
-        self.engine, self.flops, self.parameters = self._start()
-        self.seconds, self.tokens, self.useful_tokens = 0.0, 0, 0
+        architecture = model_configuration(self.config.model, self.inputs.vocab_size)
+        own = {"device": here.device, "seed": self.config.seed}
+        model, _ = open_model(self.config.model, self.config.engine, architecture, **own)
+        self.parameters = model.num_parameters
+        self.engine = start_engine(model, self.config, here)
+        self.seconds = 0.0
 
     def _pack(self, prepared: Prepared, path: Path) -> SampleIndex:
         dataset = IndexedDataset(prepared.train)
@@ -120,29 +119,16 @@ class _Training:
             return ids
         return np.random.default_rng(self.run_.seed).permutation(ids)
 
-    def _start(self) -> tuple[Any, ModelFlops, int]:
-        config = self.config
-        architecture = model_configuration(config.model, self.inputs.vocab_size)
-        model, _ = open_model(
-            config.model, config.engine, architecture, device=self.here.device, seed=config.seed
-        )
-        flops = ModelFlops.of(model, architecture)
-        parameters = model.num_parameters
-        return start_engine(model, config, self.here), flops, parameters
-
     def run(self) -> dict[str, Any]:
         """Train, evaluate, probe."""
-        losses = self._train()
-        tenth = losses[-max(1, len(losses) // 10) :]
+        self._train()
         summary: dict[str, Any] = {
             "steps": self.inputs.num_steps,
             "steps_per_epoch": self.inputs.steps_per_epoch,
-            "tokens": self.tokens,
-            "useful_tokens": self.useful_tokens,
+            "tokens": self.inputs.num_steps * self.config.data.tokens_per_step,
             "seconds": self.seconds,
             "parameters": self.parameters,
             "index": {k: v for k, v in self.metrics.items() if isinstance(v, (int, float))},
-            "train_loss": sum(tenth) / len(tenth),
             "valid": {name: self._validate(name) for name in self.task.validate},
         }
         if self.run_.contexts:
@@ -154,8 +140,8 @@ class _Training:
         self.engine.destroy()
         return summary
 
-    def _train(self) -> list[float]:
-        config, inputs, losses = self.config, self.inputs, []
+    def _train(self) -> None:
+        config, inputs = self.config, self.inputs
         loader: Any = inputs.loader(config, self.here, 0, inputs.num_steps)
         if self.run_.change is not None:
             loader = map(_named(self.run_.change), loader)
@@ -170,27 +156,19 @@ class _Training:
                 result = train_step(
                     self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
                 )
-                content = inputs.schedule.step(step)
-                work = StepWork.of(inputs.schedule, content, self.flops)
                 # Counted, as ``change`` may have taken some away.
                 labels = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
                 # item() waits for the device, so that seconds are those of the step
                 loss = result.loss_sum.item() / max(1, labels)
                 seconds = time.perf_counter() - begin
-                losses.append(loss)
                 self.seconds += seconds
-                self.tokens += work.tokens
-                self.useful_tokens += work.useful_tokens
                 line = {
                     "step": step,
                     "epoch": step / inputs.steps_per_epoch,
                     "epoch_end": (step + 1) / inputs.steps_per_epoch,
-                    "capacity": content.capacity,
-                    "tokens": work.tokens,
-                    "useful_tokens": work.useful_tokens,
-                    "label_tokens": labels,
+                    "capacity": inputs.schedule.step(step).capacity,
+                    "tokens": config.data.tokens_per_step,
                     "loss": loss,
-                    "lr": lr,
                     "seconds": seconds,
                 }
                 log.write(json.dumps(line) + "\n")
@@ -198,14 +176,11 @@ class _Training:
                 if every is not None and ((step + 1) % every == 0 or step + 1 == inputs.num_steps):
                     self._note_evaluation(step + 1)
                 begin = time.perf_counter()
-        return losses
 
     def _note_evaluation(self, step: int) -> None:
         line = {
             "step": step,
-            "tokens": self.tokens,
-            "useful_tokens": self.useful_tokens,
-            "seconds": self.seconds,
+            "tokens": step * self.config.data.tokens_per_step,
             **self._validate(next(iter(self.task.validate))),
         }
         with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
@@ -223,11 +198,8 @@ class _Training:
         return evaluate(self.engine, data, **self._evaluation()).report()
 
     def _contexts(self) -> dict[str, Any]:
-        name = self.run_.contexts_of or next(iter(self.task.validate))
-        prepared = self.task.validate[name]
-        found = perplexity_by_context(
-            self.engine, IndexedDataset(prepared.valid), self.run_.contexts, **self._evaluation()
-        )
+        long = IndexedDataset(self.task.validate["long"].valid)
+        found = perplexity_by_context(self.engine, long, self.run_.contexts, **self._evaluation())
         return {str(context): evaluation.report() for context, evaluation in found.items()}
 
     def _evaluation(self) -> dict[str, Any]:

@@ -15,14 +15,14 @@ What the paper leaves open or does otherwise, and how it is here:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from papers.claims import Claim, below, less, near, shown, together
+from papers.composition.atom_size import STEPS
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name
+from papers.runs import Result, Run, Scale, by_name, paired
 from papers.settings import WHOLE, engine
 
 from megapack.training.evaluation.comparison import Curve, plot_curves, standings
@@ -38,12 +38,8 @@ TABLE_2 = {
     "concat": {0.25: 207.04, 0.5: 157.39, 1.0: 118.08, 2.0: 119.66, 4.0: 121.18},
     "pad": {0.25: 175.33, 0.5: 134.43, 1.0: 102.82, 2.0: 104.46, 4.0: 105.85},
 }
-# Table 3: MSL -> steps of concat and padding, perplexity of concat and padding.
-TABLE_3 = {
-    32: ((28_120, 31_816), (91.01, 87.22)),
-    64: ((14_058, 17_308), (110.45, 99.79)),
-    128: ((14_056, 20_496), (102.42, 82.55)),
-}
+# Table 3: MSL -> perplexity of concat and padding.
+TABLE_3 = {32: (91.01, 87.22), 64: (110.45, 99.79), 128: (102.42, 82.55)}
 
 
 def arm(strategy: str, share: float = 1.0, *, capacity: int = MSL, shifted: bool = False) -> str:
@@ -53,23 +49,24 @@ def arm(strategy: str, share: float = 1.0, *, capacity: int = MSL, shifted: bool
     return name + (", shifted labels" if shifted else "")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to make samples, whatever the seed."""
+def tables() -> list[dict[str, dict[str, Any]]]:
+    """Arms that are ranked among themselves (A.6), with what each changes: both halves of Table 2,
+    Table 3 at its other lengths, and concat with the labels of shifted inputs."""
 
-    strategy: str
-    share: float = 1.0
-    """Atom size over MSL."""
-    capacity: int = MSL
-    shifted: bool = False
+    def own(strategy: str, share: float = 1.0, capacity: int = MSL, shifted: bool = False) -> Any:
+        return arm(strategy, share, capacity=capacity, shifted=shifted), {
+            "strategy": strategy,
+            "buckets": (capacity,),
+            "parameters": {"atom_size": round(share * capacity)},
+            "valid_bucket": capacity,
+            "data": {"order": "proportional" if share == 1 else "sequential"},
+            "change": "papers.settings:shifted" if shifted else None,
+        }
 
-
-def arms() -> list[Arm]:
-    """Table 2; Table 3 at its other lengths; concat with the labels of shifted inputs."""
     return [
-        *(Arm(strategy, share) for strategy in STRATEGIES for share in ATOMS),
-        *(Arm(strategy, capacity=n) for n in TABLE_3 if n != MSL for strategy in STRATEGIES),
-        *(Arm("concat", share, shifted=True) for share in ATOMS if share <= 1),
+        *(dict(own(strategy, share) for share in ATOMS) for strategy in STRATEGIES),
+        *(dict(own(of, capacity=n) for of in STRATEGIES) for n in TABLE_3 if n != MSL),
+        dict(own("concat", share, shifted=True) for share in ATOMS if share <= 1),
     ]
 
 
@@ -87,42 +84,26 @@ def corpus(scale: Scale) -> Corpus:
 def runs(scale: Scale) -> list[Run]:
     """All arms times seeds."""
     documents = corpus(scale)
-    return [
-        Run(
-            recipe="atom_size",
-            name=arm(of.strategy, of.share, capacity=of.capacity, shifted=of.shifted),
-            seed=seed,
-            corpus=documents,
-            strategy=of.strategy,
-            buckets=(of.capacity,),
-            parameters={"atom_size": round(of.share * of.capacity)},
-            config=_config(scale, "proportional" if of.share == 1 else "sequential"),
-            validate={"prose": documents},
-            valid_bucket=of.capacity,
-            evaluate_every=scale.pick(cpu=50, quick=4, gpu=50) if of == Arm("pad") else None,
-            change="papers.settings:shifted" if of.shifted else None,
-        )
-        for seed in scale.seeds
-        for of in arms()
-    ]
-
-
-def _config(scale: Scale, order: str) -> dict[str, Any]:
     small = {"preset": "gpt2_tiny_alibi", "overrides": {"n_head": 2, "initializer_range": 0.125}}
     tokens = scale.pick(cpu=1024, quick=512, gpu=4096)
-    return {
-        "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
-        "model": scale.pick(cpu=small, quick=small, gpu={"preset": "gpt2_124m_alibi"}),
-        "data": {
-            "tokens_per_step": tokens,
-            "micro_batch_tokens": tokens,
-            "order": order,
-            **WHOLE,
+    base = Run(
+        recipe="atom_size",
+        corpus=documents,
+        strategy="concat",
+        buckets=(MSL,),
+        config={
+            "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
+            "model": scale.pick(cpu=small, gpu={"preset": "gpt2_124m_alibi"}),
+            "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
+            "optimizer": {"lr": scale.pick(cpu=3e-3, gpu=6e-4)},
+            "learning_rate": {"kind": "constant", "warmup_steps": 20},
+            "engine": engine(scale),
         },
-        "optimizer": {"lr": scale.pick(cpu=3e-3, quick=3e-3, gpu=6e-4)},
-        "learning_rate": {"kind": "constant", "warmup_steps": 20},
-        "engine": engine(scale),
-    }
+        validate={"prose": documents},
+    )
+    arms = {name: changes for table in tables() for name, changes in table.items()}
+    arms[arm("pad")]["evaluate_every"] = scale.pick(cpu=50, quick=4, gpu=50)
+    return paired(base, arms, scale.seeds())
 
 
 class Figures:
@@ -135,23 +116,13 @@ class Figures:
         }
         self.final: dict[str, list[float]] = {name: [] for name in self.results}
         self.rank: dict[str, list[float]] = {name: [] for name in self.results}
-        for names in self._ranked():
+        for names in tables():
             for same_seed in zip(*(self.results[name] for name in names), strict=True):
                 # Runs of a handful of steps (QUICK) end within their first epoch.
                 curves = {r.run.name: _whole_epoch(r.curve()) for r in same_seed}
                 for name, standing in standings(curves).items():
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
-
-    def _ranked(self) -> list[list[str]]:
-        """Groups that are ranked among themselves, as in A.6."""
-        tables = [[arm(strategy, share) for share in ATOMS] for strategy in STRATEGIES]
-        tables.append([arm("concat", share, shifted=True) for share in ATOMS if share <= 1])
-        tables += [
-            [arm(s, capacity=capacity) for s in STRATEGIES] for capacity in TABLE_3
-            if capacity != MSL
-        ]  # fmt: skip
-        return tables
 
     def steps(self, name: str) -> int:
         """Of an epoch."""
@@ -179,7 +150,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     """Table 2, what it does not print, and the controls."""
     figures = Figures(results)
     printed = {arm(s, share): of[share] for s, of in TABLE_2.items() for share in ATOMS}
-    for capacity, (_, perplexities) in TABLE_3.items():
+    for capacity, perplexities in TABLE_3.items():
         for strategy, perplexity in zip(STRATEGIES, perplexities, strict=True):
             printed.setdefault(arm(strategy, capacity=capacity), perplexity)
     return [
@@ -236,7 +207,7 @@ def _atoms(
     measures = (figures.final, figures.rank, figures.held_out)
     for quantity, measure in zip(_WHY, measures, strict=True):
         others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
-        verdicts = {share: less(measure[best], of) for share, of in others.items()}
+        judged = {share: less(measure[best], of) for share, of in others.items()}
         is_final = quantity == "final training perplexity"
         found.append(
             Claim(
@@ -248,10 +219,10 @@ def _atoms(
                 else "1 MSL wins",
                 measured=f"{shown(measure[best])} against "
                 + ", ".join(
-                    f"{shown(of)} ({share:g} MSL: {verdicts[share]})"
+                    f"{shown(of)} ({share:g} MSL: {judged[share][0]})"
                     for share, of in others.items()
                 ),
-                agrees=together(list(verdicts.values())),
+                **together(judged.values()),
                 why=_WHY[quantity],
             )
         )
@@ -261,7 +232,7 @@ def _atoms(
 def _strategies(figures: Figures, capacity: int) -> list[Claim]:
     """Concat against padding at one MSL."""
     joined, padded = (arm(strategy, capacity=capacity) for strategy in STRATEGIES)
-    (joined_steps, padded_steps), (low, high) = TABLE_3[capacity]
+    (_, joined_steps, padded_steps), (low, high) = STEPS[capacity], TABLE_3[capacity]
     ratio, paper_ratio = figures.steps(padded) / figures.steps(joined), padded_steps / joined_steps
     equal = f"MSL {capacity}: padding has the lower"
     words = {"source": f"{SOURCE} Table 3", "what": "padding against concat"}

@@ -19,7 +19,7 @@ from papers.claims import Claim, below, less, same, shown, stated, together
 from papers.composition.bucketllm import LLM, SPEEDS, V0
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, paired, perplexities
 from papers.settings import WHOLE, Setting
 
 TITLE = "BucketLLM: composition of samples"
@@ -37,49 +37,40 @@ def runs(scale: Scale) -> list[Run]:
     setting = Setting(scale)
     ladder = setting.ladder
     smallest = 256 // setting.factor  # of Dataset Decomposition's own buckets
-    arms: list[tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, str]]] = [
-        *((f"Fixed-{n}", "concat", (n // setting.factor,), {}, WHOLE) for n in FIXED),
-        ("DD", "decompose", ladder, {"min_bucket": smallest}, WHOLE),
-        (CURRICULUM, "decompose", ladder, {"min_bucket": smallest}, {**WHOLE, "order": "grow-p2"}),
-        ("BucketLLM-v0", "bucket_v0", ladder, V0, WHOLE),
-        ("BucketLLM", "bucket_llm", ladder, LLM, WHOLE),
-        ("bucket", "bucket", ladder, {}, WHOLE),
-        (MASKED, "bucket", ladder, {}, {}),
-    ]
     steps = scale.pick(cpu=600, quick=6, gpu=40)
-    return [
-        Run(
-            recipe="bucketllm",
-            name=name,
-            seed=seed,
-            corpus=setting.corpus,
-            strategy=strategy,
-            buckets=buckets,
-            parameters=parameters,
-            config=setting.config(steps=steps, data=data),
-            validate={"documents": setting.corpus, "long": long_documents(setting)},
-            valid_bucket=ladder[-1],
-            evaluate_every=scale.pick(cpu=100, quick=6, gpu=8),
-            contexts=ladder,
-            contexts_of="long",
-        )
-        for name, strategy, buckets, parameters, data in arms
-        for seed in scale.seeds
-    ]
+    base = Run(
+        recipe="bucketllm",
+        corpus=setting.corpus,
+        strategy="bucket",
+        buckets=ladder,
+        config=setting.config(steps=steps, **WHOLE),
+        validate={"documents": setting.corpus, "long": long_documents(setting)},
+        valid_bucket=ladder[-1],
+        evaluate_every=scale.pick(cpu=100, quick=6, gpu=8),
+        contexts=ladder,
+    )
+    decomposed = {"strategy": "decompose", "parameters": {"min_bucket": smallest}}
+    arms: dict[str, dict[str, Any]] = {
+        **{f"Fixed-{n}": {"strategy": "concat", "buckets": (n // setting.factor,)} for n in FIXED},
+        "DD": decomposed,
+        CURRICULUM: {**decomposed, "data": {"order": "grow-p2"}},
+        "BucketLLM-v0": {"strategy": "bucket_v0", "parameters": V0},
+        "BucketLLM": {"strategy": "bucket_llm", "parameters": LLM},
+        "bucket": {},
+        MASKED: {"config": setting.config(steps=steps)},
+    }
+    return paired(base, arms, scale.seeds())
 
 
 def long_documents(setting: Setting) -> Corpus:
     """Held-out documents of more than about 650 tokens (6,000 on a GPU)."""
-    return setting.scale.pick(
-        cpu=Corpus(domain="prose", train_bytes=50_000, valid_bytes=90_000, min_bytes=1_500),
-        quick=Corpus(domain="prose", train_bytes=50_000, valid_bytes=5_000, min_bytes=1_500),
-        gpu=Corpus(
-            domain="code",
-            train_bytes=50_000,
-            valid_bytes=300_000,
-            min_bytes=15_000,
-            max_bytes=120_000,
-        ),
+    pick = setting.scale.pick
+    return Corpus(
+        domain=pick(cpu="prose", gpu="code"),
+        train_bytes=50_000,
+        valid_bytes=pick(cpu=90_000, quick=5_000, gpu=300_000),
+        min_bytes=pick(cpu=1_500, gpu=15_000),
+        max_bytes=pick(cpu=16_000, gpu=120_000),
     )
 
 
@@ -241,7 +232,7 @@ def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
             paper=", ".join(f"{100 * (s / SPEEDS[8192] - 1):+.1f} %" for s in SPEEDS.values()),
             measured=", ".join(f"{fmean(found):+.1f} %" for found in relative.values())
             + f" at {', '.join(map(str, ladder))}",
-            agrees=together(
+            **together(
                 less([s[b] for s in speeds], [s[a] for s in speeds])
                 for a, b in itertools.pairwise(ladder)
             ),
@@ -253,7 +244,7 @@ def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
             claim="BucketLLM needs less time than Fixed-8192 to equal loss",
             paper="accelerates training, no figure",
             measured=f"{shown(ratios)} times as long",
-            agrees=less(ratios, [1.0] * len(ratios)),
+            **together([less(ratios, [1.0] * len(ratios))]),
             why="to the higher of the two final validation perplexities, every step at the median "
             "speed of its bucket",
         ),

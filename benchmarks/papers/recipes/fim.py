@@ -23,8 +23,7 @@ from typing import Any
 
 from papers.claims import Claim, against, below, same, shown, stated
 from papers.corpus import VOCAB_SIZE, Corpus
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
 from papers.settings import Setting
 
 TITLE = "Fill-in-the-middle"
@@ -41,37 +40,31 @@ GIVEN = ("prefix", "text", "PSM", "SPM")
 
 def runs(scale: Scale) -> list[Run]:
     """Rates times seeds."""
-    setting = Setting(scale)
-    capacity = scale.pick(cpu=2048, quick=2048, gpu=8192)
+    capacity = scale.pick(cpu=2048, gpu=8192)
     corpus = Corpus(
         domain="code",
         train_bytes=scale.pick(cpu=1_500_000, quick=100_000, gpu=20_000_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=500_000),
         min_bytes=100,
-        max_bytes=scale.pick(cpu=2_000, quick=2_000, gpu=16_000),
+        max_bytes=scale.pick(cpu=2_000, gpu=16_000),
     )
     steps = scale.pick(cpu=320, quick=4, gpu=300)
-    config = setting.config(steps=steps, data={"attention": "document"})
-    config["model"] = {**config["model"], "vocab_size": VOCAB_SIZE + len(SENTINELS)}
-    return [
-        Run(
-            recipe="fim",
-            name=name,
-            seed=seed,
-            corpus=corpus,
-            strategy="best_fit_decreasing",
-            buckets=(capacity,),
-            parameters={"fim_room": len(SENTINELS)},
-            fim={"rate": rate, "sentinels": SENTINELS},
-            config=config,
-            validate={"documents": corpus},
-            valid_bucket=capacity,
-            evaluate_every=max(1, steps // 3),
-            probe="papers.given:middle",
-        )
-        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
-        for name, rate in RATES.items()
-    ]
+    config = Setting(scale).config(steps=steps, attention="document")
+    config["model"]["vocab_size"] = VOCAB_SIZE + len(SENTINELS)
+    base = Run(
+        recipe="fim",
+        corpus=corpus,
+        strategy="best_fit_decreasing",
+        buckets=(capacity,),
+        parameters={"fim_room": len(SENTINELS)},
+        config=config,
+        validate={"documents": corpus},
+        valid_bucket=capacity,
+        evaluate_every=max(1, steps // 3),
+        probe="papers.given:middle",
+    )
+    arms = {n: {"fim": {"rate": rate, "sentinels": SENTINELS}} for n, rate in RATES.items()}
+    return paired(base, arms, scale.seeds(5))
 
 
 def middles(group: Sequence[Result], given: str) -> list[float]:
@@ -127,9 +120,5 @@ def claims(results: list[Result]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Held-out perplexity from left to right over the steps."""
-    lines(
-        folder / "fim_documents.png",
-        perplexity_curves(results),
-        x="step",
-        y="perplexity of held-out files from left to right",
-    )
+    what = "perplexity of held-out files from left to right"
+    plot_over_steps(folder / "fim_documents.png", results, y=what)

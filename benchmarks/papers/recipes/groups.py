@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from papers.claims import Claim, against, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
 from papers.settings import Setting
 
 TITLE = "Files of a folder in one sample"
@@ -28,15 +27,13 @@ EQUAL = (
 )
 GROUPS, DEFAULT = "folders, attention in groups", "files, attention in documents (the default)"
 MASKED, STRANGERS = "folders, attention in documents", "shuffled ids, attention in groups"
-CAPACITY = 1024
 STEP = 4  # samples of a step: with one, a step is one folder, and the gradient that of few files
 
-# name: (groups, attention)
-ARMS: dict[str, tuple[Literal["folder", "shuffled"] | None, str]] = {
-    DEFAULT: (None, "document"),
-    GROUPS: ("folder", "group"),
-    MASKED: ("folder", "document"),
-    STRANGERS: ("shuffled", "group"),
+ARMS: dict[str, dict[str, Any]] = {
+    DEFAULT: {"groups": None, "data": {"attention": "document"}},
+    GROUPS: {"groups": "folder", "data": {"attention": "group"}},
+    MASKED: {"groups": "folder", "data": {"attention": "document"}},
+    STRANGERS: {"groups": "shuffled", "data": {"attention": "group"}},
 }
 
 
@@ -47,31 +44,24 @@ def runs(scale: Scale) -> list[Run]:
         train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
         valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000),
         min_bytes=100,
-        max_bytes=scale.pick(cpu=1_500, quick=1_500, gpu=16_000),
+        max_bytes=scale.pick(cpu=1_500, gpu=16_000),
         folders=True,
     )
     steps = scale.pick(cpu=300, quick=4, gpu=200)
-    capacity = scale.pick(cpu=CAPACITY, quick=CAPACITY, gpu=8 * CAPACITY)
-    size = STEP * capacity
-    sizes = {"tokens_per_step": size, "micro_batch_tokens": 4 * capacity}
-    return [
-        Run(
-            recipe="groups",
-            name=name,
-            seed=seed,
-            corpus=corpus,
-            strategy="best_fit_decreasing",
-            buckets=(capacity,),
-            groups=groups,
-            config=Setting(scale).config(steps=steps, data={**sizes, "attention": attention}),
-            validate={"documents": corpus},
-            valid_bucket=capacity,
-            evaluate_every=max(1, steps // 3),
-            probe="papers.given:behind",
-        )
-        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
-        for name, (groups, attention) in ARMS.items()
-    ]
+    capacity = scale.pick(cpu=1024, gpu=8192)
+    sizes = {"tokens_per_step": STEP * capacity, "micro_batch_tokens": STEP * capacity}
+    base = Run(
+        recipe="groups",
+        corpus=corpus,
+        strategy="best_fit_decreasing",
+        buckets=(capacity,),
+        config=Setting(scale).config(steps=steps, **sizes),
+        validate={"documents": corpus},
+        valid_bucket=capacity,
+        evaluate_every=max(1, steps // 3),
+        probe="papers.given:behind",
+    )
+    return paired(base, ARMS, scale.seeds(5))
 
 
 def probed(group: Sequence[Result], name: str) -> list[float]:
@@ -141,9 +131,5 @@ def claims(results: list[Result]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Held-out perplexity of files alone over the steps."""
-    lines(
-        folder / "groups_alone.png",
-        perplexity_curves(results),
-        x="step",
-        y="perplexity of held-out files, each alone",
-    )
+    what = "perplexity of held-out files, each alone"
+    plot_over_steps(folder / "groups_alone.png", results, y=what)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, perplexities, perplexity_curves
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
 from papers.settings import Setting
 
 TITLE = "Masks between documents"
@@ -28,17 +27,18 @@ LABELS, ACROSS = "boundary labels trained", "attention across documents"
 RESTARTED, UNBROKEN = "attention across, positions restarted", "masked, positions not restarted"
 LEARNED, LEARNED_UNBROKEN = "learned positions, restarted", "learned positions, not restarted"
 
-# name: (attention, labels, positions, learned position embeddings instead of RoPE)
+# name: (attention, label_boundary, positions)
 ARMS = {
-    DEFAULT: ("document", "document", "segment", False),
-    LABELS: ("document", "sample", "segment", False),
-    UNBROKEN: ("document", "document", "sample", False),
-    ACROSS: ("sample", "document", "sample", False),
-    RESTARTED: ("sample", "document", "segment", False),
-    CLASSIC: ("sample", "sample", "sample", False),
-    LEARNED: ("document", "document", "segment", True),
-    LEARNED_UNBROKEN: ("document", "document", "sample", True),
+    DEFAULT: ("document", "document", "segment"),
+    LABELS: ("document", "sample", "segment"),
+    UNBROKEN: ("document", "document", "sample"),
+    ACROSS: ("sample", "document", "sample"),
+    RESTARTED: ("sample", "document", "segment"),
+    CLASSIC: ("sample", "sample", "sample"),
+    LEARNED: ("document", "document", "segment"),
+    LEARNED_UNBROKEN: ("document", "document", "sample"),
 }
+WITHOUT_ROPE = (LEARNED, LEARNED_UNBROKEN)  # learned position embeddings in place of it
 
 
 def runs(scale: Scale) -> list[Run]:
@@ -47,32 +47,32 @@ def runs(scale: Scale) -> list[Run]:
     capacity = setting.ladder[-2]
     # More than 2 bytes of text are a token: nearly all of these fit into one sample.
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
-    steps = scale.pick(cpu=340, quick=4, gpu=30)
+    rotary = setting.config(steps=scale.pick(cpu=340, quick=4, gpu=30))
     small = {"n_head": 2, "initializer_range": 0.125}
-    learned = {
-        "preset": scale.pick(cpu="gpt2_tiny", quick="gpt2_tiny", gpu="gpt2_124m"),
-        "overrides": {"n_positions": capacity, **scale.pick(cpu=small, quick=small, gpu={})},
+    model = {
+        "preset": scale.pick(cpu="gpt2_tiny", gpu="gpt2_124m"),
+        "overrides": {"n_positions": capacity, **scale.pick(cpu=small, gpu={})},
     }
-    return [
-        Run(
-            recipe="masking",
-            name=name,
-            seed=seed,
-            corpus=setting.corpus,
-            strategy="concat",
-            buckets=(capacity,),
-            config=setting.config(
-                steps=steps,
-                data={"attention": attention, "label_boundary": labels, "positions": positions},
-                **(learned if is_learned else {}),
-            ),
-            validate={"documents": valid},
-            valid_bucket=capacity,
-            evaluate_every=scale.pick(cpu=100, quick=4, gpu=8),
-        )
-        for name, (attention, labels, positions, is_learned) in ARMS.items()
-        for seed in ((0, 1, 2, 3) if scale.name == "cpu" else scale.seeds)
-    ]
+    learned = {**rotary, "model": model}
+    base = Run(
+        recipe="masking",
+        corpus=setting.corpus,
+        strategy="concat",
+        buckets=(capacity,),
+        config=rotary,
+        validate={"documents": valid},
+        valid_bucket=capacity,
+        evaluate_every=scale.pick(cpu=100, quick=4, gpu=8),
+    )
+    fields = ("attention", "label_boundary", "positions")
+    arms = {
+        name: {
+            "data": dict(zip(fields, values, strict=True)),
+            "config": learned if name in WITHOUT_ROPE else rotary,
+        }
+        for name, values in ARMS.items()
+    }
+    return paired(base, arms, scale.seeds(4))
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
@@ -82,9 +82,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     return [
         {
             "arm": name,
-            **dict(zip(fields, ARMS[name], strict=False)),
-            "position_embedding": "learned" if ARMS[name][3] else "RoPE",
-            **against(values, arms[LEARNED if ARMS[name][3] else DEFAULT]),
+            **dict(zip(fields, ARMS[name], strict=True)),
+            "position_embedding": "learned" if name in WITHOUT_ROPE else "RoPE",
+            **against(values, arms[LEARNED if name in WITHOUT_ROPE else DEFAULT]),
         }
         for name, values in arms.items()
     ]
@@ -126,10 +126,5 @@ def claims(results: list[Result]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Validation perplexity over the steps, of the models with RoPE."""
-    rotary = [result for result in results if not ARMS[result.run.name][3]]
-    lines(
-        folder / "masking_curves.png",
-        perplexity_curves(rotary, first=1),
-        x="step",
-        y="validation perplexity",
-    )
+    rotary = [result for result in results if result.run.name not in WITHOUT_ROPE]
+    plot_over_steps(folder / "masking_curves.png", rotary, y="validation perplexity", first=1)

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
-from papers.corpus import Corpus
 from papers.figures import lines
 from papers.recipes.bucketllm import long_documents, mean_contexts, mean_speed, plot_contexts
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, perplexities
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, paired, perplexities
 from papers.settings import WHOLE, Setting
 
 TITLE = "Which packing, at equal tokens"
@@ -47,48 +46,39 @@ def runs(scale: Scale) -> list[Run]:
     largest, short, usual = ladder[-1:], ladder[2:3], ladder[3:4]
     micro = 2 * ladder[-1]
     mixed = {"mix": "micro_step", "micro_step_tokens": micro}
-    arms: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
-        (CONCAT, "concat", largest, {}),
-        (FIT, "best_fit_decreasing", largest, {}),
-        (ONE, "bucket", ladder, {}),
-        (MIXED, "bucket", ladder, mixed),
-        (FIT_CUT, "best_fit_decreasing", largest, {}),
-        (CLASSIC, "concat", usual, WHOLE),
-        (CLASSIC_ONE, "bucket", ladder, WHOLE),
-        (CONCAT_SHORT, "concat", short, {}),
-        (FIT_SHORT, "best_fit_decreasing", short, {}),
-        (CLASSIC_LLM, "bucket_llm", ladder, WHOLE),
-    ]
-    step = {"tokens_per_step": STEP * ladder[-1], "micro_batch_tokens": micro}
-    corpus = _corpus(setting)
+    usual_corpus = setting.corpus
+    # More of the same documents where the run is longer: no token comes twice.
+    more = replace(usual_corpus, train_bytes=9_500_000)
+    corpus = scale.pick(cpu=usual_corpus, gpu=usual_corpus, long=more)
     steps = scale.pick(cpu=40, quick=1, gpu=60, long=200)
-    return [
-        Run(
-            recipe="packing",
-            name=name,
-            seed=seed,
-            corpus=replace(corpus, cut=CUT) if name == FIT_CUT else corpus,
-            strategy=strategy,
-            buckets=buckets,
-            config=setting.config(steps=steps, data={**step, **data}),
-            validate={"documents": setting.corpus, "long": long_documents(setting)},
-            valid_bucket=ladder[-1],
-            evaluate_every=max(1, steps // 5),
-            contexts=ladder,
-            contexts_of="long",
-        )
-        for seed in scale.seeds
-        for name, strategy, buckets, data in (arms[:4] if scale.name == "long" else arms)
-    ]
-
-
-def _corpus(setting: Setting) -> Corpus:
-    """More of the documents of other recipes where the run is longer: no token comes twice."""
-    more = Corpus(
-        domain="prose", train_bytes=9_500_000, valid_bytes=90_000, min_bytes=40, max_bytes=2_600
+    base = Run(
+        recipe="packing",
+        corpus=corpus,
+        strategy="bucket",
+        buckets=ladder,
+        config=setting.config(
+            steps=steps, tokens_per_step=STEP * ladder[-1], micro_batch_tokens=micro
+        ),
+        validate={"documents": usual_corpus, "long": long_documents(setting)},
+        valid_bucket=ladder[-1],
+        evaluate_every=max(1, steps // 5),
+        contexts=ladder,
     )
-    usual = setting.corpus
-    return setting.scale.pick(cpu=usual, quick=usual, gpu=usual, long=more)
+    fit, classic = {"strategy": "best_fit_decreasing", "buckets": largest}, {"data": WHOLE}
+    arms: dict[str, dict[str, Any]] = {
+        CONCAT: {"strategy": "concat", "buckets": largest},
+        FIT: fit,
+        ONE: {},
+        MIXED: {"data": mixed},
+        FIT_CUT: {**fit, "corpus": replace(corpus, cut=CUT)},
+        CLASSIC: {"strategy": "concat", "buckets": usual, **classic},
+        CLASSIC_ONE: classic,
+        CONCAT_SHORT: {"strategy": "concat", "buckets": short},
+        FIT_SHORT: {**fit, "buckets": short},
+        CLASSIC_LLM: {"strategy": "bucket_llm", **classic},
+    }
+    few = dict(list(arms.items())[:4]) if scale.name == "long" else arms
+    return paired(base, few, scale.seeds())
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ import numpy as np
 from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, perplexities
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities
 from papers.settings import Setting
 
 TITLE = "Files repeated, and fresh"
@@ -67,22 +67,30 @@ def runs(scale: Scale) -> list[Run]:
     prose = Corpus(
         domain="prose", train_bytes=3 * 2 * MOST * unit // 2, valid_bytes=60_000, **sizes
     )
+    base = Run(
+        recipe="repetition",
+        corpus=files,
+        other=prose,
+        strategy="concat",
+        buckets=(capacity,),
+        config=setting.config(steps=steps, attention="document"),
+        validate={"files": files, "docstrings": prose},
+        valid_bucket=capacity,
+    )
     return [
-        Run(
-            recipe="repetition",
-            name=name,
-            seed=seed,
-            corpus=replace(files, train_bytes=units * unit, after_bytes=seed * unit),
-            other=prose,
-            max_epochs=epochs,
-            strategy="concat",
-            buckets=(capacity,),
-            config=setting.config(steps=steps, data={"attention": "document"}),
-            validate={"files": files, "docstrings": prose},
-            valid_bucket=capacity,
+        run
+        for seed in scale.seeds(5)
+        for run in paired(
+            base,
+            {
+                name: {
+                    "corpus": replace(files, train_bytes=units * unit, after_bytes=seed * unit),
+                    "max_epochs": epochs,
+                }
+                for name, (units, epochs) in ARMS.items()
+            },
+            [seed],
         )
-        for seed in ((0, 1, 2, 3, 4) if scale.name == "cpu" else scale.seeds)
-        for name, (units, epochs) in ARMS.items()
     ]
 
 

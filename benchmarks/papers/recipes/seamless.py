@@ -15,6 +15,7 @@ strategy. What the paper leaves open or does otherwise, and how it is here:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,7 @@ from papers import invented_facts
 from papers.claims import Claim, alike, below, same, shown, together
 from papers.corpus import Corpus, prepare
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities
 from papers.settings import WHOLE, engine
 
 from megapack.data import Schedule
@@ -43,33 +44,36 @@ CAPACITY = 128
 EPOCHS = 3
 FACT_EPOCHS = 8  # of the case study: a small model learns by repetition
 
-Variant = tuple[str, Mapping[str, Any]]  # strategy and its parameters
+Arm = dict[str, Any]  # strategy and parameters, as of ``Run``
 
 
-def variants() -> dict[str, Variant]:
+def arm(strategy: str, **parameters: Any) -> Arm:
+    return {"strategy": strategy, "parameters": parameters}
+
+
+def seamless(**changed: Any) -> Arm:
+    return arm("seamless", **{"r_max": 0.3, "extra_capacity": 3, "placement": "exact", **changed})
+
+
+def variants() -> dict[str, Arm]:
     """Table 7, the placements, and the sweeps of Tables 10 and 11."""
-    found: dict[str, Variant] = {
-        "CT": ("concat", {}),
-        LONGER: ("concat", {}),
-        "FFD": ("first_fit_decreasing", {}),
-        "BFD": ("best_fit_decreasing", {}),
-        "BFD-m": ("best_fit_decreasing", {"extra_capacity": 3}),
-        SP: _seamless(),
-        "SP, published": _seamless(placement="published"),
+    return {
+        "CT": arm("concat"),
+        LONGER: arm("concat"),
+        "FFD": arm("first_fit_decreasing"),
+        "BFD": arm("best_fit_decreasing"),
+        "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
+        SP: seamless(),
+        "SP, published": seamless(placement="published"),
+        **{f"SP, r_max {r}": seamless(r_max=r) for r in R_MAX if r != 0.3},
+        **{f"SP, c_extra {c}": seamless(extra_capacity=c) for c in C_EXTRA if c != 3},
     }
-    found |= {f"SP, r_max {r}": _seamless(r_max=r) for r in R_MAX if r != 0.3}
-    found |= {f"SP, c_extra {c}": _seamless(extra_capacity=c) for c in C_EXTRA if c != 3}
-    return found
 
 
-def _seamless(**changed: Any) -> Variant:
-    return "seamless", {"r_max": 0.3, "extra_capacity": 3, "placement": "exact", **changed}
-
-
-CASES: dict[str, Variant] = {
-    "CT": ("concat", {}),
-    "BFD": ("best_fit_decreasing", {}),
-    SP: _seamless(extra_capacity=1),
+CASES = {
+    "CT": arm("concat"),
+    "BFD": arm("best_fit_decreasing"),
+    SP: seamless(extra_capacity=1),
 }
 
 
@@ -101,61 +105,41 @@ def runs(scale: Scale) -> list[Run]:
     """Per seed a base, every variant of continuing, and the case study."""
     steps = scale.pick(cpu=None, quick=6, gpu=None)
     documents = prose(scale)
-    facts = prose(scale, injected=invented_facts.documents())
-    validate = {"prose": documents, "code": code(scale)}
+    first = Run(
+        recipe="seamless",
+        corpus=code(scale),
+        strategy="concat",
+        buckets=(CAPACITY,),
+        config={
+            **_config(scale, epochs=1, steps=steps, lr=scale.pick(cpu=3e-3, gpu=4e-4)),
+            "model": _model(scale),
+        },
+        validate={"prose": documents, "code": code(scale)},
+        valid_bucket=CAPACITY,
+        keep_model=True,
+    )
+    config = _config(scale, epochs=EPOCHS, steps=steps, lr=scale.pick(cpu=2e-3, gpu=1e-4))
+    arms, cases = variants(), {f"facts, {name}": case for name, case in CASES.items()}
+    longer = steps or _num_steps(documents, config, **arms[SP])
+    arms[LONGER]["config"] = {**config, "num_steps": longer}
+    often = _config(scale, epochs=FACT_EPOCHS, steps=steps, lr=scale.pick(cpu=3e-3, gpu=1e-4))
+    invented = prose(scale, injected=invented_facts.documents())
     result = []
-    for seed in scale.seeds:
-        base = Run(
-            recipe="seamless",
-            name="base, code",
-            seed=seed,
-            corpus=code(scale),
-            strategy="concat",
-            buckets=(CAPACITY,),
-            config={
-                **_config(scale, num_epochs=1, lr=scale.pick(cpu=3e-3, quick=3e-3, gpu=4e-4)),
-                "model": _model(scale),
-                "num_steps": steps,
-            },
-            validate=validate,
-            valid_bucket=CAPACITY,
-            keep_model=True,
+    for seed in scale.seeds():
+        (base,) = paired(first, {"base, code": {}}, [seed])
+        further = dataclasses.replace(
+            base, corpus=documents, config=config, start=base, keep_model=False
         )
-        result.append(base)
-        more = _config(scale, num_epochs=EPOCHS, lr=scale.pick(cpu=2e-3, quick=2e-3, gpu=1e-4))
-        for name, (strategy, parameters) in variants().items():
-            longer = _num_steps(documents, *variants()[SP], more) if name == LONGER else None
-            run = Run(
-                recipe="seamless",
-                name=name,
-                seed=seed,
-                corpus=documents,
-                strategy=strategy,
-                buckets=(CAPACITY,),
-                parameters=parameters,
-                config={**more, "num_steps": steps or longer},
-                start=base,
-                validate=validate,
-                valid_bucket=CAPACITY,
-            )
-            result.append(run)
-        often = _config(
-            scale, num_epochs=FACT_EPOCHS, lr=scale.pick(cpu=3e-3, quick=3e-3, gpu=1e-4)
+        facts = dataclasses.replace(
+            further,
+            corpus=invented,
+            buckets=(invented_facts.CAPACITY,),
+            config=often,
+            validate={},
+            valid_bucket=1024,
+            probe="papers.invented_facts:measure",
         )
-        for name, (strategy, parameters) in CASES.items():
-            run = Run(
-                recipe="seamless",
-                name=f"facts, {name}",
-                seed=seed,
-                corpus=facts,
-                strategy=strategy,
-                buckets=(invented_facts.CAPACITY,),
-                parameters=parameters,
-                config={**often, "num_steps": steps},
-                start=base,
-                probe="papers.invented_facts:measure",
-            )
-            result.append(run)
+        result += [base, *paired(further, arms, [seed]), *paired(facts, cases, [seed])]
     return result
 
 
@@ -170,18 +154,15 @@ def _model(scale: Scale) -> dict[str, Any]:
             "initializer_range": 0.1,
         },
     }
-    return scale.pick(cpu=small, quick=small, gpu={"preset": "llama_350m"})
+    return scale.pick(cpu=small, gpu={"preset": "llama_350m"})
 
 
-def _config(scale: Scale, *, num_epochs: int, lr: float) -> dict[str, Any]:
-    tokens = scale.pick(cpu=1024, quick=1024, gpu=8192)
+def _config(scale: Scale, *, epochs: int, steps: int | None, lr: float) -> dict[str, Any]:
+    tokens = scale.pick(cpu=1024, gpu=8192)
     return {
-        "num_epochs": num_epochs,
-        "data": {
-            "tokens_per_step": tokens,
-            "micro_batch_tokens": tokens,
-            **WHOLE,
-        },
+        "num_epochs": epochs,
+        "num_steps": steps,
+        "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
         "optimizer": {"lr": lr},
         "learning_rate": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
         "engine": engine(scale),
@@ -189,7 +170,7 @@ def _config(scale: Scale, *, num_epochs: int, lr: float) -> dict[str, Any]:
 
 
 def _num_steps(
-    corpus: Corpus, strategy: str, parameters: Mapping[str, Any], config: Mapping[str, Any]
+    corpus: Corpus, config: Mapping[str, Any], *, strategy: str, parameters: Mapping[str, Any]
 ) -> int:
     """Of ``EPOCHS`` epochs under a strategy."""
     lengths = read_document_lengths(prepare(corpus).train)
@@ -214,17 +195,21 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
             row["loss per fact"] = shown([r.summary["probe"]["loss"] for r in of])
             row["facts right %"] = shown([100 * r.summary["probe"]["right"] for r in of], 1)
         else:
-            row["perplexity, prose"] = shown([r.perplexity("prose") for r in of], 3)
-            row["perplexity, code"] = shown([r.perplexity("code") for r in of], 3)
+            row["perplexity, prose"] = shown(perplexities(of, "prose"), 3)
+            row["perplexity, code"] = shown(perplexities(of, "code"), 3)
         found.append({**row, "seeds": len(of)})
     return found
+
+
+def _perplexity(groups: dict[str, list[Result]]) -> dict[str, list[float]]:
+    """Of prose, of every arm that is scored on it."""
+    return {n: perplexities(of, "prose") for n, of in groups.items() if of[0].run.validate}
 
 
 def claims(results: list[Result]) -> list[Claim]:
     """Tables 2, 7, 10, 11 and section 4.7."""
     groups = by_name(results)
-    perplexity = {name: [r.perplexity("prose") for r in of] for name, of in groups.items()
-                  if "probe" not in of[0].summary}  # fmt: skip
+    perplexity = _perplexity(groups)
     return [
         *_orders(perplexity, groups),
         *_table_7(perplexity),
@@ -270,7 +255,7 @@ def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
             paper="11.24, 11.24, 11.24 of 11.24; within 3.6 % on two other models",
             measured=", ".join(f"{name} {shown(of, 3)}" for name, of in others.items())
             + f", BFD {shown(bfd, 3)}",
-            agrees=together([alike(of, bfd, within=0.02) for of in others.values()]),
+            **together(alike(of, bfd, within=0.02) for of in others.values()),
             why="the ablation; SP takes more steps than the others",
         ),
         same(
@@ -339,11 +324,7 @@ def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Figure 2 with perplexity: both sweeps between the baselines, means of the seeds."""
-    perplexity = {
-        name: fmean(result.perplexity("prose") for result in of)
-        for name, of in by_name(results).items()
-        if "probe" not in of[0].summary
-    }
+    perplexity = {name: fmean(of) for name, of in _perplexity(by_name(results)).items()}
     for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
         measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
         flat = {other: (values, [perplexity[other]] * len(values)) for other in ("CT", "BFD")}

@@ -16,7 +16,7 @@ from typing import Any
 from papers import ranks
 from papers.claims import Claim, against, below, same, shown, stated
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, perplexities
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities
 from papers.settings import Setting
 
 TITLE = "Steps: buckets, dealing, weights of the loss"
@@ -33,33 +33,30 @@ def runs(scale: Scale) -> list[Run]:
     setting = Setting(scale)
     largest = setting.ladder[-1]
     step = ranks.NUM_RANKS * largest
-    one = {"tokens_per_step": step, "micro_batch_tokens": largest}
-    mixed = {**one, "mix": "micro_step", "micro_step_tokens": largest}
-    change = "papers.ranks:mean_of_ranks"
-    arms: list[tuple[str, str, tuple[int, ...], dict[str, Any], str | None]] = [
-        (ON, "bucket", setting.ladder, one, None),
-        (ANY, "bucket", setting.ladder, mixed, None),
-        (MEANS, "bucket", setting.ladder, one, change),
-        (PADDED, "pad", setting.ladder[-2:-1], one, None),
-        (PADDED_MEANS, "pad", setting.ladder[-2:-1], one, change),
-    ]
-    return [
-        Run(
-            recipe="steps",
-            name=name,
-            seed=seed,
-            corpus=setting.corpus,
-            strategy=strategy,
-            buckets=buckets,
-            config=setting.config(steps=scale.pick(cpu=200, quick=1, gpu=30), data=data),
-            validate={"documents": setting.corpus},
-            valid_bucket=largest,
-            change=changed,
-            probe="papers.ranks:step_times" if name == ON else None,
-        )
-        for name, strategy, buckets, data, changed in arms
-        for seed in scale.seeds
-    ]
+    base = Run(
+        recipe="steps",
+        corpus=setting.corpus,
+        strategy="bucket",
+        buckets=setting.ladder,
+        config=setting.config(
+            steps=scale.pick(cpu=200, quick=1, gpu=30),
+            tokens_per_step=step,
+            micro_batch_tokens=largest,
+        ),
+        validate={"documents": setting.corpus},
+        valid_bucket=largest,
+    )
+    mixed = {"mix": "micro_step", "micro_step_tokens": largest}
+    padded = {"strategy": "pad", "buckets": setting.ladder[-2:-1]}
+    means = {"change": "papers.ranks:mean_of_ranks"}
+    arms: dict[str, dict[str, Any]] = {
+        ON: {"probe": "papers.ranks:step_times"},
+        ANY: {"data": mixed},
+        MEANS: means,
+        PADDED: padded,
+        PADDED_MEANS: {**padded, **means},
+    }
+    return paired(base, arms, scale.seeds())
 
 
 def spread(result: Result, arm: str) -> float:
