@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make test-data PYTHON=python3.13: the tests of what builds data (storage, tokenization, packing,
-# the command line, the C++ core) where neither torch nor Megatron nor DeepSpeed is installed, in an
-# environment of its own for each Python.
+# planning, comparisons, the command line, the C++ core) where neither torch nor Megatron nor
+# DeepSpeed is installed, in an environment of its own for each Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,8 +21,9 @@ if [[ $(cat "$venv/.ready" 2>/dev/null) != "$wanted" ]]; then
 fi
 MEGAPACK_WERROR=1 "$venv/bin/python" setup.py --quiet build_ext --inplace
 
-run=(tests/cli tests/fuzz tests/packing tests/storage tests/tokenization
-    tests/test_config.py tests/test_cpp.py tests/test_pages.py tests/test_layers.py)
+run=(tests/cli tests/compare tests/fuzz tests/packing tests/planning tests/storage tests/tokenization
+    tests/test_config.py tests/test_cpp.py tests/test_devices.py tests/test_layers.py
+    tests/test_outputs.py tests/test_pages.py tests/test_seam.py)
 left=()
 for path in tests/*/ tests/test_*.py; do
     path=${path%/}
