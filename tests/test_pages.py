@@ -18,6 +18,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
+import needs_torch  # noqa: F401
 import numpy as np
 import pytest
 import yaml

@@ -8,6 +8,7 @@ import pickle
 import re
 from pathlib import Path
 
+import needs_torch  # noqa: F401
 import numpy as np
 import pytest
 from commands import build
