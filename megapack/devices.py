@@ -12,6 +12,8 @@ operations, and the backward twice the forward.
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["FLOPS_PER_WEIGHT", "PEAK_FLOPS", "attention_flops", "peak_flops"]
 
 # Dense 16-bit tensor operations per second, from the makers' data sheets.
@@ -42,7 +44,8 @@ def peak_flops(name: str) -> float | None:
     """The peak of the device whose driver calls it so, as in "NVIDIA H100 80GB HBM3", or of a key
     of ``PEAK_FLOPS``; None: it is not known."""
     words = name.lower().replace("-", " ")
-    known = [key for key in PEAK_FLOPS if key.replace("-", " ") in words]
+    # Another digit behind it makes another device: an A1000 is no A100.
+    known = [key for key in PEAK_FLOPS if re.search(rf"{key.replace('-', ' ')}(?!\d)", words)]
     return PEAK_FLOPS[max(known, key=len)] if known else None  # "h100-pcie" before "h100"
 
 

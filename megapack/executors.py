@@ -171,16 +171,18 @@ def _watch(futures: Sequence[Future[R]], counters: Any, report: Report) -> None:
     done: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
-    num_pending = len(futures)
-    reported = Counted()
-    while num_pending:
+    num_pending, lock = len(futures), counters.get_lock()
+    reported, is_told = Counted(), True
+    while num_pending or not is_told:
         with contextlib.suppress(queue.Empty):
-            done.get(timeout=_POLL_SECONDS).result()
+            done.get(timeout=_POLL_SECONDS if num_pending else 0).result()
             num_pending -= 1
-        with counters.get_lock():
+        is_told = lock.acquire(timeout=_POLL_SECONDS)  # a worker that was killed may hold it
+        if is_told:
             now = Counted(*counters)
-        report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
-        reported = now
+            lock.release()
+            report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
+            reported = now
 
 
 # The worker process, and what it counts. What the worker needs is loaded by the first task: an

@@ -1,0 +1,30 @@
+"""Work shared out to processes: what becomes of it when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from megapack import executors
+from megapack.errors import MegapackError
+from megapack.executors import Report, carry_out
+
+
+class KilledWhileItCounts:
+    """A worker that takes the lock of the counters with it."""
+
+    threads = 1
+
+    def build(self, index: int, report: Report) -> int:
+        executors._counters.get_lock().acquire()
+        time.sleep(0.5)  # meanwhile the build asks for it
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_worker_killed_while_it_counts_is_an_error_and_nobody_waits_for_it() -> None:
+    with pytest.raises(MegapackError, match="a worker process was killed"):
+        carry_out(KilledWhileItCounts(), range(3), lambda _: None, num_processes=2)
