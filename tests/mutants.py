@@ -525,6 +525,11 @@ megapack/training/model/loss.py: tests/training/test_loss.py
 weights_of_gradients: the loss is weighted and its gradient is not
 -             slope *= label_weights[rows].unsqueeze(1)
 +             slope = slope
+
+megapack/training/model/training_model.py: tests/training/test_evaluate.py
+validation_z_loss: the z-loss counts in validation, too
+- z_loss=self.z_loss if self.training else 0.0,
++ z_loss=self.z_loss,
 """
 
 

@@ -306,7 +306,7 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
         seed: of the draws.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: neither, or no such law.
         DataError: the file holds something else.
         OSError: it cannot be read.
     """
@@ -315,17 +315,12 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
             mean, median, count = map(float, source.removeprefix(_LAW).split(","))
         except ValueError:
             raise ConfigError(f"{source!r} is not {_LAW}MEAN,MEDIAN,DOCUMENTS") from None
-        return draw_lengths(mean, median, round(count), seed)
+        if not (1 <= median <= mean < math.inf and 1 <= count < math.inf):
+            raise ConfigError(
+                f"{source!r}: mean, median and number of documents must be 1 or more and finite, "
+                "and the mean is not below the median"
+            )
+        sigma = math.sqrt(2 * math.log(mean / median))
+        values = np.random.default_rng(seed).lognormal(math.log(median), sigma, round(count))
+        return np.maximum(np.rint(values), 1).astype(np.int64)
     return read_lengths_file(source)
-
-
-def draw_lengths(mean: float, median: float, count: int, seed: int) -> NDArray[np.int64]:
-    """Lengths of a log-normal law, at least 1. Raises ConfigError: no such law has these."""
-    if not 1 <= median <= mean or count < 1:
-        raise ConfigError(
-            f"a law of mean {mean:g}, median {median:g} and {count} documents; they must be "
-            "positive, and the mean is not below the median"
-        )
-    sigma = math.sqrt(2 * math.log(mean / median))
-    values = np.random.default_rng(seed).lognormal(math.log(median), sigma, count)
-    return np.maximum(np.rint(values), 1).astype(np.int64)

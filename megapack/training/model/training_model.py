@@ -135,11 +135,12 @@ class TrainingModel(nn.Module):
             scale: factor on the first result.
 
         Returns:
-            ``scale`` times its part of the training loss, a scalar; the loss of every position
-            ``[T]``, without a gradient (``linear_cross_entropy``); and its part of the
-            load-balancing loss times the labels of the micro batch, a scalar without a gradient,
-            neither scaled nor multiplied with its coefficient (None: there is none, or the model
-            is evaluated). The parts of slices add up.
+            ``scale`` times its part of the training loss, a scalar (where the model is evaluated,
+            of the labels alone); the loss of every position ``[T]``, without a gradient
+            (``linear_cross_entropy``); and its part of the load-balancing loss times the labels of
+            the micro batch, a scalar without a gradient, neither scaled nor multiplied with its
+            coefficient (None: there is none, or the model is evaluated). The parts of slices add
+            up.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
@@ -159,7 +160,7 @@ class TrainingModel(nn.Module):
             label_weights=None if label_weights is None else label_weights.flatten(),
             scale=scale,
             softcap=getattr(self.configuration, "final_logit_softcapping", None) or 0.0,
-            z_loss=self.z_loss,
+            z_loss=self.z_loss if self.training else 0.0,
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )
