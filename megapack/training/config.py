@@ -194,9 +194,10 @@ class CheckpointConfig:
     keep: int = 3
     """Newest checkpoints kept; older ones are removed after a newer one is complete."""
     keep_every: int | None = None
-    """Those of every so many steps stay beside the newest: milestones, to branch from."""
+    """Those of every so many steps stay beside the newest: milestones, to branch from; they are
+    written in any case."""
     keep_steps: tuple[int, ...] = ()
-    """Those of these steps stay, too; a checkpoint is written there in any case."""
+    """Those of these steps stay, too, and are written in any case."""
     branch_from: str | None = None
     """Where another run's checkpoint lies, from which a ``run_dir`` without checkpoints of its own
     begins (``--branch-from``): with its weights, its optimizer, and its data order continued. What
@@ -220,7 +221,7 @@ class CheckpointConfig:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is written after so many steps."""
-        return step in self.keep_steps or (self.every is not None and step % self.every == 0)
+        return self.is_milestone(step) or (self.every is not None and step % self.every == 0)
 
     def is_milestone(self, step: int) -> bool:
         """Whether the checkpoint after so many steps stays."""

@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megapack.config import check_positive
 from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
@@ -53,6 +54,13 @@ def main() -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
+    for what, given in (("--model", args.model), ("--run", args.run)):
+        if len({name for name, _ in given}) < len(given):
+            raise ConfigError(f"two of {what} have one name; give each its own, as in NAME=DIR")
+    numbers = ("max_tokens", "micro_batch_tokens", "limit")
+    check_positive(
+        "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
+    )
     if args.contexts and not args.data:
         raise ConfigError("--contexts cuts the documents of --data; give that, too")
     if args.model and (args.data or args.blend):

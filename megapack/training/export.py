@@ -80,7 +80,9 @@ def export(
     )
     checkpoints, stage = RunDirectory(config.run_dir).checkpoints, config.engine.stage
     store = CheckpointStore(checkpoints, here, keep=1, zero_stage=stage, scratch=scratch)
-    found = store.find(verify=config.checkpoint.verify, step=step)
+    found = store.find(
+        verify=config.checkpoint.verify, among=lambda tag: step in (None, step_of(tag))
+    )
     if found is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (steps: {known or 'none'})")

@@ -24,7 +24,7 @@ from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory, step_of, tags_in
+from megapack.training.engine.directory import RunDirectory, tags_in, tokens_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
@@ -129,6 +129,7 @@ def prepare(
     if config.data.verify:
         verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
+    mirror = config.checkpoint.mirror
     store = CheckpointStore(
         run.checkpoints,
         here,
@@ -136,7 +137,7 @@ def prepare(
         zero_stage=config.engine.stage,
         asynchronous=config.checkpoint.asynchronous,
         is_milestone=config.checkpoint.is_milestone,
-        mirror=None if config.checkpoint.mirror is None else Mirror(config.checkpoint.mirror),
+        mirror=None if mirror is None else Mirror(mirror, here.progress),
     )
     found, home = find_checkpoint(config, here, run, store)
     inputs = with_decisions(config, here, inputs, found)
@@ -158,7 +159,8 @@ def prepare(
     if found is not None:
         home.load(engine, found)
         state = found.manifest.state
-    if here.is_first:
+
+    def record() -> None:
         facts = {
             "step": start_step,
             "num_steps": inputs.num_steps,
@@ -174,6 +176,8 @@ def prepare(
         if inputs.decisions is not None:  # of a checkpoint, if the file was lost
             inputs.decisions.write(run.path)
         run.forget_after(inputs.schedule.tokens_before(start_step))
+
+    here.on_first(record)  # before any rank writes on
     trainer = Trainer(
         config,
         here,
@@ -216,23 +220,28 @@ def find_checkpoint(
 ) -> tuple[Resume | None, CheckpointStore]:
     """The newest good checkpoint of the run, of its mirror or of its trunk, and where it lies;
     ``at_most``: of those after so many tokens, for a run that goes back."""
-    section, back = config.checkpoint, at_most is not None
-    if section.resume == "never" and not back:
-        return None, store
-    how: dict[str, Any] = {"verify": section.verify, "at_most": at_most}
-    found = store.find(fallback=section.fallback or back, **how)
-    if found is None and (mirror := store.mirror) is not None:
-        tag = here.on_first(lambda: mirror.restore(run.checkpoints, at_most))
-        if tag is not None:
-            logger.info("restored %s from %s", tag, mirror.address)
-            found = store.find(**how)
+    section, back, found = config.checkpoint, at_most is not None, None
+
+    def is_before(tag: str) -> bool:
+        return at_most is None or tokens_of(tag) <= at_most
+
+    if section.resume == "auto" or back:
+        fallback = section.fallback or back
+        found = store.find(verify=section.verify, fallback=fallback, among=is_before)
+        if found is None and (mirror := store.mirror) is not None:
+            tag = here.on_first(lambda: mirror.restore(run.checkpoints, at_most))
+            if tag is not None:
+                logger.info("restored %s from %s", tag, mirror.address)
+                found = store.find(verify=section.verify, among=is_before)
     if found is not None or section.branch_from is None:
         return found, store
-    origin = Path(section.branch_from)
+    origin = Path(section.branch_from).absolute()
     trunk = CheckpointStore(
         origin.parent, here, keep=1, zero_stage=config.engine.stage, scratch=run.checkpoints
     )
-    found = trunk.find(step=step_of(origin.name), **how)
+    found = trunk.find(
+        verify=section.verify, among=lambda tag: tag == origin.name and is_before(tag)
+    )
     if found is None and not back:
         raise ResumeError(f"checkpoint.branch_from: there is no checkpoint {origin}")
     here.on_first(lambda: run.take_logs(origin.parents[1]))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from megapack.training.engine.directory import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "launch" / "pretrain.py"
+FORKED = str(Path(__file__).with_name("forked.py"))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -36,14 +36,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Zygote:
-    """The process that forks ranks; see ``zygote.py``."""
+    """The process that forks ranks; see ``zygote.py``.
 
-    def __init__(self) -> None:
+    ``hurry``: their modules are forks, too, and their hearts beat faster.
+    """
+
+    def __init__(self, *, hurry: bool = False) -> None:
+        self._options = ["hurry"] if hurry else []
         self._start()
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *self._options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -107,7 +111,7 @@ class Zygote:
 @cache
 def shared_zygote() -> Zygote:
     """The one of this test process, which is closed with it."""
-    zygote = Zygote()
+    zygote = Zygote(hurry=True)
     atexit.register(zygote.close)
     return zygote
 
@@ -149,14 +153,19 @@ def start_run(
 
 
 def run_worker(
-    zygote: Zygote, config: Path, ranks: int, worker: str = "gradient_worker"
+    zygote: Zygote,
+    config: Path,
+    ranks: int,
+    worker: str = "gradient_worker",
+    more: Sequence[str] = (),
+    env: dict[str, str] | None = None,
 ) -> dict[Any, Any]:
     """What the ranks of a worker script of this folder found for a configuration."""
     import torch  # noqa: PLC0415
 
     out = config.with_suffix(".pt")
-    argv = [str(Path(__file__).with_name(f"{worker}.py")), str(config), str(out)]
-    zygote.start(argv, ranks, config.with_suffix(".log")).succeed()
+    argv = [str(Path(__file__).with_name(f"{worker}.py")), str(config), str(out), *more]
+    zygote.start(argv, ranks, config.with_suffix(".log"), env=env).succeed()
     found: dict[Any, Any] = torch.load(out)
     return found
 
@@ -165,14 +174,20 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(run_dir / "log.jsonl"))
 
 
+def read_end(run_dir: Path) -> dict[str, Any]:
+    """What ``end.json`` says."""
+    found: dict[str, Any] = json.loads((run_dir / "end.json").read_text())
+    return found
+
+
+def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
+    """Until so many ranks are fed with a step."""
+    fed = [run_dir / "batches" / f"rank_{rank:05d}.jsonl" for rank in range(ranks)]
+    wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in fed), "steps")
+
+
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.02)
-
-
-def kill_launcher(process: subprocess.Popen[str]) -> None:
-    """End a launcher and everything it started, all in its own session."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -16,6 +16,7 @@ from megapack.data import run as data_run
 from megapack.data.run import Decisions
 from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
+from megapack.training.engine.directory import RunDirectory
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.monitoring.heartbeat import Heartbeat
 from megapack.training.trainer import TimedBatches
@@ -38,6 +39,16 @@ def _before_step(victim: int, action: Callable[[], object]) -> None:
 def kill_before_step(victim: int) -> None:
     """kill -9 of this process, exactly when it is about to take a step."""
     _before_step(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_at_first_start(rank: int, victim: int) -> None:
+    """The same in one rank of a launcher's, before it restarts them."""
+
+    def kill() -> None:
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (str(rank), "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before_step(victim, kill)
 
 
 def kill_after_decision() -> None:
@@ -107,14 +118,15 @@ def nan_weight_after(step: int) -> None:
     trainer.train_step = train_step
 
 
-def stale_listing(rank: int) -> None:
-    """A shared directory shows this rank nothing that the other one wrote a moment ago."""
-    original, other = Path.rglob, f"rank_{1 - rank}_"
+def slow_record(seconds: float) -> None:
+    """What stands in the run's directory of this start takes long to be written."""
+    original = RunDirectory.begin
 
-    def rglob(self: Path, pattern: str) -> Iterator[Path]:
-        return (path for path in original(self, pattern) if other not in path.name)
+    def begin(self: RunDirectory, *args: Any) -> None:
+        time.sleep(seconds)
+        original(self, *args)
 
-    Path.rglob = rglob  # type: ignore[method-assign,assignment]
+    RunDirectory.begin = begin  # type: ignore[method-assign]
 
 
 def small_disk(directory: str, size: str) -> None:
@@ -155,13 +167,14 @@ FAULTS: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
         kill_before_step,
+        kill_at_first_start,
         kill_after_decision,
         decisions_seen_late,
         hang_before_step,
         stall_limit_from_step,
         nan_gradients,
         nan_weight_after,
-        stale_listing,
+        slow_record,
         small_disk,
         slow_forward,
         writes_wait_for,

@@ -48,7 +48,9 @@ def trunk(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFacto
     return run_dir
 
 
-def test_milestones_stay_beside_the_newest(trunk: Path) -> None:
+def test_milestones_stay_beside_the_newest_and_need_no_interval(trunk: Path) -> None:
+    section = CheckpointConfig(every=None, keep_every=4, keep_steps=(5,))
+    assert [step for step in range(1, 10) if section.is_due(step)] == [4, 5, 8]
     assert _tags(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
     assert (trunk / "checkpoints" / "latest").read_text().startswith("step_00000012_")
 
@@ -57,14 +59,17 @@ def test_milestones_stay_beside_the_newest(trunk: Path) -> None:
 def test_branch_continues_the_data_order_and_leaves_its_trunk_alone(
     zygote: Zygote, corpus: Corpus, trunk: Path, tmp_path: Path, ranks: int
 ) -> None:
+    milestone = trunk / "checkpoints" / "step_00000005_tokens_5120"
+    # Where a step has other tokens, steps count anew: another one of this step, which is damaged.
+    milestone.with_name("step_00000005_tokens_9999").mkdir(exist_ok=True)
     before = _sums(trunk)
-    (milestone,) = (trunk / "checkpoints").glob("step_00000005_*")
     decay = {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 2}
     config = corpus.config(tmp_path / "run", learning_rate=decay, **_sections())
     tree = load_config(PretrainConfig, config, [f"checkpoint.branch_from={milestone}"])
     assert tree.checkpoint.branch_from == str(milestone)
     branch = f"checkpoint.branch_from={milestone}"
-    output = start_run(zygote, config, "branch", branch, "stop_at=9", ranks=ranks).succeed()
+    anew = "checkpoint.resume=never"  # of its own checkpoints there are none
+    output = start_run(zygote, config, "branch", branch, anew, "stop_at=9", ranks=ranks).succeed()
     assert f"continuing at step 5 from {milestone.name}" in output
     again = start_run(zygote, config, "more", branch, ranks=ranks).succeed()
     assert "continuing at step 9" in again, "its own checkpoints go before the trunk's"

@@ -9,23 +9,22 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megapack.cli.main import main as build
+from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.engine.directory import RunDirectory
-from megapack.training.monitoring.heartbeat import LOST_CONTACT
+from megapack.training.engine.world import RankProgress
+from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.monitoring.signals import PREEMPTED
 from megapack.training.monitoring.slowdowns import Slowdowns
 
 from .conftest import Corpus
-from .processes import PRETRAIN, Zygote, read_log, start_run, wait_for
-
-
-def _end(run_dir: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((run_dir / "end.json").read_text())
-    return result
+from .processes import PRETRAIN, Zygote, read_end, read_log, start_run, wait_for, wait_for_step
 
 
 def _faulty(**faults: list[Any]) -> dict[int, dict[str, Any]]:
@@ -53,7 +52,7 @@ def test_endless_skipping_stops_the_run(zygote: Zygote, corpus: Corpus, tmp_path
     assert ranks.wait() == [1, 1], ranks.output()[-3000:]
     assert "3 updates in a row were skipped" in ranks.output()
     assert [line["step"] for line in read_log(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
-    assert _end(tmp_path / "run")["reason"] == "error"
+    assert read_end(tmp_path / "run")["reason"] == "error"
 
 
 def test_weights_not_finite_are_not_saved(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
@@ -85,17 +84,6 @@ def test_step_size_keeps_checkpoints(zygote: Zygote, corpus: Corpus, tmp_path: P
     assert [line["tokens_seen"] for line in log[-3:]] == [8192, 12288, 16384]
 
 
-def test_manifest_names_files_of_all_ranks(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, num_steps=1, checkpoint={"every": 1})
-    stale = {rank: {"faults": {"stale_listing": [rank]}} for rank in (0, 1)}
-    start_run(zygote, config, "stale", of_rank=stale).succeed()
-    saved = next((run_dir / "checkpoints").glob("step_*"))
-    files = set(json.loads((saved / "manifest.json").read_text())["files"])
-    written = {str(p.relative_to(saved)) for p in saved.rglob("*.pt")}
-    assert len(written) == 3 and written <= files
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_named_and_what_was_saved_stays(
     zygote: Zygote, corpus: Corpus, tmp_path: Path, asynchronous: bool
@@ -112,46 +100,70 @@ def test_a_full_disk_is_named_and_what_was_saved_stays(
     assert "No space left on device" in ranks.output()
     assert str(run_dir / "checkpoints") in ranks.output() and "MB free" in ranks.output()
     assert "unexpected pos" not in ranks.output()
-    end = _end(run_dir)
+    end = read_end(run_dir)
     assert end["reason"] == "error" and "No space left" in end["message"]
     assert end["saved"] == 1 and end["step"] in ((2, 3) if asynchronous else (2,))
-
-
-def _wait_for_steps(run_dir: Path) -> None:
-    batches = run_dir / "batches" / "rank_00000.jsonl"
-    wait_for(lambda: batches.exists() and '"step": 1' in batches.read_text(), "two steps")
 
 
 def test_second_launch_names_the_first(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, checkpoint={"every": None})
     first = start_run(zygote, config, "first", "num_steps=100000", ranks=1)
-    _wait_for_steps(run_dir)
+    wait_for_step(run_dir, 1)
     second = start_run(zygote, config, "second", ranks=1)
     assert second.wait() == [1]
     assert f"{run_dir} is being written by process {first.pids[0]} on " in second.output()
-    assert _end(run_dir)["reason"] == "running", "the refused one leaves the record alone"
+    assert read_end(run_dir)["reason"] == "running", "the refused one leaves the record alone"
     first.signal(signal.SIGKILL)
     first.wait()
-    end = _end(run_dir)
+    end = read_end(run_dir)
     assert end["reason"] == "running" and end["pid"] == first.pids[0], "it could say nothing more"
     assert (config.parent / "run.lock").exists(), "a kill leaves the file and no lock"
     start_run(zygote, config, "third", "num_steps=1", ranks=1).succeed()
-    assert _end(run_dir)["reason"] == "done" and not (config.parent / "run.lock").exists()
+    assert read_end(run_dir)["reason"] == "done" and not (config.parent / "run.lock").exists()
     refused = start_run(zygote, config, "refused", "seed=3", ranks=1)
     assert refused.wait() == [1]
-    assert _end(run_dir)["reason"] == "error" and "seed was 0" in _end(run_dir)["message"]
+    assert read_end(run_dir)["reason"] == "error" and "seed was 0" in read_end(run_dir)["message"]
 
 
 def test_hanging_rank_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
-    faults = {0: {"stall_limit_from_step": [2, 3.0]}, 1: {"hang_before_step": [2]}}
-    of_rank = {rank: {"faults": fault} for rank, fault in faults.items()}
+    soon = {"stall_limit_from_step": [2, 2.0]}
+    of_rank = {0: {"faults": soon}, 1: {"faults": {**soon, "hang_before_step": [2]}}}
     ranks = start_run(zygote, config, "hangs", of_rank=of_rank)
     assert ranks.wait() == [LOST_CONTACT, LOST_CONTACT], ranks.output()
-    assert "no progress for 3 seconds: rank 1 on " in ranks.output()
+    assert "no progress for 2 seconds: rank 1 on " in ranks.output()
     assert "is behind" in ranks.output() and "at the end of step 1" in ranks.output()
-    assert "no progress" in _end(tmp_path / "run")["message"]
+    assert "no progress" in read_end(tmp_path / "run")["message"]
+
+
+def test_stall_is_of_the_rank_that_is_behind_whoever_has_written_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And there is none as long as any rank gets on, though the furthest wait for it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    mine, other = RankProgress(), RankProgress()
+    world: Any = SimpleNamespace(
+        rank=0, size=2, host="here", is_first=True, progress=mine, gather=lambda value: [value] * 2
+    )
+    heart = Heartbeat(world, stall=0.0, on_loss=lambda _: None)
+
+    def look() -> str | None:
+        for world.rank, world.progress in enumerate((mine, other)):
+            heart._beat()
+        heart._decide(silence=1e9)
+        return heart._lost
+
+    mine.at("the end of step 1")
+    for place in ("the end of step 1", "micro step 0 of step 2"):
+        other.at(place)
+    for number in range(2):
+        WrittenFiles(tmp_path, mine).save({"x": torch.zeros(9)}, str(tmp_path / f"{number}.pt"))
+        assert look() is None, "a part of a checkpoint was written"
+    assert look() == (
+        "no progress for 0 seconds: rank 0 on here is behind, at writing 1.pt, the furthest at "
+        "micro step 0 of step 2"
+    )
 
 
 # ---- What a run says of itself: traces of steps, the slowest rank, limits, one page of figures
@@ -163,7 +175,12 @@ def _events(trace: Path) -> set[str]:
 
 
 def test_steps_are_traced_when_asked(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    config = corpus.config(tmp_path / "run", num_steps=100000, checkpoint={"every": None})
+    config = corpus.config(
+        tmp_path / "run",
+        num_steps=100000,
+        checkpoint={"every": None},
+        data={"tokens_per_step": 256},  # few events
+    )
     argv = [str(PRETRAIN), "--config", str(config), "--profile", "2:4"]
     run = zygote.start(argv, 1, tmp_path / "log")
     traces = tmp_path / "run" / "profile"
@@ -183,7 +200,7 @@ def test_steps_are_traced_when_asked(zygote: Zygote, corpus: Corpus, tmp_path: P
 def test_slowest_rank_is_named_and_drawn(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = corpus.config(run_dir, num_steps=4, checkpoint={"every": None})
-    slow = {1: {"faults": {"slow_forward": [0.5]}}}
+    slow = {1: {"faults": {"slow_forward": [0.1]}}}
     output = start_run(zygote, config, "slow", of_rank=slow).succeed()
     assert "slow rank: rank 1 on " in output and "times as long as the median" in output
     found = [line["rank_forward"] for line in read_log(run_dir) if "rank_forward" in line]

@@ -13,46 +13,33 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from patience import PATIENCE
 from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.storage import IndexedDataset
-from megapack.training.command import read_config
 from megapack.training.engine.directory import read_jsonl
+from megapack.training.evaluate import build_parser, evaluate
 from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
 from megapack.training.model.flops import ModelFlops
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
-from .processes import PRETRAIN, ROOT, Zygote, environment, start_run
+from .processes import FORKED, PRETRAIN, ROOT, Zygote, start_run
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
-BIN = Path(sys.executable).parent
 
 
-def _run(*command: str | Path, code: int = 0, **env: str) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment(PATH=f"{BIN}:/usr/local/bin:/usr/bin:/bin", **env),
-        cwd=ROOT,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
-
-
-def test_the_deepspeed_launcher_trains_two_ranks(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_deepspeed_launcher_trains_two_ranks(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
     config = corpus.config(
         tmp_path / "run", num_steps=4, logging={"every": 2, "tensorboard": True, "batches": True}
     )
-    port = str(free_port())
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", port]
-    output = _run(*launcher, "--module", "megapack.training.pretrain", "--config", config)
+    launcher = [FORKED, "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    launcher += ["--master_port", str(free_port()), "--module", "megapack.training.pretrain"]
+    argv = [*launcher, "--config", str(config)]
+    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
     assert "step 4/4" in output and "validation perplexity" in output
     lines = list(read_jsonl(tmp_path / "run" / "log.jsonl"))
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -191,9 +178,24 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         assert (tmp_path / "out" / plot).read_bytes()[:4] == b"\x89PNG"
 
 
-# One process: importing the harness takes longer than its work.
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model x=a --model x=b --data nowhere", "two of --model have one name"),
+        ("--run x=a --run x=b", "two of --run have one name"),
+        ("--model x=a --data nowhere --max-tokens -5", "--max-tokens is -5"),
+    ],
+)
+def test_evaluation_that_would_be_of_something_else_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate(build_parser().parse_args(words.split()))
+
+
+# One process, as importing the harness takes longer than its work; and without the harness's own
+# tasks, of which it makes a list in ten seconds.
 TWICE = """
-import runpy, sys
+import functools, lm_eval.tasks, runpy, sys
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 for argv in {commands!r}:
     sys.argv = argv
     try:
@@ -299,11 +301,6 @@ def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> N
     assert standing["fine"].mean_rank == pytest.approx((2 * 1 + 98 * 2) / 100)
 
 
-def test_equal_runs_share_a_rank() -> None:
-    standing = standings({"a": _curve([2.0], 1), "b": _curve([2.0], 1)})
-    assert standing["a"].mean_rank == standing["b"].mean_rank == 1.5
-
-
 def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
     """Of ``long`` only the first half counts, in which it is worse."""
     short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
@@ -334,14 +331,6 @@ def test_smoothing_is_unbiased_and_forgets() -> None:
     assert half == pytest.approx([0.0, (0.5 * 1) / 0.75])
     with pytest.raises(ValueError, match="within 0 and 1"):
         smooth([1.0], 2.0)
-
-
-# ---- Recipes of the package, by name: a wheel is enough to start a run
-
-
-def test_a_recipe_is_found_by_its_name_from_anywhere() -> None:
-    config = read_config("demo_cpu", ["num_steps=7"])
-    assert config.num_steps == 7 and config.model.preset == "llama_demo"
 
 
 @pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])

@@ -22,8 +22,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,12 +136,7 @@ class WrittenFiles:
     def wait(self) -> None:
         """Until it is."""
         assert self._writing is not None, "start() comes first"
-        seen = self._steps.count
-        while not wait([self._writing], timeout=1.0).done:
-            if self._steps.count > seen:
-                seen = self._steps.count
-                self.progress.at(self._steps.place)
-        self._writing.result()
+        self.progress.wait(self._writing, self._steps)
 
     def _write_copies(self) -> None:
         while self._copies:
@@ -180,7 +177,7 @@ class _SummedFile:
             raise
         self.sum.update(data)
         self.num_bytes += memoryview(data).nbytes
-        self._progress.at(f"writing {self.file.path.name}")
+        self._progress.inside(f"writing {self.file.path.name}")
         return memoryview(data).nbytes
 
     def flush(self) -> None:
@@ -351,16 +348,14 @@ class CheckpointStore:
         *,
         verify: Verify,
         fallback: bool = False,
-        step: int | None = None,
-        at_most: int | None = None,
+        among: Callable[[str], bool] = lambda _: True,
     ) -> Resume | None:
         """The newest good checkpoint; None when the run has none.
 
         Args:
             verify: compare sizes, or read every file and compare checksums.
             fallback: skip damaged checkpoints instead of refusing to start.
-            step: only those after so many steps.
-            at_most: only those after so many tokens or fewer.
+            among: of a checkpoint's name, whether it is looked at.
 
         Raises:
             ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
@@ -368,9 +363,7 @@ class CheckpointStore:
         """
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
-            if step is not None and step_of(tag) != step:
-                continue
-            if at_most is not None and tokens_of(tag) > at_most:
+            if not among(tag):
                 continue
             problems = self._problems(tag, verify)
             if not problems:
@@ -445,11 +438,12 @@ class CheckpointStore:
             self.world.on_first(lambda: self._convert(resume.tag, place))
         # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
         engine._config.load_universal_checkpoint = resume.universal
-        try:
-            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
-            problem = None if path else "DeepSpeed found nothing to load"
-        except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
-            problem = f"{type(error).__name__}: {error}"
+        with _own_settings(engine):
+            try:
+                path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+                problem = None if path else "DeepSpeed found nothing to load"
+            except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
+                problem = f"{type(error).__name__}: {error}"
         self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
         if engine.weight_average is not None:
             engine.weight_average.load(self.directory / resume.tag)
@@ -464,9 +458,18 @@ class CheckpointStore:
         command += ["--output_folder", str(universal), "--inject_missing_state"]
         # Its own process group variables would make the converter join this run.
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=env)
+            written = 0
+            while process.returncode is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
+                if (count := sum(1 for _ in universal.rglob("*"))) > written:
+                    written = count
+                    self.world.progress.inside(f"rewriting {tag} for this number of ranks")
+            said.seek(0)
+            last = (said.read().strip().splitlines() or ["no message"])[-1]
+        if process.returncode != 0:
             raise ResumeError(
                 f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
                 f"stage: {last}"
@@ -485,3 +488,19 @@ class CheckpointStore:
                 if problem:
                     mine.append(f"{name} {problem}")
         return sorted({problem for part in self.world.gather(mine) for problem in part})
+
+
+@contextmanager
+def _own_settings(engine: Any) -> Iterator[None]:
+    """The optimizer keeps what this run's configuration says (weight decay, betas, clipping): with
+    its state DeepSpeed loads those of the run that saved it."""
+    clip = getattr(engine.optimizer, "clip_grad", None)  # none without ZeRO: ``clip_and_skip``
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+    yield
+    for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update(own)
+    if clip is not None:
+        engine.optimizer.clip_grad = clip

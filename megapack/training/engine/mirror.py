@@ -33,6 +33,7 @@ from megapack.storage.remote.client import (
 )
 from megapack.training.engine.checkpoint import MANIFEST, CheckpointManifest, compare_file
 from megapack.training.engine.directory import LOGS, tokens_of
+from megapack.training.engine.world import RankProgress
 
 _MIRRORED = ".manifest.json"
 _MIRROR = ThreadPoolExecutor(1, "mirror")
@@ -47,10 +48,16 @@ class Mirror:
     copied in a thread while training goes on, one checkpoint at a time; where one is not done when
     the next is there, that one is left out, but not the last of a run. What the directory no longer
     has is removed. A failure is said and does not stop the run.
+
+    Args:
+        address: of the store.
+        progress: of this rank, which goes on while it waits for files; None: nobody looks at it.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, progress: RankProgress | None = None) -> None:
         self.address = address.rstrip("/")
+        self._progress = progress or RankProgress()
+        self._copied = RankProgress()  # of the thread
         self._copying: Future[None] | None = None
         self._left_out: tuple[Path, list[str], str] | None = None
 
@@ -67,10 +74,10 @@ class Mirror:
 
     def wait(self) -> None:
         """Until what was begun is done, and the newest checkpoint is not left out."""
-        _MIRROR.submit(int).result()
+        self._progress.wait(_MIRROR.submit(int), self._copied)
         if self._left_out is not None:
             self.copy(*self._left_out)
-            _MIRROR.submit(int).result()
+            self._progress.wait(_MIRROR.submit(int), self._copied)
 
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
@@ -78,6 +85,7 @@ class Mirror:
             remove_object(f"{self.address}/{tag}{_MIRRORED}")  # of a path that the run left
             for name in manifest.files:
                 put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
+                self._copied.inside(f"copying {tag} to its mirror")
             for log in (directory.parent / name for name in LOGS):
                 if log.exists():
                     put_object(f"{self.address}/{log.name}", log)
@@ -126,27 +134,29 @@ class Mirror:
             ConfigError, OSError: the store cannot be read.
         """
         known = [tag for tag in self.tags() if at_most is None or tokens_of(tag) <= at_most]
-        for tag in known[-1:]:
-            found = find_object(f"{self.address}/{tag}{_MIRRORED}")
-            assert found is not None, "listed just now"
-            partial = directory / f"{tag}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            manifest = _fetched(found, partial / MANIFEST)
-            for name, expected in manifest.files.items():
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                file = find_object(f"{self.address}/{tag}/{name}")
-                if file is None:
-                    raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-                open_cache().fetch(file, partial / name, _as_in_manifest(expected))
-            for log in (directory.parent / name for name in LOGS):
-                if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
-                    open_cache().fetch(lines, log)
-            partial.rename(directory / tag)
-            with atomic_write(directory / "latest", "w") as latest:
-                latest.write(tag)
-            return tag
-        return None
+        if not known:
+            return None
+        tag = known[-1]
+        found = find_object(f"{self.address}/{tag}{_MIRRORED}")
+        assert found is not None, "listed just now"
+        partial = directory / f"{tag}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        manifest = _fetched(found, partial / MANIFEST)
+        for name, expected in manifest.files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            file = find_object(f"{self.address}/{tag}/{name}")
+            if file is None:
+                raise ResumeError(f"{self.address}/{tag}/{name} is missing")
+            open_cache().fetch(file, partial / name, _as_in_manifest(expected))
+            self._progress.inside(f"restoring {tag} from its mirror")
+        for log in (directory.parent / name for name in LOGS):
+            if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
+                open_cache().fetch(lines, log)
+        partial.rename(directory / tag)
+        with atomic_write(directory / "latest", "w") as latest:
+            latest.write(tag)
+        return tag
 
 
 def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:

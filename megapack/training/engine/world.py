@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,14 +24,32 @@ T = TypeVar("T")
 
 
 class RankProgress:
-    """How far this process is: a count that all ranks drive alike, and the place in words."""
+    """How far this process is: places that all ranks reach alike, counted and in words; and signs
+    that it gets on between two of them, where every rank has work of its own."""
 
     def __init__(self) -> None:
-        self.count, self.place = 0, "the start"
+        self.count, self.signs, self.place = 0, 0, "the start"
 
     def at(self, place: str) -> None:
-        """The next place was reached."""
+        """The next place that all ranks reach."""
         self.count, self.place = self.count + 1, place
+
+    def inside(self, place: str) -> None:
+        """On the way there, at work on something that other ranks have less or more of."""
+        self.signs, self.place = self.signs + 1, place
+
+    def wait(self, work: Future[Any], thread: RankProgress) -> None:
+        """Until a thread's work is done. Raises what it raised.
+
+        Args:
+            thread: what the thread reports; its signs become those of this rank.
+        """
+        seen = thread.signs
+        while not wait([work], timeout=1.0).done:
+            if thread.signs > seen:
+                seen = thread.signs
+                self.inside(thread.place)
+        work.result()
 
 
 @dataclass(frozen=True, kw_only=True)

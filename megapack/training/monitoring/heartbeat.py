@@ -5,8 +5,8 @@ nothing for the whole timeout. Here every rank writes to a small store once in a
 is, in a thread of its own; the first rank reads them.
 
     lost contact to rank 5 on node7                # no beat for engine.silence_seconds
-    no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7, the furthest at the
-    end of step 12                                 # nobody got on for engine.stall_seconds
+    no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7 of step 12, the
+    furthest at the end of step 12                 # nobody got on for engine.stall_seconds
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapack.training.command import free_port
 from megapack.training.engine.world import World
 
 LOST_CONTACT = 76
@@ -55,18 +54,12 @@ class Heartbeat:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._furthest = (-1, time.monotonic())  # the highest count, and when it was reached
+        self._reached: tuple[list[tuple[int, int]], float] = [], 0.0  # by all ranks, and when
         self._lost: str | None = None
-        port = world.gather(free_port() if world.is_first else 0)[0]
         # A store of our own: waiting in the one of torch.distributed would block its users.
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not exported
-            os.environ["MASTER_ADDR"],
-            port,
-            world.size,
-            is_master=world.is_first,
-            timeout=timedelta(seconds=30),
-            wait_for_workers=False,
-        )
+        own = self._open_store(0) if world.is_first else None  # at any free port
+        port = world.gather(0 if own is None else own.port)[0]
+        self._store = self._open_store(port) if own is None else own
         self._hosts = world.gather(world.host)
         self._beat()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -78,6 +71,16 @@ class Heartbeat:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join(timeout=2 * self.interval)
+
+    def _open_store(self, port: int) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not exported
+            os.environ["MASTER_ADDR"],
+            port,
+            self.world.size,
+            is_master=self.world.is_first,
+            timeout=timedelta(seconds=30),
+            wait_for_workers=False,
+        )
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"
@@ -108,7 +111,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         at = self.world.progress
-        beat = {"time": time.time(), "count": at.count, "place": at.place}
+        beat = {"time": time.time(), "count": at.count, "signs": at.signs, "place": at.place}
         self._store.set(f"beat/{self.world.rank}", json.dumps(beat))
 
     def _look(self, silence: float) -> None:
@@ -132,12 +135,13 @@ class Heartbeat:
             self._store.set("lost", self._lost)
 
     def _stalled(self, beats: list[dict[str, Any]], now: float) -> str | None:
+        reached = [(beat["count"], beat["signs"]) for beat in beats]
+        if reached != self._reached[0]:
+            self._reached = reached, now
+        if now - self._reached[1] <= self.stall:
+            return None
         counts = [beat["count"] for beat in beats]
         furthest = max(counts)
-        if furthest > self._furthest[0]:
-            self._furthest = (furthest, now)
-        if now - self._furthest[1] <= self.stall:
-            return None
         behind = [
             f"{self._name(rank)} is behind, at {beat['place']}"
             for rank, beat in enumerate(beats)

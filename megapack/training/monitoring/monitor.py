@@ -269,7 +269,7 @@ class Monitor:
         balances = [r.balance_sum for r in self._results if r.balance_sum is not None]
         if balances:  # all of them, or none
             for line, mean in zip(self._lines, _means(balances, self._results), strict=True):
-                line["load_balancing_loss"] = mean
+                line["load_balancing_loss"] = _finite(mean)
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
         # Not of the first one, which sets up and compiles.
