@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter
 from megapack import IndexedDataset
 from megapack.data.run import open_run
 from megapack.training.command import read_config
+from megapack.training.engine.directory import read_jsonl
 
 RANKS = 2
 ARMS = {"bucket": "packed in buckets", "concat": "concatenated and cut"}
@@ -50,9 +51,9 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, required=True, help="folder that demo.sh filled")
     demo = parser.parse_args().demo
     facts = {arm: facts_of(demo, arm) for arm in ARMS}
-    launches = read_steps(demo / "killed.jsonl"), read_steps(demo / "bucket" / "log.jsonl")
-    last_start = (demo / "bucket" / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-    repeated = compare(*launches, resumed_at=json.loads(last_start)["step"])
+    launches = [list(read_jsonl(demo / name)) for name in ("killed.jsonl", "bucket/log.jsonl")]
+    *_, last_start = read_jsonl(demo / "bucket" / "starts.jsonl")
+    repeated = compare(*launches, resumed_at=last_start["step"])
 
     draw(demo, facts, launches, repeated)
     (demo / "demo.json").write_text(json.dumps({**facts, **repeated}, indent=1, default=str) + "\n")
@@ -71,28 +72,12 @@ def main() -> None:
     )
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The training steps of a log; a line that a killed process left unfinished is not one."""
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "loss" in record and "bucket" in record:
-            steps.append(record)
-    if not steps:
-        raise SystemExit(f"{path} holds no training steps")
-    return steps
-
-
 def facts_of(demo: Path, arm: str) -> dict[str, Any]:
     """What the picture says of one run: from its index, its schedule and its evaluations."""
     (index,) = (run := open_run(config_of(demo, arm))).schedule.samples.indices
     metrics = index.metrics()
-    lines = (demo / arm / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
-    evaluations = {line["step"]: line for line in map(json.loads, lines)}
-    sampler, steps = run.sampler(0, RANKS), read_steps(demo / arm / "log.jsonl")
+    evaluations = {line["step"]: line for line in read_jsonl(demo / arm / "evaluation.jsonl")}
+    sampler, steps = run.sampler(0, RANKS), list(read_jsonl(demo / arm / "log.jsonl"))
     if arm == "concat":  # every token sees all of its sample that stands before it
         pairs = [index.bucket_capacity[-1] / 2] * RANKS
     else:

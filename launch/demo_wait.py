@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
+
+from megapack.training.engine.directory import read_jsonl
 
 
 def main() -> None:
@@ -25,17 +26,8 @@ def main() -> None:
 
 
 def last_step(path: Path) -> int:
-    """The newest step of the log, -1 when there is none yet; a half-written line is not one."""
-    if not path.exists():
-        return -1
-    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if "loss" in record:
-            return int(record["step"])
-    return -1
+    """The newest step of the log, -1 when there is none yet."""
+    return max((line["step"] for line in read_jsonl(path)), default=-1) if path.exists() else -1
 
 
 def is_running(pid: int) -> bool:
