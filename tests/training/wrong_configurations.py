@@ -1,8 +1,8 @@
-"""Configurations that cannot be, the key that the error must name, and what it takes to see it.
+"""Configurations that cannot be, the key that the error must name, and when it is seen.
 
-    python -m tests.training.wrong_configurations CONFIG NEEDS
+    wrong_configurations.py CONFIG early      # or late
 
-gives every case that needs NEEDS to ``main()`` of megapack-pretrain, in this one process, and
+gives every case that is seen early to ``main()`` of megapack-pretrain, in this one process, and
 prints a JSON line for each: what happened, and which of the heavy packages were imported by then.
 """
 
@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +30,8 @@ class Case:
     """``key=value`` for --set; the rest is the command line as it is."""
     named: str
     """What the error must name."""
-    needs: str = ""
-    """What must be imported to see it: nothing, ``torch`` (the data), or ``model``."""
+    late: bool = False
+    """It takes the data or the model to see it, and so torch and others to be imported."""
     environment: dict[str, str] = field(default_factory=dict)
     yaml: str | bytes | None = None
     """Instead of the configuration."""
@@ -217,13 +216,13 @@ CASES = [
     *_cases("nothing.yaml", "--config nothing.yaml"),
     *_cases("did you mean 'llama_1b_bucket'? (recipes: ", "--config llama_1b_buckets"),
     # the data
-    *_cases("--profile", "--profile 100:200", "--profile 0:9", needs="torch"),
-    *_cases("nowhere", "data.prefix=nowhere", "data.index=nowhere.samples", needs="torch"),
-    *_cases("nowhere", "data.valid_prefix=nowhere", needs="torch"),
-    *_cases("micro_batch_tokens", "data.micro_batch_tokens=64", needs="torch"),
-    *_cases("row_tokens", "data.row_tokens=48", needs="torch"),
+    *_cases("--profile", "--profile 100:200", "--profile 0:9", late=True),
+    *_cases("nowhere", "data.prefix=nowhere", "data.index=nowhere.samples", late=True),
+    *_cases("nowhere", "data.valid_prefix=nowhere", late=True),
+    *_cases("micro_batch_tokens", "data.micro_batch_tokens=64", late=True),
+    *_cases("row_tokens", "data.row_tokens=48", late=True),
     *[
-        Case((), named, needs="torch", blend=blend)
+        Case((), named, late=True, blend=blend)
         for named, blend in (
             ("surces", {"surces": []}),
             ("max_epochs", {"max_epochs": 0}),
@@ -247,46 +246,46 @@ CASES = [
         )
     ],
     # the model and the engine
-    *_cases("zero_optimisation", "engine.deepspeed.zero_optimisation.x=1", needs="model"),
-    *_cases("no_such_key", "engine.deepspeed.no_such_key=1", needs="model"),
-    *_cases("stag", "engine.deepspeed.zero_optimization.stag=1", needs="model"),
+    *_cases("zero_optimisation", "engine.deepspeed.zero_optimisation.x=1", late=True),
+    *_cases("no_such_key", "engine.deepspeed.no_such_key=1", late=True),
+    *_cases("stag", "engine.deepspeed.zero_optimization.stag=1", late=True),
     *_cases(
         "reduce_bucket_size",
         "engine.deepspeed.zero_optimization.reduce_bucket_size=x",
-        needs="model",
+        late=True,
     ),
     *_cases(
         "devise",
         "engine.deepspeed.zero_optimization.offload_optimizer.devise=cpu",
-        needs="model",
+        late=True,
     ),
-    *_cases("verbos", "engine.deepspeed.comms_logger.verbos=true", needs="model"),
-    *_cases("profile_stp", "engine.deepspeed.flops_profiler.profile_stp=1", needs="model"),
-    *_cases("tag_validation", "engine.deepspeed.checkpoint.tag_validation=Wran", needs="model"),
-    *_cases("communication_data_type", "engine.deepspeed.communication_data_type=x", needs="model"),
-    *_cases("AMP", "engine.deepspeed.amp.enabled=true", needs="model"),
-    *_cases("model", "model.preset=null model.pretrained=./nowhere", needs="model"),
-    *_cases("nowhere", "model.preset=null model.config=./nowhere", needs="model"),
-    *_cases("'qwen3'", "model.preset=null model.config.model_type=qwen33", needs="model"),
+    *_cases("verbos", "engine.deepspeed.comms_logger.verbos=true", late=True),
+    *_cases("profile_stp", "engine.deepspeed.flops_profiler.profile_stp=1", late=True),
+    *_cases("tag_validation", "engine.deepspeed.checkpoint.tag_validation=Wran", late=True),
+    *_cases("communication_data_type", "engine.deepspeed.communication_data_type=x", late=True),
+    *_cases("AMP", "engine.deepspeed.amp.enabled=true", late=True),
+    *_cases("model", "model.preset=null model.pretrained=./nowhere", late=True),
+    *_cases("nowhere", "model.preset=null model.config=./nowhere", late=True),
+    *_cases("'qwen3'", "model.preset=null model.config.model_type=qwen33", late=True),
     *_cases(
         "model.config.hiden_size",
         "model.preset=null model.config.model_type=qwen3 model.config.hiden_size=64",
-        needs="model",
+        late=True,
     ),
-    *_cases("tokenizer", "model.tokenizer=./nowhere", needs="model"),
-    *_cases("vocabulary", "model.vocab_size=10 model.vocab_multiple=1", needs="model"),
+    *_cases("tokenizer", "model.tokenizer=./nowhere", late=True),
+    *_cases("vocabulary", "model.vocab_size=10 model.vocab_multiple=1", late=True),
     *_cases(
         "largest bucket 128); pack into buckets of at most 64, or set "
         "model.overrides.max_position_embeddings=128",
         "model.overrides.max_position_embeddings=64",
-        needs="model",
+        late=True,
     ),
     *_cases(
         "max_position_embeddings is 100, and the training data need 128 positions",
         "model.preset=gpt2_tiny model.overrides.n_positions=100",
-        needs="model",
+        late=True,
     ),
-    *_cases("attention_dropout", "model.overrides.attention_dropout=0.1", needs="model"),
+    *_cases("attention_dropout", "model.overrides.attention_dropout=0.1", late=True),
 ]
 
 
@@ -298,7 +297,6 @@ def run(case: Case, config: Path) -> dict[str, Any]:
     sys.argv = ["megapack-pretrain", "--config", str(_config(case, config)), *words]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({**ranks, "MASTER_PORT": "29599", **case.environment})
-    begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said:
         kept = os.dup(2)
         os.dup2(said.fileno(), 2)
@@ -318,7 +316,6 @@ def run(case: Case, config: Path) -> dict[str, Any]:
         "stderr": lines,
         "heavy": [name for name in HEAVY if name in sys.modules],
         "joined": "torch" in sys.modules and _joined(),
-        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -355,7 +352,7 @@ def _joined() -> bool:
 
 if __name__ == "__main__":
     for one in CASES:
-        if one.needs == sys.argv[2]:
+        if one.late == (sys.argv[2] == "late"):
             arguments = list(sys.argv)
             print(json.dumps(run(one, Path(sys.argv[1]))), flush=True)
             sys.argv = arguments
