@@ -5,7 +5,9 @@ argv: config, output. Started by test_engine.py.
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -44,6 +46,8 @@ class CountedOffload(save_on_cpu):
 
 def main() -> None:
     engine_module.save_on_cpu = CountedOffload  # type: ignore[misc]
+    if backend := os.environ.get("COMPILED_BY"):
+        torch.compile = partial(torch.compile, backend=backend)
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     if config.optimizer.kind == "muon":
         torch.compiler.set_stance("force_eager")  # DeepSpeed's kernels, a minute each

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from reference import fim as definition
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megapack.data.fim import Fim
-from megapack.training.config import ModelConfig
-from megapack.training.engine.inputs import Inputs
+from megapack.training.config import ModelConfig, PretrainConfig
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
@@ -63,6 +63,26 @@ def tiny_model(
     return build_model(config, configuration, backend=backend, seed=seed, chunk_tokens=32)
 
 
+def plain(config: PretrainConfig) -> tuple[Inputs, TrainingModel]:
+    """What a run reads, and its model as it begins, with transformers' own attention."""
+    inputs = open_inputs(config)
+    architecture = model_configuration(config.model, inputs.vocab_size)
+    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
+    model.model.set_attn_implementation("eager")
+    return inputs, model
+
+
+def check_gradients(
+    ours: Mapping[str, Tensor], model: nn.Module, *, rel: float = 1e-3, least: float = 1e-6
+) -> None:
+    """Every gradient is that of the model, to a share of its largest number (or ``least``)."""
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        scale = parameter.grad.abs().max().clamp(min=least)
+        error = float((ours[name] - parameter.grad).abs().max() / scale)
+        assert error < rel, f"{name}: {error:.1e}"
+
+
 def losses_one_by_one(
     model: TrainingModel,
     inputs: Inputs,
@@ -75,7 +95,7 @@ def losses_one_by_one(
     cut at multiples of the window. With the weights of all tokens of every source both are sums of
     weights. Documents with their middle last are those of the definition.
 
-    None of our attention, loss or batches; call ``set_attn_implementation("eager")`` before.
+    None of our attention, loss or batches, with a model of ``plain``.
     """
     found = []
     samples = inputs.schedule.samples

@@ -13,12 +13,11 @@ from megapack.data import BucketBatchSampler
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.inputs import Inputs, open_inputs
-from megapack.training.model.architecture import model_configuration
+from megapack.training.engine.inputs import Inputs
 from megapack.training.model.flops import ModelFlops
-from megapack.training.model.opening import build_model
 
 from .conftest import Corpus
+from .packing_helpers import plain
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -39,10 +38,8 @@ def test_the_busiest_rank_is_that_of_the_samples_which_ranks_draw(
 ) -> None:
     path = corpus.config(tmp_path / "run", num_steps=10, data=data, engine=engine)
     config = load_config(PretrainConfig, path)
-    inputs = open_inputs(config)
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    model = build_model(config.model, architecture, backend="sdpa", seed=0)
-    flops = ModelFlops.of(model, architecture)
+    inputs, model = plain(config)
+    flops = ModelFlops.of(model, model.configuration)
     tokens = config.data.micro_batch_tokens
     work = np.array([_work(inputs, config, rank, ranks) for rank in range(ranks)])
     work = flops.attention(1) * work + flops.per_token * tokens  # (ranks, steps, micro steps)

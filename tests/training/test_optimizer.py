@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,9 @@ from megapack.errors import ConfigError
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
 from megapack.training.engine.engine import parameter_groups
 from megapack.training.engine.inputs import check_run, open_inputs
-from megapack.training.model.architecture import model_configuration
-from megapack.training.model.opening import build_model
 
 from .conftest import Corpus
-from .packing_helpers import losses_one_by_one, tiny_model
+from .packing_helpers import losses_one_by_one, plain, tiny_model
 from .processes import ROOT, Zygote, run_worker, start_run
 
 STEPS, LR, Z_LOSS, DECAY = 3, 0.01, 0.02, 0.75
@@ -31,10 +30,7 @@ OPTIMIZER: dict[str, Any] = {"lr": 0.003, "muon_lr": 0.006, "clip": 0.5, "ema_de
 def plain_loop(config: PretrainConfig) -> dict[str, Any]:
     """Documents one by one, one process, whole gradients: none of our loss, attention, optimizer
     settings, or DeepSpeed."""
-    inputs = open_inputs(config)
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
-    model.model.set_attn_implementation("eager")
+    inputs, model = plain(config)
     weights = dict(model.named_parameters())
     is_muon = config.optimizer.kind == "muon"
     muon = {n: torch.zeros_like(p) for n, p in weights.items() if ".layers." in n and p.ndim == 2}
@@ -184,19 +180,19 @@ def test_a_resumed_run_has_the_same_average(
         "engine": {"precision": precision, "zero_stage": stage},
     }
     losses, models = {}, {}
-    for name, ranks in (("whole", [2]), ("stopped", [2, 2]), ("others", [2, 1])):
+    eager = {"TORCH_STANCE": "force_eager"}  # DeepSpeed compiles Muon's kernels
+    stopped = corpus.config(tmp_path / "stopped", **sections)
+    start_run(zygote, stopped, "half", "stop_at=3", env=eager).succeed()
+    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
+    for name, ranks in (("whole", 2), ("stopped", 2), ("others", 1)):
         run = tmp_path / name
         config = corpus.config(run, **sections)
-        outputs = []
-        for turn, count in enumerate(ranks):
-            stop = [f"stop_at={3 if turn + 1 < len(ranks) else 6}"]
-            eager = {"TORCH_STANCE": "force_eager"}  # DeepSpeed compiles Muon's kernels
-            started = start_run(zygote, config, f"{name}_{turn}", *stop, ranks=count, env=eager)
-            if name == "others" and turn and kind == "muon":
-                assert started.wait() != [0]
-                assert "no place for Muon's momentum; go on with 2 ranks" in started.output()
-                return
-            outputs.append(started.succeed())
+        started = start_run(zygote, config, name, "stop_at=6", ranks=ranks, env=eager)
+        if (name, kind) == ("others", "muon"):
+            assert started.wait() != [0]
+            assert "no place for Muon's momentum; go on with 2 ranks" in started.output()
+            return
+        started.succeed()
         (*_, line) = map(json.loads, (run / "evaluation.jsonl").read_text().splitlines())
         losses[name] = line["loss"], line["average"]["loss"]
         model = AutoModelForCausalLM.from_pretrained(run / "model_average")

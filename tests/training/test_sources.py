@@ -20,14 +20,12 @@ from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.engine.engine import _by_sample
-from megapack.training.engine.inputs import Inputs, open_inputs
-from megapack.training.model.architecture import model_configuration
-from megapack.training.model.opening import build_model
+from megapack.training.engine.inputs import open_inputs
 from megapack.training.monitoring.monitor import mean_by_source, named_means
 
 from .conftest import Corpus
-from .packing_helpers import losses_one_by_one
-from .processes import ROOT, Zygote, start_run
+from .packing_helpers import check_gradients, losses_one_by_one, plain
+from .processes import Zygote, run_worker, start_run
 
 
 def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
@@ -53,13 +51,9 @@ def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) 
     return corpus.config(run_dir, data=data, **sections)
 
 
-def expected_losses(
-    inputs: Inputs, config: PretrainConfig, window: int = 10**9
-) -> dict[str, tuple[float, int]]:
+def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tuple[float, int]]:
     """Source -> (mean loss, labels) of step 0 by a new model, document by document."""
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
-    model.model.set_attn_implementation("eager")
+    inputs, model = plain(config)
     with torch.no_grad():
         found = losses_one_by_one(model, inputs, 0, window)
     result = {}
@@ -81,7 +75,7 @@ def test_run_tells_loss_of_every_source(zygote: Zygote, corpus: Corpus, tmp_path
         output = start_run(zygote, path, "run", ranks=ranks).succeed()
         logs[ranks] = list(read_jsonl(run_dir / "log.jsonl"))
     config = load_config(PretrainConfig, path)
-    expected = expected_losses(open_inputs(config), config)
+    expected = expected_losses(config)
     assert set(expected) == {"web", "math"}
     for log in logs.values():
         first = log[0]
@@ -116,10 +110,7 @@ def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path:
     )
     path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
     config = load_config(PretrainConfig, path)
-    inputs = open_inputs(config)
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
-    model.model.set_attn_implementation("eager")
+    inputs, model = plain(config)
     found = losses_one_by_one(model, inputs, 0)
     factor = [weights[name] for name in inputs.schedule.samples.names]
     total = sum(factor[source] * labels for source, _, labels in found)
@@ -127,19 +118,13 @@ def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path:
     mean.backward()
 
     for ranks in (1, 2):
-        out = tmp_path / f"{ranks}.pt"
-        argv = [str(ROOT / "tests" / "training" / "gradient_worker.py"), str(path), str(out)]
-        zygote.start(argv, ranks, tmp_path / f"{ranks}.log").succeed()
-        result = torch.load(out)
+        result = run_worker(zygote, path, ranks)
         assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-5)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            scale = parameter.grad.abs().max().clamp(min=1e-6)
-            assert (result["grads"][name] - parameter.grad).abs().max() / scale < 1e-3, name
+        check_gradients(result["grads"], model)
 
     start_run(zygote, path, "run").succeed()
     first, second = read_jsonl(tmp_path / "run" / "log.jsonl")
-    expected = expected_losses(inputs, config)
+    expected = expected_losses(config)
     assert first["loss"] == pytest.approx(mean.item(), rel=1e-5)
     for name, (loss, _) in expected.items():
         assert first["source_loss"][name] == pytest.approx(loss, rel=1e-5), "not weighted"
@@ -185,10 +170,7 @@ def test_weights_of_tokens_meet_their_losses(
     more = [f"data.loss={loss}", f"engine.zero_stage={stage}"]
     more += [f"engine.sequence_parallel_size={shared}", f"data.micro_batch_tokens={128 // shared}"]
     config = load_config(PretrainConfig, path, more)
-    inputs = open_inputs(config)
-    architecture = model_configuration(config.model, inputs.vocab_size)
-    model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
-    model.model.set_attn_implementation("eager")
+    inputs, model = plain(config)
     found = losses_one_by_one(model, inputs, 0, weights=weights)
     factor = [1.0, 2.5] if inputs.schedule.samples.names[0] == "web" else [2.5, 1.0]
     if loss == "token_mean":
@@ -199,16 +181,9 @@ def test_weights_of_tokens_meet_their_losses(
         terms = [factor[source] * sums / weight for source, sums, weight in found if weight]
     mean = torch.stack(terms).sum() / total
     mean.backward()
-    out = tmp_path / "found.pt"
-    argv = [str(ROOT / "tests" / "training" / "gradient_worker.py"), str(path), str(out), *more]
-    zygote.start(argv, ranks, tmp_path / "worker.log").succeed()
-    result = torch.load(out)
+    result = run_worker(zygote, path, ranks, more=more)
     assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        scale = parameter.grad.abs().max().clamp(min=1e-6)
-        error = float((result["grads"][name] - parameter.grad).abs().max() / scale)
-        assert error < 1e-6, name
+    check_gradients(result["grads"], model, rel=1e-6)
 
 
 def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
@@ -217,10 +192,9 @@ def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path:
     blend = write_blend(tmp_path / "blend.yaml", corpus, attention_window=16, stages=stages)
     path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
     config = load_config(PretrainConfig, path)
-    inputs = open_inputs(config)
     start_run(zygote, path, "run").succeed()
     first, _ = read_jsonl(tmp_path / "run" / "log.jsonl")
-    cut, whole = expected_losses(inputs, config, 16), expected_losses(inputs, config)
+    cut, whole = expected_losses(config, 16), expected_losses(config)
     assert {n: labels for n, (_, labels) in cut.items()} == first["source_label_tokens"]
     for name in ("web", "math"):
         assert first["source_loss"][name] == pytest.approx(cut[name][0], rel=1e-5)
@@ -241,9 +215,8 @@ def test_documents_have_their_middle_last(zygote: Zygote, corpus: Corpus, tmp_pa
     options = {"num_steps": 2, "data": data, "logging": {"every": 1}}
     path = corpus.config(tmp_path / "run", **options)
     config = load_config(PretrainConfig, path)
-    inputs = open_inputs(config)
-    assert inputs.schedule.step(0).fim is not None
-    losses = expected_losses(inputs, config)
+    assert open_inputs(config).schedule.step(0).fim is not None
+    losses = expected_losses(config)
     start_run(zygote, path, "run", ranks=2).succeed()
     first = next(iter(read_jsonl(tmp_path / "run" / "log.jsonl")))
     [(loss, labels)] = losses.values()
