@@ -103,7 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
     stderr = item.config.stash[STDERR]
-    faulthandler.dump_traceback_later(settings.timeout + 10, exit=True, file=stderr)
+    later = settings.timeout + min(10, settings.timeout)
+    faulthandler.dump_traceback_later(later, exit=True, file=stderr)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from megapack.config import load_config
 from megapack.training.config import (
@@ -159,12 +159,6 @@ def test_recipes_are_valid_configurations_of_models_that_exist(path: Path) -> No
     assert not re.search(r"\d\s*GiB", path.read_text())
 
 
-def test_recipes_are_there() -> None:
-    names = {path.stem for path in RECIPES}
-    assert {"demo_cpu", "llama_350m_bucket", "llama_1b_bucket", "llama_3b_bucket"} <= names
-    assert {"qwen3_0.6b_bucket", "qwen3_30b_a3b_bucket"} <= names
-
-
 # ---- Inputs of layers that wait on the host: all of them, nothing else, and no bit changes
 
 
@@ -194,26 +188,9 @@ def test_hooks_get_the_input_of_every_layer_and_nothing_else(preset: str) -> Non
     assert not torch.equal(*saved)
 
 
-@pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny"])
-def test_losses_and_gradients_are_the_same_bits(preset: str) -> None:
-    batch = pack_documents(documents([150, 41, 9]))
-    found = []
-    for saving in (None, save_on_cpu):
-        model = tiny_model(preset, backend="sdpa", seed=3).train()
-        model.checkpoint_activations(saving)
-        loss, *_ = model(**batch.arguments())
-        loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
-    (loss, grads), (offloaded, grads_offloaded) = found
-    assert torch.equal(offloaded, loss)
-    for name, grad in grads.items():
-        assert grad is not None and grad.any() and torch.equal(grads_offloaded[name], grad), name
-
-
 @pytest.mark.parametrize(
     ("engine", "itemsize"),
     [
-        ({"precision": "fp32", "zero_stage": 0}, 4),
         ({"precision": "fp32", "zero_stage": 3, "mlp_chunk_tokens": 60}, 4),
         ({"precision": "bf16", "zero_stage": 0}, 4),  # autocast: between layers it is float32
         ({"precision": "bf16", "zero_stage": 2}, 2),
@@ -277,6 +254,3 @@ def test_the_plan_names_the_memory_of_the_host(corpus: Corpus, tmp_path: Path) -
     engine = {"activation_checkpointing": True, "offload_activations": True}
     plan = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", engine=engine)))
     assert "and on its host:     0.00 GiB (inputs of layers)" in plan
-    del engine["offload_activations"]
-    plan = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", engine=engine)))
-    assert "on its host" not in plan
