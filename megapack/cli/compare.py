@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.text import Text
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.output import Work, note, print_table
@@ -65,12 +66,10 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         )
     rows = []
     for position, evaluation in enumerate(comparison.evaluations):
-        cells = [cell(evaluation) for head, _, _, cell in COLUMNS if head]
+        style = "dim" if comparison.recommendation.out[position] else ""
         if position == comparison.recommendation.best:
-            cells = [f"[bold green]{cell}[/]" for cell in cells]
-        elif comparison.recommendation.out[position]:
-            cells = [f"[dim]{cell}[/]" for cell in cells]
-        rows.append(cells)
+            style = "bold green"
+        rows.append([Text(cell(evaluation), style) for head, _, _, cell in COLUMNS if head])
     print_table([head for head, *_ in COLUMNS if head], rows)
     for label, reason in comparison.left_out.items():
         print(f"left out: {label}: {reason}")

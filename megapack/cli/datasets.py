@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SUFFIX, is_shard_manifest
+from megapack.storage.index_file import BESIDE
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import split
 from megapack.storage.remote.client import names_in
@@ -59,6 +60,12 @@ def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return list(dict.fromkeys(dataset_prefixes(others))), samples, manifests
 
 
+def documents_of(prefixes: Sequence[str]) -> list[str]:
+    """Those that are not the labels, loss weights or groups of another one."""
+    beside = {prefix + end for prefix in prefixes for end in BESIDE}
+    return [prefix for prefix in prefixes if prefix not in beside]
+
+
 def local_file(name: str, option: str) -> Path:
     """The path of a file to be written. Raises ConfigError: it is an address."""
     if is_remote(name):
@@ -72,7 +79,8 @@ def local_file(name: str, option: str) -> Path:
 def _expanded(names: Iterable[str]) -> Iterator[str]:
     """Quoted patterns as the files that they match."""
     for name in names:
-        if not glob.has_magic(name) or Path(name).exists():
+        # Of a dataset whose own name has brackets, the prefix is the name of no file.
+        if not glob.has_magic(name) or any(Path(name + end).exists() for end in ("", ".idx")):
             yield name
             continue
         if is_remote(name):

@@ -4,7 +4,8 @@
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
 A dataset that is named twice comes twice; a directory names each .idx in it, and the other files of
-a dataset (shards/* in a shell) do not name it once more.
+a dataset (shards/* in a shell) do not name it once more. Labels, loss weights and groups that stand
+beside the datasets are left out, and a note says how they are merged, in the same order.
 
 Takes datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
 their size, and the result is byte for byte what one builder would have written. Any of them may be
@@ -17,9 +18,10 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
-from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.output import Work, printed_as_json
+from megapack.cli.datasets import dataset_prefixes, documents_of
+from megapack.cli.output import Work, note, printed_as_json
 from megapack.storage import IndexedDataset
+from megapack.storage.index_file import BESIDE
 from megapack.storage.merge import merge
 from megapack.units import counted
 
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prefixes = dataset_prefixes(args.prefixes)
+    prefixes = documents_of(dataset_prefixes(args.prefixes))
     with Work(f"merging {counted(len(prefixes), 'dataset')}") as progress:
         is_new = merge(
             prefixes,
@@ -53,6 +55,12 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             progress=progress,
         )
+    for end in BESIDE:
+        if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
+            note(
+                f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "
+                f"same order with --output-prefix {args.output_prefix}{end}"
+            )
     result = IndexedDataset(args.output_prefix)
     facts = {
         "prefix": args.output_prefix,

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from megapack.executors import Counted
 
@@ -35,15 +36,16 @@ class Screen(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None
-) -> None:
-    """A table on stdout. The first column is left-aligned, numbers right-aligned."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table on stdout, the first column left-aligned, numbers right-aligned.
+
+    Cells are shown as they are: no markup is looked for in names; a ``Text`` keeps its style.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     Screen().print(table)
 
 

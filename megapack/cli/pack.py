@@ -45,7 +45,7 @@ from megapack.cli.arguments import (
     part_of,
     share,
 )
-from megapack.cli.datasets import dataset_prefixes
+from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, is_part, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, how_it_differs, pack
@@ -56,7 +56,7 @@ from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
 from megapack.storage.dataset import open_index, read_documents
 from megapack.storage.files import check_target
-from megapack.storage.index_file import BESIDE, IndexFile, prefix_of
+from megapack.storage.index_file import IndexFile, prefix_of
 from megapack.storage.remote.copies import local_output_file
 from megapack.units import count, counted, percent
 
@@ -175,10 +175,7 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
             f"--groups {args.groups} is for one dataset; of many each has its PREFIX.groups: give "
             "--groups auto"
         )
-    found = dataset_prefixes(args.prefixes)
-    # What stands beside a dataset is no dataset of its own.
-    beside = {p + end for p in found for end in BESIDE}
-    prefixes = [p for p in found if p not in beside]
+    prefixes = documents_of(dataset_prefixes(args.prefixes))
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
     )

@@ -5,18 +5,20 @@
   megapack-build upload web.shards.json s3://bucket/folder
 
 Each takes its name along, and with it its .samples, labels, loss weights and groups where they lie
-beside it. Beside every dataset come checksums of its blocks, by which readers know that what
-arrives is right. The .idx comes last: a dataset is there in whole or not at all. A shard manifest
-comes behind all its shards, which keep their places beside it.
+beside it; a .samples of another name is named by itself. Beside every dataset come checksums of its
+blocks, by which readers know that what arrives is right. The .idx comes last: a dataset is there in
+whole or not at all. A shard manifest comes behind all its shards, which keep their places beside
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megapack.cli.arguments import add_dataset_argument
-from megapack.cli.datasets import named_files
+from megapack.cli.datasets import documents_of, named_files
 from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
@@ -25,9 +27,11 @@ from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 
+Copy = tuple[Callable[[str, str], None], str, str]  # how, from where, to where
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dataset_argument(parser, many=True, help="or shard manifests")
+    add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")
     parser.add_argument("address", metavar="ADDRESS", help="folder, like s3://bucket/folder")
 
 
@@ -35,21 +39,42 @@ def run(args: argparse.Namespace) -> int:
     folder = args.address.rstrip("/")
     if not is_remote(folder):
         raise ConfigError(f"{args.address} is no address; give one like s3://bucket/folder")
-    prefixes, _, manifests = named_files(args.prefixes)
-    for prefix in prefixes:
-        target = f"{folder}/{Path(prefix).name}"
-        beside = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
-        _upload(prefix, target, ("", *beside))
-        if Path(f"{prefix}.samples").exists():
-            _put(f"{prefix}.samples", f"{target}.samples")
-    for manifest in manifests:
-        _upload_source(manifest, folder)
+    prefixes, samples, manifests = named_files(args.prefixes)
+    copies: dict[str, Copy] = {}
+    for copy in _copies(documents_of(prefixes), samples, manifests, folder):
+        _, source, target = copy
+        other = copies.setdefault(target, copy)[1]
+        if Path(other).resolve() != Path(source).resolve():
+            raise ConfigError(
+                f"{other} and {source} would both be {target}: upload them to two folders"
+            )
+    for manifest in manifests:  # it speaks of shards that are replaced now
+        remove_object(f"{folder}/{Path(manifest).name}")
+    for how, source, target in copies.values():
+        how(source, target)
+        print(f"{source} -> {target}")
     return 0
 
 
-def _upload_source(manifest: str, folder: str) -> None:
+def _copies(
+    prefixes: list[str], samples: list[str], manifests: list[str], folder: str
+) -> Iterator[Copy]:
+    for prefix in prefixes:
+        target = f"{folder}/{Path(prefix).name}"
+        beside = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
+        for end in ("", *beside):
+            yield upload_dataset, f"{prefix}{end}", f"{target}{end}"
+        if Path(f"{prefix}.samples").exists():
+            yield _put, f"{prefix}.samples", f"{target}.samples"
+    for name in samples:
+        yield _put, name, f"{folder}/{Path(name).name}"
+    for manifest in manifests:
+        yield from _copies_of_source(manifest, folder)
+
+
+def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
     """All shards of a manifest that are not at an address already, then the manifest."""
-    shards, target = load_shards(manifest).shards, f"{folder}/{Path(manifest).name}"
+    shards = load_shards(manifest).shards
     places = {
         path: path if is_remote(path) else related(Path(manifest), path)
         for shard in shards
@@ -62,21 +87,15 @@ def _upload_source(manifest: str, folder: str) -> None:
                 "names keeps its place beside it. Upload that dataset by itself, and pack its "
                 "address there"
             )
-    remove_object(target)  # it speaks of shards that are replaced now
     for shard in shards:
         if not is_remote(shard.prefix):
-            _upload(shard.prefix, f"{folder}/{places[shard.prefix]}", shard.ends)
+            for end in shard.ends:
+                target = f"{folder}/{places[shard.prefix]}{end}"
+                yield upload_dataset, f"{shard.prefix}{end}", target
         if not is_remote(shard.samples):
-            _put(shard.samples, f"{folder}/{places[shard.samples]}")
-    _put(manifest, target)
-
-
-def _upload(prefix: str, target: str, ends: tuple[str, ...]) -> None:
-    for end in ends:
-        upload_dataset(f"{prefix}{end}", f"{target}{end}")
-        print(f"{prefix}{end} -> {target}{end}")
+            yield _put, shard.samples, f"{folder}/{places[shard.samples]}"
+    yield _put, manifest, f"{folder}/{Path(manifest).name}"
 
 
 def _put(path: str, target: str) -> None:
     put_object(target, path)
-    print(f"{path} -> {target}")
