@@ -75,7 +75,7 @@ def share(text: str) -> float:
 def part_of(text: str) -> tuple[int, int]:
     """``0/8`` -> (0, 8)."""
     i, slash, n = text.partition("/")
-    if not slash or not i.isdecimal() or not n.isdecimal():
+    if not slash or not i.isdecimal() or not n.isdecimal() or int(n) == 0:
         _refuse(f"{text!r} is not of the form I/N, as in 0/8")
     return int(i), int(n)
 

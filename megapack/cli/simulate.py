@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,10 +129,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     linear = MODELS[args.model].linear_length if args.linear_length is None else args.linear_length
-    if linear < 0 or args.exchange_length < 0:
+    if not (0 <= linear < math.inf and 0 <= args.exchange_length < math.inf):
         raise ConfigError(
             f"--linear-length is {linear:g} and --exchange-length {args.exchange_length:g}; "
-            "both must be at least 0"
+            "both must be finite and at least 0"
         )
     cluster = Cluster(
         data_parallel=args.data_parallel,
@@ -248,7 +249,7 @@ def _read_lengths(source: str) -> NDArray[Any]:
         return np.asarray(SampleIndex.load(source).segment_length)
     if source.endswith(".txt"):
         words = Path(source).read_text(encoding="utf-8").split()
-        wrong = next((word for word in words if not word.isdecimal()), None)
+        wrong = next((w for w in words if not w.isdecimal() or int(w) >= 1 << 63), None)
         if wrong is not None:
             raise DataError(f"{source}: {wrong!r} is no number of tokens; write one a line")
         return np.array(words, np.int64)

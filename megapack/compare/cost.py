@@ -16,6 +16,7 @@ on 64 A800 (Table 3) within 3 %; `make bench-composition` prints both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,6 +34,9 @@ from megapack.packing import SampleIndex
 # its padding being a segment too. All ranks of a step take samples of one bucket and equally many
 # tokens, so attention is the only thing that can differ between them. How much it differs is
 # estimated here by drawing steps and dealing them as training does (``megapack.data.sampler``).
+
+AttentionScope = Literal["document", "sample"]
+Dealing = Literal["balanced", "random"]
 
 NUM_STEPS = 32  # drawn per bucket
 _SEED = 20_240
@@ -71,7 +75,7 @@ class BucketWork:
         """Attention work when every sample attends to all of itself."""
         return self.num_samples * self.capacity**2
 
-    def imbalance(self, dealing: Literal["balanced", "random"]) -> float:
+    def imbalance(self, dealing: Dealing) -> float:
         """Busiest rank over mean rank under one way of dealing."""
         return self.imbalance_balanced if dealing == "balanced" else self.imbalance_random
 
@@ -144,8 +148,9 @@ def _imbalance(steps: list[NDArray[np.int64]]) -> float:
     return busiest / float(np.mean([loads.mean() for loads in steps]))
 
 
-AttentionScope = Literal["document", "sample"]
-Dealing = Literal["balanced", "random"]
+def _is_positive(number: float) -> bool:
+    """And finite: not nan either."""
+    return 0 < number < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +170,7 @@ class Model:
     attention_width: int
 
     def __post_init__(self) -> None:
-        if min(self.parameters, self.num_layers, self.attention_width) <= 0:
+        if not (_is_positive(self.parameters) and min(self.num_layers, self.attention_width) > 0):
             raise ConfigError(
                 f"model {self.name!r} has {self.parameters:g} parameters, {self.num_layers} layers "
                 f"and attention width {self.attention_width}; all three must be positive"
@@ -195,7 +200,7 @@ class Gpu:
     peak_flops: float
 
     def __post_init__(self) -> None:
-        if self.peak_flops <= 0:
+        if not _is_positive(self.peak_flops):
             raise ConfigError(f"GPU {self.name!r} has a peak of {self.peak_flops:g}; must be > 0")
 
 
@@ -245,9 +250,9 @@ class TrainingRun:
             raise ConfigError(f"num_gpus is {self.num_gpus}; at least 1 is needed")
         if not 0 < self.utilization <= 1:
             raise ConfigError(f"utilization is {self.utilization}; it is a share, 0 < share <= 1")
-        if self.price_per_gpu_hour < 0:
+        if not 0 <= self.price_per_gpu_hour < math.inf:
             raise ConfigError(f"price_per_gpu_hour is {self.price_per_gpu_hour}; it must be >= 0")
-        if self.train_tokens is not None and self.train_tokens <= 0:
+        if self.train_tokens is not None and not _is_positive(self.train_tokens):
             raise ConfigError(f"train_tokens is {self.train_tokens:g}; it must be positive")
 
     @property

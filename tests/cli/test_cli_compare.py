@@ -311,10 +311,12 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
     [
         ("lengths.npy", (), "holds lengths alone: give --max-tokens"),
         ("lengths.npy", ("--max-tokens", "600", "--linear-length", "-1"), "--linear-length is -1"),
+        ("lengths.npy", ("--max-tokens", "600", "--exchange-length", "nan"), "must be finite"),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "says itself what a step holds"),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),
         ("wrong.txt", ("--max-tokens", "600"), "'seven' is no number of tokens"),
+        ("large.txt", ("--max-tokens", "600"), f"'{1 << 63}' is no number of tokens"),
         ("empty.txt", ("--max-tokens", "600"), "no document has a token"),
     ],
 )
@@ -327,6 +329,7 @@ def test_errors_say_what_is_wrong(
 ) -> None:
     peer("torch")
     (folder / "wrong.txt").write_text("3\nseven\n")
+    (folder / "large.txt").write_text(f"3\n{1 << 63}\n")
     (folder / "empty.txt").write_text("0\n")
     assert main(["simulate", str(folder / source), *words]) in (1, 2)
     assert message in capsys.readouterr().err

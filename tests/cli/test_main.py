@@ -248,6 +248,7 @@ def test_capacities_are_sorted() -> None:
         *((arguments.byte_count, text) for text in ("", "-1", "M", "1X", "1e6")),
         *((arguments.capacities, text) for text in ("", "0", "1024,", "-5", "1k", "1.5")),
         *((arguments.positive, text) for text in ("0", "-1", "1.5", "")),
+        *((arguments.part_of, text) for text in ("0/0", "0", "1/", "-1/2")),
     ],
 )
 def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], text: str) -> None:

@@ -136,7 +136,9 @@ def test_presets_are_positive_and_grow() -> None:
         ({"utilization": 0.0}, "utilization is 0.0"),
         ({"utilization": 40.0}, "it is a share"),
         ({"price_per_gpu_hour": -1.0}, "price_per_gpu_hour is -1.0"),
+        ({"price_per_gpu_hour": math.nan}, "price_per_gpu_hour is nan"),
         ({"train_tokens": 0.0}, "train_tokens is 0"),
+        ({"train_tokens": math.inf}, "train_tokens is inf"),
     ],
 )
 def test_impossible_runs_are_refused(changes: dict[str, float], message: str) -> None:
@@ -145,10 +147,11 @@ def test_impossible_runs_are_refused(changes: dict[str, float], message: str) ->
 
 
 def test_impossible_models_and_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        Model(name="none", parameters=0, num_layers=1, attention_width=1)
-    with pytest.raises(ValueError, match="must be > 0"):
-        Gpu(name="none", peak_flops=0)
+    for wrong in (0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="must be positive"):
+            Model(name="none", parameters=wrong, num_layers=1, attention_width=1)
+        with pytest.raises(ValueError, match="must be > 0"):
+            Gpu(name="none", peak_flops=wrong)
 
 
 def test_an_index_without_tokens_has_no_cost() -> None:
