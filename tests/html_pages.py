@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 
@@ -34,5 +35,23 @@ class Nesting(HTMLParser):
         self.text.append(data)
 
 
-def ids_of(parsed: Nesting) -> list[tuple[str, str, str | None]]:
-    return [a for a in parsed.attributes if a[1] == "id"]
+def words_of(page: str) -> str:
+    """The text of a page, one space between words."""
+    return " ".join(" ".join(Nesting(page).text).split())
+
+
+def assert_stands_alone(page: str) -> None:
+    """Tags nest, nothing is fetched from anywhere, no number is missing, colours follow the
+    theme."""
+    parsed = Nesting(page)
+    assert page.startswith("<!DOCTYPE html>") and parsed.open == []
+    tags = {tag for tag, _, _ in parsed.attributes}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert not re.search(r"<script|https?:|url\(|@import", page)
+    named = [a for a in parsed.attributes if a[1] in ("src", "href", "xlink:href", "srcset")]
+    ids = {f"#{value}" for _, key, value in parsed.attributes if key == "id"}
+    assert {tag for tag, _, _ in named} <= {"use"}, "markers of the same plot"
+    assert all(value in ids for _, _, value in named)
+    charts = page[page.index("</style>") :]
+    assert not re.search(r"\b(nan|inf)\b", charts.lower())
+    assert "var(--blue)" in charts and not re.search(r"(fill|stroke): #(?!000000)", charts)

@@ -28,7 +28,7 @@ from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
 from megapack.cli.report_charts import Draw, RunFacts, read_run, slowest
 from megapack.compare.charts import check_matplotlib, draw
-from megapack.compare.page import style
+from megapack.compare.page import document, tiles_of
 from megapack.storage.files import atomic_write
 from megapack.training.monitoring.slowdowns import slowdowns
 from megapack.units import count, counted, percent, short
@@ -36,14 +36,7 @@ from megapack.units import count, counted, percent, short
 ROWS = 40  # of a table; the files have all
 SILENT = 300.0  # seconds, or ten log lines, after which a run that says nothing is doubted
 
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>Run: $name</title>
-<style>
-$style
+CSS = """
 .answer.good { border-color: var(--green); } .answer.good h2 { color: var(--green); }
 .answer.bad { border-color: var(--red); } .answer.bad h2 { color: var(--red); }
 .tiles { grid-template-columns: repeat(4, 1fr); } .tile b { white-space: nowrap; }
@@ -71,20 +64,14 @@ summary { cursor: pointer; color: var(--blue); }
 @media (max-width: 640px) { main { padding: 24px 14px 48px; } .answer { padding: 16px 16px 14px; }
   h1 { font-size: 24px; } .tiles { grid-template-columns: repeat(2, 1fr); gap: 10px; }
   .tile b { font-size: 20px; } figure > svg { min-width: 600px; }
-  .pair figure > svg { min-width: 0; } }
-</style>
-</head>
-<body>
-<main>
+  .pair figure > svg { min-width: 0; } }"""
+BODY = Template("""\
 <header><p class='kicker'>megapack run</p><h1>$name</h1><p class='facts'>$facts</p></header>
 <section class='answer $mood'><p class='kicker'>$state</p><h2>$progress</h2>$bar
 <div class='tiles'>$tiles</div><ul class='checks'>$checks</ul></section>
 $sections
 <footer><p>megapack $version, written $now UTC from $path. Curves are means over groups of
 consecutive steps; every step stands in log.jsonl.</p></footer>
-</main>
-</body>
-</html>
 """)
 
 
@@ -112,19 +99,15 @@ def render(facts: RunFacts) -> str:
     mood = "bad" if worst == 2 else "good" if reason == "done" and worst == 0 else ""
     done, of = _done(facts), facts.num_steps
     share = min(1.0, done / of) if of else 0.0
-    return PAGE.substitute(
-        name=escape(facts.run.path.resolve().name),
-        style=style(),
+    name = escape(facts.run.path.resolve().name)
+    body = BODY.substitute(
+        name=name,
         facts=_facts(facts),
         mood=mood,
         state=STATES.get(reason, "how it ended is not recorded"),
         progress=f"step {count(done)}{f' of {count(of)}' if of else ''}",
         bar=f"<div class='bar'><i style='width:{100 * share:.1f}%'></i></div>" if of else "",
-        tiles="".join(
-            f"<div class='tile'><span>{name}</span><b>{escape(value)}</b>"
-            f"<span>{escape(unit)}</span></div>"
-            for name, value, unit in tiles(facts)
-        ),
+        tiles=tiles_of(tiles(facts)),
         checks="".join(
             f"<li class='{('ok', 'look', 'bad')[check.level]}'><b>{escape(check.what)}</b>: "
             f"{escape(check.sentence)}</li>"
@@ -135,6 +118,7 @@ def render(facts: RunFacts) -> str:
         now=_date(time.time()),
         path=escape(str(facts.run.path)),
     )
+    return document(f"Run: {name}", body, CSS)
 
 
 STATES = {
@@ -404,13 +388,13 @@ def _program(facts: RunFacts) -> Iterator[str]:
     if not rows:
         return
     rows.sort(key=lambda row: row[0])
+    begin = escape(_weights(names, order.get("weights") or []))
     more = f" Of {len(rows):,} the last {ROWS}." if len(rows) > ROWS else ""
     shown = [[f"{'~' * by.endswith(')')}{count(s)}", by, *rest] for s, (by, *rest) in rows[-ROWS:]]
     yield _section(
         "Stages and decisions",
-        f"{_weights(names, order.get('weights') or [])} from step 0 on; then what the manifest "
-        "says, and what the run decided itself by its rules (decisions.json), in the order in "
-        f"which they take effect.{more}",
+        f"{begin} from step 0 on; then what the manifest says, and what the run decided itself by "
+        f"its rules (decisions.json), in the order in which they take effect.{more}",
         _table(("from step", "by", "what", "why"), shown, left=2),
     )
 
@@ -419,7 +403,7 @@ def _weights(names: Sequence[str], values: Sequence[Any]) -> str:
     total = math.fsum(value for value in values if value is not None) or 1.0
     named = [*names, *(f"source {i}" for i in range(len(names), len(values)))]
     shown = [
-        f"{escape(name)} {'by size' if value is None else percent(value / total, 1)}"
+        f"{name} {'by size' if value is None else percent(value / total, 1)}"
         for name, value in zip(named, values, strict=False)
     ]
     more = f", {len(shown) - 12} more" if len(shown) > 12 else ""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import DataError
+from megapack.errors import DataError, FormatError
 from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
 from megapack.units import count, short
 
@@ -194,7 +194,7 @@ def read_run(path: str | Path) -> RunFacts:
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
-    with suppress(OSError, yaml.YAMLError):
+    with suppress(OSError, ValueError, yaml.YAMLError):
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
         return tree if isinstance(tree, dict) else {}
     return {}
@@ -207,18 +207,20 @@ def _end(run: RunDirectory) -> dict[str, Any]:
 
 
 def _branches(run: RunDirectory) -> list[Branch]:
-    """Runs beside this one that began at one of its checkpoints."""
-    found: list[Branch] = []
-    for path in sorted(run.path.resolve().parent.iterdir()):
-        if path == run.path.resolve() or not (path / "config.yaml").is_file():
-            continue
+    """Runs beside this one that began at one of its checkpoints, as far as they can be read."""
+    here, found, others = run.path.resolve(), [], []
+    with suppress(OSError):  # runs may lie in a folder that is not ours to list
+        others = sorted(path for path in here.parent.iterdir() if path != here)
+    for path in others:
         other = RunDirectory(path)
         section = _config(other).get("checkpoint")
         origin = section.get("branch_from") if isinstance(section, dict) else None
-        if origin is None or Path(origin).parent.parent.name != run.path.resolve().name:
+        if origin is None or Path(origin).parent.parent.name != here.name:
             continue
-        read = len(found) < SHOWN and other.log.exists()
-        lines = RunLog(read_jsonl(other.log)) if read else None
+        lines = None
+        if len(found) < SHOWN:
+            with suppress(OSError, FormatError):  # none yet, or damaged: its own page says so
+                lines = RunLog(read_jsonl(other.log))
         step = step_of(Path(origin).name)
         found.append(Branch(path, step, lines, _end(other).get("reason", "unknown")))
     return found

@@ -54,6 +54,7 @@ WIDTH, ROW = 9.6, 0.265  # inches
 LONGEST_LABEL = 44  # characters; what is longer ends in dots
 _STYLE = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names may have dollars
     "svg.hashsalt": "megapack",
     "font.size": 8.5,
     "text.color": INK,
@@ -101,9 +102,11 @@ class Chart:
         """(colour, words) under the plot."""
         from matplotlib.patches import Patch  # noqa: PLC0415
 
-        handles = [Patch(color=colour, label=words) for colour, words in entries]
+        handles = [Patch(color=colour, label="-") for colour, _ in entries]
         ncols = min(len(handles), columns)
-        self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
+        made = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
+        for text, (_, words) in zip(made.get_texts(), entries, strict=True):
+            text.set_text(words)  # as a label, a name that begins with _ would be left out
 
 
 class Plot(Chart):

@@ -270,9 +270,8 @@ COLUMNS: tuple[tuple[str, str, str, Callable[[Evaluation], str]], ...] = (
 # 2. of the rest, the least estimated training time wins;
 # 3. within half a percent of that time, fewer split documents win, then less padding, then the
 #    default strategy. Where attention crosses documents (``--attention sample``), fewer documents
-#    per
-#    sample come before these (2 % is no difference): others are context that has nothing to do with
-#    one. Behind masks they are not seen.
+#    per sample come before these (2 % is no difference): others are context that has nothing to do
+#    with one. Behind masks they are not seen.
 
 MAX_EXTRA_TRUNCATION = 0.01
 MAX_DROPPED = 0.001

@@ -2,12 +2,13 @@
 
 * ``render(comparison)``: a page that needs nothing else, no script, no network, no other file;
 * ``to_json(comparison)``: dicts and lists, what ``--json`` prints;
-* ``style()``: the stylesheet, which the page of a run has, too.
+* ``document``, ``tiles_of``: the parts that the page of a run has, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from html import escape
 from string import Template
 from typing import Any
@@ -76,31 +77,42 @@ footer p { margin: 4px 0; } code { overflow-wrap: anywhere; font-size: 13px; }
 @media print { section { break-inside: avoid; } }"""
 
 
-def style() -> str:
-    """The stylesheet of a page, its colours for light and dark included."""
+def document(title: str, body: str, css: str = "") -> str:
+    """An HTML page that needs nothing else; ``css`` is added to the stylesheet."""
     light, dark = (
         " ".join(f"--{name}: {colours[theme]};" for name, colours in charts.PALETTE.items())
         for theme in (0, 1)
     )
-    return (
-        f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{STYLE}"
-    )
-
-
-PAGE = Template("""<!DOCTYPE html>
+    return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8"/>
 <meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>Packing report: $name</title>
+<title>{title}</title>
 <style>
-$style
+:root {{ color-scheme: light dark; {light} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
+{STYLE}{css}
 </style>
 </head>
 <body>
 <main>
-<header><p class='kicker'>megapack packing report</p><h1>$name</h1>
+{body}</main>
+</body>
+</html>
+"""
+
+
+def tiles_of(tiles: Iterable[tuple[str, str, str]]) -> str:
+    """Name, figure and unit of each."""
+    return "".join(
+        f"<div class='tile'><span>{name}</span><b>{escape(value)}</b>"
+        f"<span>{escape(unit)}</span></div>"
+        for name, value, unit in tiles
+    )
+
+
+BODY = Template("""<header><p class='kicker'>megapack packing report</p><h1>$name</h1>
 <p class='facts'>$facts</p>$sampled</header>
 <section class='answer'><p class='kicker'>recommended</p>
 <h2>$best <small>samples of $capacities tokens</small></h2>
@@ -155,15 +167,12 @@ causality.</small></dd>
 <p>$example</p>
 <p>The recommendation leaves out what loses more than $max_dropped of the tokens or splits more than
 $max_extra of the documents beyond those longer than the largest capacity compared. Of the rest it
-takes the least time; within $same_time of it, fewer documents per sample, then fewer split
-documents, then less padding.</p>
+takes the least time; within $same_time of it, ${fewer_joined}fewer split documents, then less
+padding.</p>
 <p>Not in the estimate: communication, input, optimizer and evaluation (they are inside the
 utilization you give), restarts, and kernels that are slower on short segments.</p></section>
 <footer><p>megapack $version, seed $seed. Percentages are exact counts of the packed index; time and
 cost are estimates.</p></footer>
-</main>
-</body>
-</html>
 """)
 PLOTS = (
     charts.length_histogram,
@@ -182,10 +191,10 @@ def render(comparison: Comparison) -> str:
     best = comparison.evaluations[recommendation.best]
     left_out = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
     reasons = [*recommendation.reasons, *(f"{n}: {words}" for n, words in best.decisions.items())]
-    return PAGE.substitute(
+    name = escape(corpus.name)
+    body = BODY.substitute(
         {plot.__name__: charts.draw(plot, comparison) for plot in PLOTS},
-        style=style(),
-        name=escape(corpus.name),
+        name=name,
         facts=(
             f"<b>{count(corpus.num_documents)}</b> documents <b>{short(corpus.num_tokens)}</b> "
             f"tokens mean <b>{corpus.mean:,.0f}</b> median <b>{corpus.median:,.0f}</b> longest "
@@ -197,11 +206,7 @@ def render(comparison: Comparison) -> str:
         f"{count(corpus.sampled_from)} documents; every figure below is of the sample.</p>",
         best=escape(best.label),
         capacities=", ".join(map(count, best.case.buckets)),
-        tiles="".join(
-            f"<div class='tile'><span>{name}</span><b>{escape(value)}</b>"
-            f"<span>{escape(unit)}</span></div>"
-            for name, value, unit in _tiles(comparison, best)
-        ),
+        tiles=tiles_of(_tiles(comparison, best)),
         reasons="".join(f"<li>{escape(words)}</li>" for words in reasons),
         fixed=_fixed(comparison),
         left_out=f"<p>Left out: {'; '.join(left_out)}.</p>" if left_out else "",
@@ -215,9 +220,13 @@ def render(comparison: Comparison) -> str:
         max_dropped=percent(MAX_DROPPED, None),
         max_extra=percent(MAX_EXTRA_TRUNCATION, None),
         same_time=percent(SAME_TIME, None),
+        fewer_joined="fewer documents per sample, then "
+        if comparison.run.attention == "sample"
+        else "",
         version=__version__,
         seed=comparison.seed,
     )
+    return document(f"Packing report: {name}", body)
 
 
 def _tiles(comparison: Comparison, best: Evaluation) -> tuple[tuple[str, str, str], ...]:

@@ -7,12 +7,13 @@ import math
 import os
 import re
 import time
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from html_pages import Nesting, ids_of
+from html_pages import assert_stands_alone, words_of
 
 from megapack.cli.main import main
 from megapack.cli.report import checks, render
@@ -104,8 +105,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     branch = write_log(path.parent / "branch", lines(50))
     origin = str(path / "checkpoints" / "step_00000040_tokens_40960")
     (branch / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"branch_from": origin}}))
-    for name, text in (("stranger", "checkpoint: none"), ("broken", "{")):
-        (write_log(path.parent / name, lines(2)) / "config.yaml").write_text(text)
+    for name, text in (("stranger", b"checkpoint: none"), ("broken", b"{"), ("bytes", b"\xff\x00")):
+        (write_log(path.parent / name, lines(2)) / "config.yaml").write_bytes(text)
+    (path.parent / "damaged").mkdir()
+    (path.parent / "damaged" / "config.yaml").write_text((branch / "config.yaml").read_text())
+    (path.parent / "damaged" / "log.jsonl").write_text("no JSON\n")
     return path
 
 
@@ -118,24 +122,12 @@ def said(run: Path) -> dict[str, str]:
     return {check.what: check.sentence for check in checks(read_run(run))}
 
 
-def words(page: str) -> str:
-    return " ".join(" ".join(Nesting(page).text).split())
-
-
-def test_page_is_one_file_that_needs_nothing_else(page: str) -> None:
-    parsed = Nesting(page)
-    assert page.startswith("<!DOCTYPE html>") and parsed.open == []
-    named = [a for a in parsed.attributes if a[1] in ("src", "href", "srcset")]
-    assert {tag for tag, _, _ in named} <= {"use"} and "<script" not in page
-    assert all(value in {f"#{name}" for _, _, name in ids_of(parsed)} for _, _, value in named)
-    assert not re.search(r"https?:|url\(|@import", page)
-    charts = page[page.index("</style>") :]
-    assert "nan" not in re.sub(r"[a-z]*nan[a-z]+", "", charts.lower())
-    assert not re.search(r"(?:fill|stroke): #[0-9a-f]{6}", charts), "colours follow the theme"
+def test_page_stands_alone(page: str) -> None:
+    assert_stands_alone(page)
 
 
 def test_page_says_what_is_there(page: str) -> None:
-    text = words(page)
+    text = words_of(page)
     assert "tr<unk>" in text and "<unk>" not in page, "names are escaped"
     for said in (
         "step 60 of 100",
@@ -151,6 +143,7 @@ def test_page_says_what_is_there(page: str) -> None:
         "32 autopilot skips 5 steps loss 9 at step 33, where 2.1 is usual",
         "36 mixing (taken back) web 100.0 % losses: web 2.1",
         "branch 40 50 2.0",
+        "damaged 40 - - unknown",
         "rank 1 on node1 slowest forward 12 of 12",
     ):
         assert said in text, said
@@ -159,6 +152,19 @@ def test_page_says_what_is_there(page: str) -> None:
     assert len(labels) == len(set(labels)) == page.count("<svg ") == 12
     assert "<title>after step 39: validation loss 2.2000</title>" in page
     assert "<title>loss 9 at step 33, where 2.1 is usual</title>" in page
+
+
+def test_names_of_sources_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Not as entities, formulas, or what matplotlib hides."""
+    names = ["R&D", "_web", "a$b$", "c$d_{$"]
+    path = write_log(tmp_path / "run", lines(60, sources=tuple(names)))
+    order = {"weights": [1] * 4, "stages": [{"from_step": 20, "weights": [1, 2, 1, 0]}]}
+    begin = start(0, 2, sources=names, data_order=order)
+    (path / "starts.jsonl").write_text(json.dumps(begin) + "\n")
+    page = render(read_run(path))
+    assert "R&D 25.0 %, _web 50.0 %, a$b$ 25.0 %, c$d_{$ 0.0 %" in words_of(page)
+    legends = [len(re.findall(f">{re.escape(escape(name))}</text>", page)) for name in names]
+    assert legends == [2, 2, 2, 2], "losses by source, and what was drawn"
 
 
 def test_run_that_says_nothing_for_long_is_doubted(run: Path) -> None:
@@ -178,7 +184,7 @@ def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
         file.write('{"step": 3, "lo')
     assert main(["report", str(path), "--output", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
-    text = words((tmp_path / "page.html").read_text())
+    text = words_of((tmp_path / "page.html").read_text())
     assert "step 3" in text and "how it ended is not recorded" in text
     (path / "log.jsonl").write_text("")
     assert main(["report", str(path)]) == 1
