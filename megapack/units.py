@@ -56,7 +56,7 @@ def counted(number: int, noun: str) -> str:
 def short(number: float) -> str:
     """1234567 -> 1.23 M"""
     for limit, unit in _THOUSANDS:
-        if abs(number) >= limit:
+        if abs(number) >= 0.9995 * limit:  # three digits of 999,700 are those of a million
             return f"{_three_digits(number / limit)}{unit}"
     return _three_digits(number)
 
@@ -70,4 +70,4 @@ def percent(fraction: float, digits: int | None = 2) -> str:
 
 def _three_digits(number: float) -> str:
     """All of those before the point: 1023.9 -> 1024."""
-    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+    return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:.3g}"

@@ -93,7 +93,7 @@ class PackedRows:
         pad: id that fills aligned sequences.
 
     Raises:
-        ConfigError: the samples are aligned, and there is no `pad`.
+        ConfigError: the samples are aligned, and there is no `pad`, or it is no int32.
         IndexMismatchError: labels of other documents.
         ConfigError: there are loss weights, which its mask of 0 and 1 cannot say.
     """
@@ -112,6 +112,8 @@ class PackedRows:
                 f"{index.path} is aligned to {index.alignment} tokens, and Bridge's sequences are "
                 "padded with the end token: give --eod-token"
             )
+        if pad is not None and pad > np.iinfo(np.int32).max:
+            raise ConfigError(f"--eod-token is {pad}, and Bridge's ids are int32")
 
     def __iter__(self) -> Iterator[PackedRow]:
         bounds = self.index.bucket_sample_offsets.tolist()

@@ -356,7 +356,8 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
     index = SampleIndex.load(path)
     if not 0 <= args.sample < index.num_samples:
         raise ConfigError(
-            f"--sample {args.sample}: {path} has samples 0 to {index.num_samples - 1}"
+            f"--sample {args.sample}: {path} has {counted(index.num_samples, 'sample')}, counted "
+            "from 0"
         )
     dataset = IndexedDataset(prefixes[0] if prefixes else prefix_of_samples(path, index))
     segments = view_sample(dataset, index, args.sample)

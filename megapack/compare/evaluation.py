@@ -120,8 +120,11 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"strategy {whole!r}: {item!r} is not of the form key=value")
-        # YAML reads on and off as booleans; a parameter that has them as words means the words.
-        parameters[key.strip()] = value if value in ("on", "off") else yaml.safe_load(value)
+        try:
+            # YAML reads on and off as booleans; a parameter that has them means the words.
+            parameters[key.strip()] = value if value in ("on", "off") else yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"strategy {whole!r}: {value!r} is no value of {key}") from None
     return parameters
 
 

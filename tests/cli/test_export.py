@@ -185,6 +185,8 @@ def test_what_cannot_be_exported_is_refused(
     write_dataset(tmp_path, 8, labels="other")
     assert export(tmp_path) == 2
     assert "give --eod-token" in capsys.readouterr().err
+    assert export(tmp_path, "--eod-token", str(1 << 31)) == 2
+    assert "Bridge's ids are int32" in capsys.readouterr().err
     assert export(tmp_path, "--eod-token", "1") == 2
     assert "and Bridge takes labels from tokens" in capsys.readouterr().err
     assert not list(tmp_path.glob("train*")), "nothing half-written"

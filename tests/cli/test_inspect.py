@@ -177,7 +177,7 @@ def test_several_paths_are_inspected(corpus: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["{}", "--sample", "0"], 2, "--sample needs one .samples file"),
-        (["{}.samples", "--sample", "99"], 2, "has samples 0 to"),
+        (["{}.samples", "--sample", "99"], 2, "samples, counted from 0"),
         ([], 2, "nothing to inspect"),
         (["{}.samples", "{}", "{}.samples", "--sample", "0"], 2, "needs one .samples file"),
         (["{}.missing"], 1, "No such file"),

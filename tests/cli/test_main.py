@@ -281,15 +281,22 @@ def test_a_count_agrees_with_its_noun(number: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (41_234, "40.3 KiB"), (1_234_567, "1.18 MiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (41_234, "40.3 KiB"),
+        (1_234_567, "1.18 MiB"),
+        (1_023_693, "1000 KiB"),
+    ],
 )
 def test_a_small_size_is_not_zero_megabytes(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
 def test_large_numbers_are_shortened() -> None:
-    numbers = (7, 999, 1500, 1_234_567, 2.5e6, 1e9, 3.14159e12)
-    texts = ["7", "999", "1.5 k", "1.23 M", "2.5 M", "1 G", "3.14 T"]
+    numbers = (7, 999, 1500, 999_400, 999_700, 1_234_567, 2.5e6, 999.9e6, 3.14159e12)
+    texts = ["7", "999", "1.5 k", "999 k", "1 M", "1.23 M", "2.5 M", "1 G", "3.14 T"]
     assert [short(number) for number in numbers] == texts
     assert [percent(0.00123), percent(0.00123, None), percent(0.99999, None)] == [
         "0.12 %",

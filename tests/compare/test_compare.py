@@ -79,6 +79,7 @@ def test_a_case_can_name_capacities_and_parameters() -> None:
         ("bukket", "no packing strategy 'bukket'; did you mean 'bucket'"),
         ("concat@12x", "'12x' is no capacity"),
         ("concat:last", "'last' is not of the form key=value"),
+        ("concat:last=[", "'\\[' is no value of last"),
         ("concat:lst=drop", "has no parameter 'lst'; did you mean 'last'"),
         ("concat:last=keep", "last is 'keep'; it must be one of"),
         ("concat@64+128", "has samples of one length; buckets is"),
