@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -48,26 +49,14 @@ TORCH_FREE = (
 )
 
 
-def _imported_packages(path: Path) -> set[str]:
-    packages = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module == "megapack":
-                names = [f"megapack.{alias.name}" for alias in node.names]
-        packages |= {name.split(".")[1] for name in names if name.startswith("megapack.")}
-    return packages
-
-
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_a_package_imports_only_those_below_it(package: str) -> None:
     files = sorted((PACKAGE / package).rglob("*.py"))
     assert files, f"{package} has no files: the test would pass vacuously"
     for path in files:
-        above = _imported_packages(path) - MAY_IMPORT[package] - {package} - GROUND
+        names = set().union(*_imports(path))
+        imported = {name.split(".")[1] for name in names if name.startswith("megapack.")}
+        above = imported - MAY_IMPORT[package] - {package} - GROUND
         assert not above, f"{path} imports {sorted(above)}, which {package} may not import"
 
 
@@ -133,21 +122,28 @@ def _modules() -> dict[str, Path]:
     return found
 
 
-def _imported_modules(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules that a file imports anywhere, also inside functions, but not for types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = [ast.Pass()]
-    found = set()
-    for node in ast.walk(tree):
-        names: list[str] = []
+@cache
+def _imports(path: Path) -> tuple[set[str], set[str]]:
+    """Dotted names that a file imports, also inside functions: when it runs, and for types alone."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    for_types = {
+        statement
+        for node in nodes
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for statement in node.body
+    }
+    found: tuple[set[str], set[str]] = set(), set()
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found[node in for_types].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {_nearest(imported, known) for imported in names}
-    return found - {name, ""}
+            found[node in for_types].update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _imported_modules(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of ours that a file imports when it runs."""
+    return {_nearest(one, known) for one in _imports(path)[0]} - {name, ""}
 
 
 def _nearest(name: str, known: dict[str, Path]) -> str:

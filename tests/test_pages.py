@@ -249,11 +249,6 @@ def test_targets_of_make_and_extras_of_pip_exist() -> None:
         assert extra in offered, extra
 
 
-def test_no_page_installs_a_package_that_is_not_published() -> None:
-    for page in pages():
-        assert not re.search(r"pip install ['\"]?megapack", page.read_text()), page
-
-
 def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
     script, picture = (ROOT / "docs" / "images" / f"packing.{kind}" for kind in ("py", "svg"))
     subprocess.run([sys.executable, str(script), str(tmp_path / "drawn.svg")], check=True)
