@@ -124,7 +124,7 @@ def _modules() -> dict[str, Path]:
 
 @cache
 def _imports(path: Path) -> tuple[set[str], set[str]]:
-    """Dotted names that a file imports, also inside functions: when it runs, and for types alone."""
+    """Dotted names that a file imports, anywhere: when it runs, and for types alone."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     for_types = {
         statement

@@ -216,10 +216,9 @@ def run(args: argparse.Namespace) -> int:
     lengths, name = _read_lengths(args)
     ids = None
     if args.groups is not None:
-        prefix = getattr(args, "prefix", None)
-        if prefix is None and args.groups == "auto":
+        if args.prefix is None and args.groups == "auto":
             raise ConfigError("--groups auto needs a dataset; with --lengths give a .npy of ids")
-        ids = read_groups(args.groups, prefix or "", len(lengths))
+        ids = read_groups(args.groups, args.prefix or "", len(lengths))
     sampled_from = None
     if args.max_documents is not None and args.max_documents < len(lengths):
         sampled_from = len(lengths)

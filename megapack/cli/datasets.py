@@ -42,7 +42,8 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
             prefixes.append(name.removesuffix(".idx"))
         elif name.endswith(".bin"):
             token_files.setdefault(name.removesuffix(".bin"), len(prefixes))
-    alone = {prefix: at for prefix, at in token_files.items() if prefix not in prefixes}
+    known = set(prefixes)
+    alone = {prefix: at for prefix, at in token_files.items() if prefix not in known}
     for prefix, at in reversed(alone.items()):
         prefixes.insert(at, prefix)
     return prefixes
@@ -56,7 +57,8 @@ def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """
     samples = [name for name in names if name.endswith(".samples")]
     manifests = [name for name in names if is_shard_manifest(name)]
-    others = [name for name in names if name not in samples + manifests]
+    known = {*samples, *manifests}
+    others = [name for name in names if name not in known]
     return list(dict.fromkeys(dataset_prefixes(others))), samples, manifests
 
 

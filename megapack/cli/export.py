@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     index = SampleIndex.load(args.samples)
     dataset = IndexedDataset(prefix_of_samples(args.samples, index))
     index.check_source(dataset)
-    rows = PackedRows(dataset, index, pad=token_id(args.eod_token, args.tokenizer))
+    rows = packed_rows(dataset, index, token_id(args.eod_token, args.tokenizer))
     with (
         Work(f"exporting {count(index.num_samples)} samples") as work,
         atomic_write(output) as file,
     ):
-        facts = _write(file, rows, work)
+        facts = _write(file, rows, index, work)
     with atomic_write(metadata, "w") as file:
         json.dump([facts], file)
     facts |= {"output": str(output), "metadata": str(metadata), "pad_seq_to_mult": index.alignment}
@@ -85,7 +85,9 @@ class PackedRow(NamedTuple):
     seq_start_id: NDArray[np.int32]
 
 
-class PackedRows:
+def packed_rows(
+    dataset: IndexedDataset, index: SampleIndex, pad: int | None
+) -> Iterator[PackedRow]:
     """The samples of an index as rows, by rising capacity, each of one bucket.
 
     Args:
@@ -93,83 +95,72 @@ class PackedRows:
         pad: id that fills aligned sequences.
 
     Raises:
-        ConfigError: the samples are aligned, and there is no `pad`, or it is no int32.
+        ConfigError: the samples are aligned, and there is no `pad`, or it is no int32; there are
+            loss weights, which its mask of 0 and 1 cannot say; a label is another token than the
+            next one.
         IndexMismatchError: labels of other documents.
-        ConfigError: there are loss weights, which its mask of 0 and 1 cannot say.
     """
-
-    def __init__(self, dataset: IndexedDataset, index: SampleIndex, pad: int | None) -> None:
-        self.dataset, self.index, self.pad = dataset, index, pad
-        self.labels = open_labels(dataset)
-        if open_weights(dataset) is not None:
-            raise ConfigError(
-                f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
-                "train with megapack-pretrain or PackedTrainer, or move the weights away"
-            )
-        self.largest = int(index.bucket_capacity[-1])
-        if index.alignment > 1 and pad is None:
-            raise ConfigError(
-                f"{index.path} is aligned to {index.alignment} tokens, and Bridge's sequences are "
-                "padded with the end token: give --eod-token"
-            )
-        if pad is not None and pad > np.iinfo(np.int32).max:
-            raise ConfigError(f"--eod-token is {pad}, and Bridge's ids are int32")
-
-    def __iter__(self) -> Iterator[PackedRow]:
-        bounds = self.index.bucket_sample_offsets.tolist()
-        for begin, end, capacity in zip(
-            bounds, bounds[1:], self.index.bucket_capacity, strict=False
-        ):
-            samples_per_row = self.largest // int(capacity)
-            for first in range(begin, end, samples_per_row):
-                samples = range(first, min(end, first + samples_per_row))
-                segments = [segment for i in samples for segment in self.index.sample(i)[1]]
-                sequences = [self.sequence(*segment) for segment in segments]
-                # Alone at the end of a document a token predicts nothing.
-                row = [(tokens, mask) for tokens, mask in sequences if len(tokens) > 1]
-                if row:
-                    tokens, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
-                    starts = np.cumsum([0, *(len(part) for part, _ in row[:-1])])
-                    yield PackedRow(tokens, masks, starts.astype(np.int32))
+    labels = open_labels(dataset) or dataset
+    if open_weights(dataset) is not None:
+        raise ConfigError(
+            f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
+            "train with megapack-pretrain or PackedTrainer, or move the weights away"
+        )
+    if index.alignment > 1 and pad is None:
+        raise ConfigError(
+            f"{index.path} is aligned to {index.alignment} tokens, and Bridge's sequences are "
+            "padded with the end token: give --eod-token"
+        )
+    if pad is not None and pad > np.iinfo(np.int32).max:
+        raise ConfigError(f"--eod-token is {pad}, and Bridge's ids are int32")
 
     def sequence(
-        self, document: int, begin: int, length: int
+        document: int, begin: int, length: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-        """Tokens of a segment with the one behind it, if there is one, and their loss mask.
-
-        Raises:
-            ConfigError: a label is another token than the next one.
-        """
-        first = int(self.dataset.document_offsets[document])
-        end = min(begin + length + 1, int(self.dataset.document_lengths[document]))
-        tokens = self.dataset.tokens[first + begin : first + end].astype(np.int32)
-        labels = (self.labels or self.dataset).tokens[first + begin : first + end]
+        """Tokens of a segment with the one behind it, if there is one, and their loss mask."""
+        first = int(dataset.document_offsets[document])
+        end = min(begin + length + 1, int(dataset.document_lengths[document]))
+        tokens = dataset.tokens[first + begin : first + end].astype(np.int32)
+        learned = labels.tokens[first + begin : first + end]
         mask = np.zeros(len(tokens), np.int8)
-        mask[:-1] = labels[1:] >= 0
-        other = mask[:-1].astype(bool) & (labels[1:] != tokens[1:])
+        mask[:-1] = learned[1:] >= 0
+        other = mask[:-1].astype(bool) & (learned[1:] != tokens[1:])
         if other.any():
             raise ConfigError(
-                f"document {document} has label {labels[1:][other][0]} for token "
+                f"document {document} has label {learned[1:][other][0]} for token "
                 f"{tokens[1:][other][0]}, and Bridge takes labels from tokens: train with another "
                 "host, or write labels that are the token or -100"
             )
-        room = -(len(tokens) - 1) % self.index.alignment
+        room = -(len(tokens) - 1) % index.alignment
         if room:
-            tokens = np.append(tokens, np.full(room, self.pad, np.int32))
+            tokens = np.append(tokens, np.full(room, pad, np.int32))
             mask = np.append(mask, np.zeros(room, np.int8))
         return tokens, mask
 
+    bounds, capacities = index.bucket_sample_offsets.tolist(), index.bucket_capacity.tolist()
+    for begin, end, capacity in zip(bounds, bounds[1:], capacities, strict=False):
+        samples_per_row = capacities[-1] // capacity
+        for first in range(begin, end, samples_per_row):
+            samples = range(first, min(end, first + samples_per_row))
+            sequences = [sequence(*segment) for i in samples for segment in index.sample(i)[1]]
+            # Alone at the end of a document a token predicts nothing.
+            row = [(tokens, mask) for tokens, mask in sequences if len(tokens) > 1]
+            if row:
+                tokens, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
+                starts = np.cumsum([0, *(len(part) for part, _ in row[:-1])])
+                yield PackedRow(tokens, masks, starts.astype(np.int32))
 
-def _write(file: Any, rows: PackedRows, work: Work) -> dict[str, Any]:
+
+def _write(file: Any, rows: Iterator[PackedRow], index: SampleIndex, work: Work) -> dict[str, Any]:
     """Write the rows; what Bridge wants to know of them, and how many there are."""
     arrow = require("pyarrow", "writing parquet")
     parquet = require("pyarrow.parquet", "writing parquet")
     types = {"input_ids": arrow.int32(), "loss_mask": arrow.int8(), "seq_start_id": arrow.int32()}
     schema = arrow.schema({name: arrow.list_(of) for name, of in types.items()})
     longest, sizes, sequences, labels = 0, [], [], 0
-    remaining = iter(rows)
+    largest = int(index.bucket_capacity[-1])
     with parquet.ParquetWriter(file, schema) as writer:
-        while group := list(islice(remaining, ROWS_PER_GROUP)):
+        while group := list(islice(rows, ROWS_PER_GROUP)):
             columns = zip(zip(*group, strict=True), types.values(), strict=True)
             arrays = [arrow.array(list(values), type=arrow.list_(of)) for values, of in columns]
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
@@ -179,15 +170,15 @@ def _write(file: Any, rows: PackedRows, work: Work) -> dict[str, Any]:
                 sizes.append(int(inputs.sum()))
                 sequences.append(len(inputs))
                 labels += int(row.loss_mask.sum())
-            work(len(sizes), rows.index.num_samples)
+            work(len(sizes), index.num_samples)
     if not sizes:
-        raise ConfigError(f"{rows.index.path} has no sequence of two tokens: nothing to export")
+        raise ConfigError(f"{index.path} has no sequence of two tokens: nothing to export")
     return {
         "dataset_max_seqlen": longest,
         "max_samples_per_bin": max(sequences),
         "packing_factor": round(sum(sequences) / len(sizes), 2),
-        "packing_efficiency": round(100 * sum(sizes) / len(sizes) / rows.largest, 2),
-        "pack_size": rows.largest,
+        "packing_efficiency": round(100 * sum(sizes) / len(sizes) / largest, 2),
+        "pack_size": largest,
         "min_packed_seqlen": min(sizes),
         "num_rows": len(sizes),
         "num_sequences": sum(sequences),

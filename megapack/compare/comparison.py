@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.compare.cost import NUM_STEPS, TrainingRun, measure_work
+from megapack.compare.cost import NUM_STEPS, TrainingRun, estimate, measure_work
 from megapack.compare.evaluation import Case, Evaluation, Recommendation, recommend
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
@@ -319,7 +319,18 @@ def compare(
             without[case.label] = "it drops every token"
             continue
         work = measure_work(index, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
-        evaluations.append(Evaluation.of(case, index, work, run, seconds))
+        metrics = index.metrics()
+        counts = {n: metrics[n] for n in ("num_tokens", "dropped_tokens", "repeated_tokens")}
+        evaluations.append(
+            Evaluation(
+                case=case,
+                metrics=metrics,
+                decisions=index.decisions,
+                work=work,
+                breakdown=estimate(work, **counts, run=run),
+                seconds=seconds,
+            )
+        )
         del index  # before the next one is made
     if not evaluations:
         raise DataError(f"no strategy places a token of {name} in buckets of this size")

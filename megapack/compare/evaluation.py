@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import yaml
 
-from megapack.compare.cost import Breakdown, BucketWork, Dealing, TrainingRun, estimate
+from megapack.compare.cost import Breakdown, BucketWork, Dealing
 from megapack.errors import ConfigError
-from megapack.packing import STRATEGIES, SampleIndex, check_packing, find_strategy
+from megapack.packing import STRATEGIES, check_packing, find_strategy
 from megapack.units import count, percent, short
 
 # ---- What is compared: one strategy, from words on a command line --------------------------------
@@ -184,32 +184,6 @@ class Evaluation:
     work: list[BucketWork]
     breakdown: Breakdown
     seconds: float
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        index: SampleIndex,
-        work: list[BucketWork],
-        run: TrainingRun,
-        seconds: float,
-    ) -> Evaluation:
-        """Measure an index, which is not kept."""
-        metrics = index.metrics()
-        return cls(
-            case=case,
-            metrics=metrics,
-            decisions=index.decisions,
-            work=work,
-            breakdown=estimate(
-                work,
-                num_tokens=metrics["num_tokens"],
-                dropped_tokens=metrics["dropped_tokens"],
-                repeated_tokens=metrics["repeated_tokens"],
-                run=run,
-            ),
-            seconds=seconds,
-        )
 
     @property
     def label(self) -> str:
