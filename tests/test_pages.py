@@ -24,9 +24,11 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
 from lengths import LAWS
 from pages import GIVEN, ROOT, SHELLS, Block, Reader, blocks_of, pages, prepare, with_table
+from site_hook import anchor
 
 from megapack.cli.main import COMMANDS, build_parser, main
 from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
@@ -268,7 +270,7 @@ def test_the_table_of_the_readme_is_what_was_logged() -> None:
 def _anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {anchor(title) for title in titles}
 
 
 def test_links_of_pages_lead_somewhere() -> None:

@@ -49,7 +49,7 @@ def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
 
 
 HANGING = """
-import itertools, pathlib, subprocess, time
+import ctypes, pathlib, subprocess
 
 def test_that_waits_for_a_process():
     process = subprocess.Popen(["sleep", "1000"])
@@ -60,12 +60,16 @@ def test_after_it():
     pass
 
 def test_that_never_lets_go_of_the_interpreter():
-    sum(itertools.repeat(0))
+    lock = ctypes.PyDLL(None).pthread_mutex_lock  # keeps the GIL; no signal ends it
+    mutex = ctypes.create_string_buffer(64)
+    lock(mutex), lock(mutex)
 """
 
 
 def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    conftest, patience = (ROOT / "tests" / "conftest.py").read_text(), "settings.timeout + 10"
+    assert conftest.count(patience) == 1
+    (tmp_path / "conftest.py").write_text(conftest.replace(patience, "settings.timeout + 2"))
     (tmp_path / "test_hanging.py").write_text(HANGING)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-n", "1", "--timeout", "3"],

@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     add_shared(output, "--json")
     output.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with plots (megapack[plot])"
+        "--html", metavar="FILE", type=Path, help="write a page with plots (needs matplotlib)"
     )
     add_shared(output, "--overwrite")
 

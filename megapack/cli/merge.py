@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prefixes = documents_of(dataset_prefixes(args.prefixes))
+    for end in BESIDE:
+        if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
+            note(
+                f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "
+                f"same order with --output-prefix {args.output_prefix}{end}"
+            )
     with Work(f"merging {counted(len(prefixes), 'dataset')}") as progress:
         is_new = merge(
             prefixes,
@@ -55,12 +61,6 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             progress=progress,
         )
-    for end in BESIDE:
-        if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
-            note(
-                f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "
-                f"same order with --output-prefix {args.output_prefix}{end}"
-            )
     result = IndexedDataset(args.output_prefix)
     facts = {
         "prefix": args.output_prefix,

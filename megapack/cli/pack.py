@@ -307,10 +307,10 @@ def run(args: argparse.Namespace) -> int:
 def _only(args: argparse.Namespace) -> str:
     """The prefix of the one dataset."""
     if len(args.prefixes) != 1 or args.part is not None or args.executor is not None:
+        named, into = counted(len(args.prefixes), "dataset"), args.output or "one .samples"
         raise ConfigError(
-            f"{len(args.prefixes)} datasets to pack into {args.output or 'one .samples'}: give "
-            "one, or pack many as one source with --output NAME.shards.json (--part and --executor "
-            "are for those)"
+            f"{named} to pack into {into}: give one, or pack many as one source with --output "
+            "NAME.shards.json (--part and --executor are for those)"
         )
     return prefix_of(args.prefixes[0])
 

@@ -27,7 +27,7 @@ from megapack import __version__
 from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
 from megapack.cli.report_charts import Draw, RunFacts, read_run, slowest
-from megapack.compare.charts import check_matplotlib, draw
+from megapack.compare.charts import draw
 from megapack.compare.page import document, tiles_of
 from megapack.storage.files import atomic_write
 from megapack.training.monitoring.slowdowns import slowdowns
@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_matplotlib()
     page = render(read_run(args.run))
     target = Path(args.output or Path(args.run) / "report.html")
     with atomic_write(target, "w") as file:
@@ -92,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
 
 def render(facts: RunFacts) -> str:
     """The page. Raises ConfigError: matplotlib is not installed."""
-    check_matplotlib()
     found = list(checks(facts))
     reason = facts.end.get("reason", "unknown")
     worst = max((check.level for check in found), default=0)

@@ -15,7 +15,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,13 @@ class RunFacts:
 
     run: RunDirectory
     log: RunLog
-    config: dict[str, Any] = field(default_factory=dict)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] = field(default_factory=dict)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    decisions: Decisions | None = None
-    checkpoints: list[int] = field(default_factory=list)
-    branches: list[Branch] = field(default_factory=list)
+    config: dict[str, Any]
+    end: dict[str, Any]
+    starts: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    decisions: Decisions | None
+    checkpoints: list[int]
+    branches: list[Branch]
 
     @property
     def num_steps(self) -> int | None:
@@ -184,13 +184,17 @@ def read_run(path: str | Path) -> RunFacts:
     log = RunLog(read_jsonl(run.log))
     if not len(log):
         raise DataError(f"{run.log} has no steps yet")
-    facts = RunFacts(run=run, log=log, config=_config(run), end=_end(run))
-    facts.starts = list(read_jsonl(run.starts)) if run.starts.exists() else []
-    facts.evaluations = list(read_jsonl(run.evaluation)) if run.evaluation.exists() else []
-    facts.decisions = read_decisions(run.path)
-    facts.checkpoints = [step_of(tag) for tag in tags_in(run.checkpoints)]
-    facts.branches = _branches(run)
-    return facts
+    return RunFacts(
+        run=run,
+        log=log,
+        config=_config(run),
+        end=_end(run),
+        starts=list(read_jsonl(run.starts)) if run.starts.exists() else [],
+        evaluations=list(read_jsonl(run.evaluation)) if run.evaluation.exists() else [],
+        decisions=read_decisions(run.path),
+        checkpoints=[step_of(tag) for tag in tags_in(run.checkpoints)],
+        branches=_branches(run),
+    )
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
@@ -208,7 +212,9 @@ def _end(run: RunDirectory) -> dict[str, Any]:
 
 def _branches(run: RunDirectory) -> list[Branch]:
     """Runs beside this one that began at one of its checkpoints, as far as they can be read."""
-    here, found, others = run.path.resolve(), [], []
+    here = run.path.resolve()
+    others: list[Path] = []
+    found: list[Branch] = []
     with suppress(OSError):  # runs may lie in a folder that is not ours to list
         others = sorted(path for path in here.parent.iterdir() if path != here)
     for path in others:

@@ -264,6 +264,12 @@ def run(args: argparse.Namespace) -> int:
     from megapack.data.run import DECISIONS, open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
+    if args.step is None and not args.skipped:
+        for option in ("ranks", "rank", "tokenizer"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"--{option} is for --step N (or --skipped): give it, too")
+    if args.output is not None and args.unseen is None:
+        raise ConfigError(f"--output {args.output} is for --unseen SOURCE: give it, too")
     config = load_config(PretrainConfig, args.config, args.set)
     if (Path(args.config).parent / DECISIONS).exists():  # of a run directory, wherever it is now
         config = dataclasses.replace(config, run_dir=str(Path(args.config).parent))
@@ -373,7 +379,7 @@ def _document(text: str, names: list[str]) -> tuple[int, int]:
     name, colon, number = text.rpartition(":")
     if not colon and len(names) == 1:
         name = names[0]
-    if not number.isdecimal() or names.count(name) != 1:
+    if not number.isdecimal() or len(number) > 18 or names.count(name) != 1:
         raise ConfigError(
             f"--document {text!r} is not SOURCE:D with a number D and one of the sources "
             f"{', '.join(names[:20])}"

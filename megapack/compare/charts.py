@@ -152,8 +152,8 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "the page is drawn by matplotlib, which is not installed; pip install "
-            "'megapack[plot]', or leave out --html"
+            "the page is drawn by matplotlib, which is not installed: pip install matplotlib, or "
+            "do without the page"
         ) from error
 
 
@@ -166,7 +166,11 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
     Args:
         plot: as those below; the first line of its docstring is what the picture is called.
         subject: its argument, a Comparison of those below.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
+    check_matplotlib()
     import matplotlib  # noqa: PLC0415
 
     file = io.StringIO()

@@ -186,7 +186,6 @@ PLOTS = (
 
 def render(comparison: Comparison) -> str:
     """The page. Raises ConfigError: matplotlib is not installed."""
-    charts.check_matplotlib()
     corpus, recommendation = comparison.corpus, comparison.recommendation
     best = comparison.evaluations[recommendation.best]
     left_out = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]

@@ -41,6 +41,7 @@ def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     tree = json.loads(compare("--lengths", lengths, *SMALL, "--json", "--seed", 9).stdout)
     assert [row["strategy"] for row in tree["strategies"]] == list(STRATEGIES)
+    assert sum(tree["corpus"]["documents_per_interval"]) == 500
     for row in tree["strategies"]:
         index = pack(np.load(lengths), row["strategy"], buckets=row["buckets"], seed=9)
         assert row["metrics"] == index.metrics()

@@ -35,25 +35,17 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def test_dataset_tells_its_own_numbers(corpus: Path) -> None:
-    facts = json.loads(printed("inspect", corpus, "--json"))
+def test_files_tell_their_own_numbers(corpus: Path) -> None:
+    command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
+    index, dataset = json.loads(printed(*command))
+    assert (index["strategy"], index["bucket_capacity"]) == ("bucket", [16, 32])
+    assert index["metrics"]["num_documents"] == dataset["num_documents"] == len(TEXTS)
     lengths = [len(text) + 1 for text in TEXTS]
-    assert facts["num_documents"] == len(TEXTS)
-    assert facts["num_tokens"] == sum(lengths)
-    assert facts["length_quantiles"]["1"] == max(lengths)
-    assert sum(facts["documents_up_to_power_of_two"].values()) == len(TEXTS)
-
-
-def test_index_tells_its_own_metrics(corpus: Path) -> None:
-    facts = json.loads(printed("inspect", f"{corpus}.samples", "--json"))
-    assert facts["strategy"] == "bucket"
-    assert facts["bucket_capacity"] == [16, 32]
-    assert facts["metrics"]["num_documents"] == len(TEXTS)
-
-
-@pytest.mark.parametrize("suffix", ["", ".samples"])
-def test_tables_are_printed(corpus: Path, suffix: str) -> None:
-    assert "documents" in printed("inspect", f"{corpus}{suffix}")
+    assert dataset["num_tokens"] == sum(lengths)
+    assert dataset["length_quantiles"]["1"] == max(lengths)
+    assert sum(dataset["documents_up_to_power_of_two"].values()) == len(TEXTS)
+    text = printed(*command[:-1])
+    assert "padding ratio r_pad" in text and "4 documents (0 empty) in 4 sequences" in text
 
 
 def test_every_document_is_in_some_sample(corpus: Path) -> None:
@@ -164,13 +156,6 @@ def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, metadata={"command": command}) as builder:
         builder.add_document([1, 2, 3])
     assert f"command: {command}" in printed("inspect", prefix).splitlines()
-
-
-def test_several_paths_are_inspected(corpus: Path) -> None:
-    command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
-    index, dataset = json.loads(printed(*command))
-    assert index["strategy"] == "bucket"
-    assert dataset["num_documents"] == len(TEXTS)
 
 
 @pytest.mark.parametrize(

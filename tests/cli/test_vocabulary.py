@@ -47,24 +47,16 @@ def test_no_option_has_two_meanings() -> None:
     meanings: dict[str, dict[tuple[object, ...], list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for command in ALL:
-        for action in _actions(command):
+    shared = argparse.ArgumentParser()
+    arguments.add_shared(shared, *SHARED)
+    for command, actions in [*((name, _actions(name)) for name in ALL), ("all", shared._actions)]:
+        for action in actions:
             for option in action.option_strings:
                 meanings[option][_meaning(action)].append(command)
     differing = {option: dict(found) for option, found in meanings.items() if len(found) > 1}
     # One dataset or several is the only difference that --data-prefix may show; --input DIR of
     # merge is Megatron's spelling; --format is of what is read, and in export of what is written.
     assert set(differing) <= {"--data-prefix", "--input", "--format"}, differing
-
-
-@pytest.mark.parametrize("command", ALL)
-def test_a_shared_option_is_the_shared_one(command: str) -> None:
-    for action in _actions(command):
-        for option in set(action.option_strings) & set(SHARED):
-            parser = argparse.ArgumentParser()
-            arguments.add_shared(parser, option)
-            (shared,) = (a for a in parser._actions if option in a.option_strings)
-            assert _meaning(action) == _meaning(shared), f"{command} {option}"
 
 
 @pytest.mark.parametrize("command", sorted(READ_DATASETS))

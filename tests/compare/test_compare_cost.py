@@ -123,12 +123,6 @@ def test_relative_speed_by_context_length_is_what_bucketllm_measured() -> None:
         assert per_token[8192] / per_token[length] == pytest.approx(speed / 13_696, rel=0.03)
 
 
-def test_presets_are_positive_and_grow() -> None:
-    sizes = [model.parameters for model in MODELS.values()]
-    assert sizes == sorted(sizes)
-    assert all(math.isfinite(gpu.peak_flops) and gpu.peak_flops > 5e13 for gpu in GPUS.values())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
