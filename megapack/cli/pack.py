@@ -246,14 +246,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     known = _parameters_by_name()
     given = {name: value for name, value in vars(args).items() if name in known}
-    options = {name: getattr(args, name) for name in ("buckets", "preset", "alignment", "fim_room")}
-    options["match_repetition"] = args.match_repetition
-    options["groups"] = args.groups is not None
+    names = ("buckets", "preset", "alignment", "fim_room", "match_repetition")
+    options = {name: getattr(args, name) for name in names}
+    grouped = {"groups": args.groups is not None}
     if args.output is not None and is_shard_manifest(args.output):
-        return run_shards(args, {"strategy": args.strategy, **options, **given})
+        return run_shards(args, {"strategy": args.strategy, **options, **grouped, **given})
     prefix = _only(args)
-    method = check_packing(args.strategy, parameters=given, **options)
-    del options["groups"]
+    method = check_packing(args.strategy, parameters=given, **options, **grouped)
     output = args.output or f"{prefix}.samples"
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
