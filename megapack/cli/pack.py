@@ -248,11 +248,11 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in known}
     names = ("buckets", "preset", "alignment", "fim_room", "match_repetition")
     options = {name: getattr(args, name) for name in names}
-    grouped = {"groups": args.groups is not None}
+    grouped = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):
-        return run_shards(args, {"strategy": args.strategy, **options, **grouped, **given})
+        return run_shards(args, {"strategy": args.strategy, **options, "groups": grouped, **given})
     prefix = _only(args)
-    method = check_packing(args.strategy, parameters=given, **options, **grouped)
+    method = check_packing(args.strategy, parameters=given, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
