@@ -12,6 +12,7 @@ Three documents, one by one and many at once::
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -155,7 +156,7 @@ class IndexedDatasetBuilder:
         else:
             self._require_open()
             ids = self._as_stored(tokens)
-            lengths = [ids.size] if lengths is None else [int(length) for length in lengths]
+            lengths = [ids.size] if lengths is None else [operator.index(n) for n in lengths]
             if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
                 raise DataError(
                     f"document {self.num_documents} has {ids.size} tokens, but its lengths sum to "
@@ -289,7 +290,7 @@ def _check_length(length: int) -> None:
 
 def _check_modes(modes: Sequence[int]) -> None:
     for mode in modes:
-        if not -128 <= mode <= 127:
+        if not -128 <= operator.index(mode) <= 127:
             raise DataError(f"a sequence has mode {mode}; modes are stored as int8")
 
 

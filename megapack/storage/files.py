@@ -32,7 +32,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeAlias
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -113,12 +113,16 @@ def read_blocks(
         OSError: it cannot be read.
     """
     for begin in range(0, count, block):
-        wanted = min(block, count - begin)
-        numbers = np.fromfile(file, dtype, wanted)
-        if numbers.size != wanted:
+        numbers = np.empty(min(block, count - begin), dtype)
+        left = numbers.view(np.uint8).data
+        # Not np.fromfile, which takes an error of the disk for the file's end.
+        while left and (num_bytes := file.readinto(left)):
+            left = left[num_bytes:]
+        if left:
+            missing = count - begin - (numbers.nbytes - len(left)) // numbers.itemsize
             raise FormatError(
-                f"{file.name} ends {count - begin - numbers.size} numbers early: it is truncated, "
-                "or became shorter while it was read"
+                f"{file.name} ends {missing} numbers early: it is truncated, or became shorter "
+                "while it was read"
             )
         yield numbers
 
@@ -227,11 +231,6 @@ class AtomicFile:
         self.file = open(descriptor, "r+b", buffering=0)  # noqa: PTH123,SIM115
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self.file.tell()
-
     def write(self, data: Buffer) -> None:
         """Append all bytes of ``data``, or none of them.
 
@@ -273,7 +272,7 @@ class AtomicFile:
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """An error inside takes back what was written inside, and an OSError names this file."""
-        position = self.position
+        position = self.file.tell()
         try:
             with naming(self.path):
                 yield
@@ -321,25 +320,22 @@ def publish(*files: Publishable, durable: bool = True) -> None:
 @contextlib.contextmanager
 def atomic_write(
     path: str | os.PathLike[str],
-    mode: str = "wb",
+    mode: Literal["wb", "w"] = "wb",
     *,
-    encoding: str | None = None,
     durable: bool = True,
 ) -> Iterator[IO[Any]]:
     """``with atomic_write(path) as file``: ``path`` changes when the block ends without an error.
 
     Args:
         path: the final name; its directory must exist.
-        mode: ``"wb"`` or ``"w"`` (text, UTF-8 unless ``encoding`` says otherwise).
+        mode: ``"wb"``, or ``"w"``: text, in UTF-8.
         durable: as of ``publish``.
 
     Raises:
         OSError: the file cannot be written (its name is in the message); nothing is left behind.
     """
-    if mode not in ("wb", "w"):
-        raise ValueError(f"mode is {mode!r}; atomic_write knows 'wb' and 'w'")
     target = AtomicFile(path)
-    encoding = (encoding or "utf-8") if mode == "w" else None
+    encoding = "utf-8" if mode == "w" else None
     try:
         with (
             naming(target.path),

@@ -165,8 +165,11 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
 def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
     index_path = path_of(path, ".index")
     with open_regular(index_path) as index, open_regular(path) as tokens:
-        ends = np.fromfile(index, np.uint64).astype(np.int64)
-        num_tokens, num_bytes = int(ends[-1]) if ends.size else 0, identity_of(tokens).num_bytes
+        ends_bytes, num_bytes = index.read(), identity_of(tokens).num_bytes
+    if len(ends_bytes) % 8:
+        raise FormatError(f"{index_path} has {len(ends_bytes)} bytes; it has 8 for each document")
+    ends = np.frombuffer(ends_bytes, np.uint64).astype(np.int64)
+    num_tokens = int(ends[-1]) if ends.size else 0
     width = num_bytes // num_tokens if num_tokens else 2
     if width not in (2, 4) or width * num_tokens != num_bytes:
         raise FormatError(
@@ -326,77 +329,48 @@ def import_dataset(
     with local_output(output, overwrite=overwrite) as target, WriterLock(target, what="import"):
         bin_path = path_of(target, ".bin")
         theirs = path_of(prefix_of(path), ".bin") if kind == "mmididx" else Path(path)
-        in_place = bin_path.exists() and bin_path.samefile(theirs)
-        check_prefix_names(target, keeps_bin=in_place)
+        stays = bin_path.exists() and bin_path.samefile(theirs)
+        check_prefix_names(target, keeps_bin=stays)
         foreign = open_foreign(path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
-        if in_place and foreign.begin_byte:
+        if stays and foreign.begin_byte:
             raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
+        stays = stays and foreign.pointers is None
         facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
         check_metadata(facts)
         limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
-        assert foreign.layout is not None
-        how = _import(
-            foreign,
-            foreign.layout,
-            target,
-            limits,
-            metadata=facts,
-            overwrite=overwrite,
-            link=None if in_place and foreign.pointers is None else link,
-        )
-    if how is None:
-        return f"nothing to do: {output} is there already"
+        layout, how = foreign.layout, "as it was"
+        assert layout is not None
+        bin_file: Publishable | None = None
+        try:
+            if foreign.pointers is None:
+                tokens = _checked(foreign, limits)
+            else:
+                tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path, limits)
+                how = "copied in order"
+            content = DatasetContent(
+                dtype=foreign.dtype,
+                layouts=[layout],
+                tokens=tokens,
+                vocab_size=vocab_size,
+                metadata=facts,
+            )
+            if not check_prefix(
+                target,
+                overwrite=overwrite,
+                difference=lambda: content.difference_from(target),
+                keeps_bin=stays,
+            ):
+                return f"nothing to do: {output} is there already"
+            if bin_file is None and not stays:
+                bin_file, how = _bring(foreign, bin_path, link)
+            publish_dataset(target, content, bin_file)
+        finally:
+            if bin_file is not None:
+                bin_file.discard()
     return (
-        f"{output}: {foreign.layout.num_documents} documents, {foreign.num_tokens} "
+        f"{output}: {layout.num_documents} documents, {foreign.num_tokens} "
         f"{foreign.dtype.name} tokens ({kind}, .bin {how})"
     )
-
-
-def _import(
-    foreign: Foreign,
-    layout: ArrayLayout,
-    output: str,
-    limits: TokenLimits,
-    *,
-    metadata: dict[str, Any],
-    overwrite: bool,
-    link: str | None,
-) -> str | None:
-    """Write the index beside a link to, or a copy of, the tokens; how .bin got them.
-
-    Args:
-        link: None: the tokens stand there already.
-    """
-    bin_path = path_of(output, ".bin")
-    bin_file: Publishable | None = None
-    how = "as it was"
-    try:
-        if foreign.pointers is not None:
-            tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path, limits)
-            how = "copied in order"
-        else:
-            tokens = _checked(foreign, limits)
-        content = DatasetContent(
-            dtype=foreign.dtype,
-            layouts=[layout],
-            tokens=tokens,
-            vocab_size=limits.vocab_size,
-            metadata=metadata,
-        )
-        if not check_prefix(
-            output,
-            overwrite=overwrite,
-            difference=lambda: content.difference_from(output),
-            keeps_bin=link is None,
-        ):
-            return None
-        if bin_file is None and link is not None:
-            bin_file, how = _bring(foreign, bin_path, link)
-        publish_dataset(output, content, bin_file)
-        return how
-    finally:
-        if bin_file is not None:
-            bin_file.discard()
 
 
 def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:

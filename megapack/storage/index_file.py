@@ -212,12 +212,13 @@ def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """A dtype that token files can have; ConfigError for all others."""
     try:
         result = np.dtype(dtype)
-        name = result.name
+        name = str(result)  # ">u2" is another than "uint16"
     except TypeError:
         name = str(dtype)
     if name not in CODE_OF_DTYPE:
         raise ConfigError(
-            f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)}"
+            f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)} "
+            "(little-endian)"
         )
     return result
 

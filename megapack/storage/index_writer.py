@@ -86,8 +86,7 @@ class ArrayLayout:
 
     def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
         """Mode per sequence; asked only of multimodal layouts."""
-        if self.modes is None:
-            raise ValueError("these sequences have no modes; a multimodal dataset needs them")
+        assert self.modes is not None
         return _blocks(self.modes)
 
 

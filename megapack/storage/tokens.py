@@ -43,7 +43,7 @@ def as_tokens(tokens: Any) -> Tokens:
     tools pass them).
 
     Raises:
-        TypeError: floats, booleans, or objects that are no numbers.
+        TypeError: floats, an array of booleans, or objects that are no numbers.
     """
     ids: Tokens = tokens if type(tokens) is np.ndarray else _to_array(tokens)
     dtype, flags = ids.dtype, ids.flags

@@ -20,7 +20,7 @@ def flatten(document: list[list[int]]) -> list[int]:
 
 
 def write(prefix: Path, corpus: Corpus, dtype: type = np.uint16, **options: object) -> None:
-    with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
+    with IndexedDatasetBuilder(prefix, dtype, durable=False, **options) as builder:
         for document in corpus:
             builder.add_document(flatten(document), [len(sequence) for sequence in document])
 

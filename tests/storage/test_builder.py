@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
 
@@ -29,23 +29,6 @@ def contents(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@given(corpus=corpora, dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]))
-def test_any_corpus_comes_back(
-    tmp_path_factory: pytest.TempPathFactory, corpus: list, dtype: type
-) -> None:
-    prefix = tmp_path_factory.mktemp("build") / "data"
-    write(prefix, corpus, dtype)
-    dataset = IndexedDataset(prefix)
-    assert dataset.dtype == dtype
-    assert dataset.num_documents == len(corpus)
-    for d, document in enumerate(corpus):
-        begin, end = dataset.document_offsets[d : d + 2]
-        np.testing.assert_array_equal(dataset.tokens[begin:end], flatten(document))
-        first, last = dataset.document_indices[d : d + 2]
-        assert [list(sequence) for sequence in dataset[first:last]] == document
-    assert list(dataset.document_lengths) == [len(flatten(document)) for document in corpus]
-
-
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=30),
     chunks=st.integers(1, 5),
@@ -56,10 +39,10 @@ def test_many_documents_at_once_equal_one_by_one(
 ) -> None:
     tmp = tmp_path_factory.mktemp("build")
     documents = [np.arange(n, dtype=source) for n in lengths]
-    with IndexedDatasetBuilder(tmp / "one", np.uint16) as one:
+    with IndexedDatasetBuilder(tmp / "one", np.uint16, durable=False) as one:
         for document in documents:
             one.add_document(document)
-    with IndexedDatasetBuilder(tmp / "many", np.uint16) as many:
+    with IndexedDatasetBuilder(tmp / "many", np.uint16, durable=False) as many:
         for part in np.array_split(np.arange(len(documents)), chunks):
             chosen = [documents[i] for i in part]
             flat = np.concatenate([np.zeros(0, source), *chosen])
@@ -229,6 +212,8 @@ def test_lengths_unlike_tokens_are_refused(tmp_path: Path, call: object, message
     builder = IndexedDatasetBuilder(tmp_path / "data")
     with pytest.raises(DataError, match=message):
         call(builder)
+    with pytest.raises(TypeError, match="'float' object"):
+        builder.add_document([1, 2], [1.5, 1.5])
     builder.finalize()
     assert len(IndexedDataset(tmp_path / "data")) == 0
 
@@ -237,6 +222,9 @@ def test_modes_are_checked_before_anything_is_added(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data", multimodal=True)
     with pytest.raises(DataError, match="mode 200"):
         builder.add_item([1], mode=200)
+    for add in (builder.add_item, lambda tokens, mode: builder.add_document(tokens, [1], [mode])):
+        with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+            add([1], 0.5)
     with pytest.raises(DataError, match="2 sequences, but 1 modes"):
         builder.add_document([1, 2], [1, 1], [0])
     builder.add_document([1, 2], [1, 1], [-1, 3])
@@ -263,7 +251,7 @@ def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "data").num_documents == 1
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint32, np.uint64, bool, "float64"])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint32, np.uint64, bool, ">u2"])
 def test_types_that_hosts_read_differently_are_refused(tmp_path: Path, dtype: type) -> None:
     with pytest.raises(ValueError, match="tokens are stored as one of"):
         IndexedDatasetBuilder(tmp_path / "data", dtype)
@@ -349,41 +337,26 @@ def written(builder_class: Any, prefix: Path, corpus: list, dtype: type, modes: 
     builder.finalize(f"{prefix}.idx")
 
 
-def both_written(tmp: Path, corpus: list, dtype: type, multimodal: bool) -> None:
-    modes = [[i % 3 for i in range(len(document))] for document in corpus] if multimodal else None
-    written(megatron.IndexedDatasetBuilder, tmp / "theirs", corpus, dtype, modes)
-    written(IndexedDatasetBuilder, tmp / "ours", corpus, dtype, modes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
-@given(corpus=corpora, multimodal=st.booleans())
-def test_the_same_calls_give_the_same_bytes(
+@settings(max_examples=100)
+@given(dtype=st.sampled_from(DTYPES), corpus=corpora, multimodal=st.booleans())
+def test_the_same_calls_give_the_same_bytes_and_these_are_read_alike(
     tmp_path_factory: pytest.TempPathFactory, dtype: type, corpus: list, multimodal: bool
 ) -> None:
     tmp = tmp_path_factory.mktemp("interop")
-    both_written(tmp, corpus, dtype, multimodal)
+    modes = [[i % 3 for i in range(len(document))] for document in corpus] if multimodal else None
+    written(megatron.IndexedDatasetBuilder, tmp / "theirs", corpus, dtype, modes)
+    written(IndexedDatasetBuilder, tmp / "ours", corpus, dtype, modes)
     assert files(tmp / "ours") == files(tmp / "theirs")
-
-
-@given(corpus=corpora.filter(lambda c: any(any(d) for d in c)), multimodal=st.booleans())
-def test_each_reads_what_the_other_wrote(
-    tmp_path_factory: pytest.TempPathFactory, corpus: list, multimodal: bool
-) -> None:
-    tmp = tmp_path_factory.mktemp("interop")
-    both_written(tmp, corpus, np.uint16, multimodal)
-    for a, b in [
-        (IndexedDataset(tmp / "theirs", multimodal), IndexedDataset(tmp / "ours", multimodal)),
-        (
-            megatron.IndexedDataset(str(tmp / "ours"), multimodal),
-            IndexedDataset(tmp / "theirs", multimodal),
-        ),
-    ]:
-        assert len(a) == len(b) == sum(map(len, corpus))
-        np.testing.assert_array_equal(a.document_indices, b.document_indices)
-        np.testing.assert_array_equal(a.sequence_lengths, b.sequence_lengths)
-        for i in range(len(a)):
-            np.testing.assert_equal(a[i], b[i])
-        np.testing.assert_equal(a[0 : len(a)], b[0 : len(b)])
+    if not any(map(flatten, corpus)):
+        return  # which megatron-core does not map
+    ours = IndexedDataset(tmp / "theirs", multimodal)
+    theirs = megatron.IndexedDataset(str(tmp / "ours"), multimodal)
+    assert len(ours) == len(theirs) == sum(map(len, corpus))
+    np.testing.assert_array_equal(ours.document_indices, theirs.document_indices)
+    np.testing.assert_array_equal(ours.sequence_lengths, theirs.sequence_lengths)
+    for i in range(len(ours)):
+        np.testing.assert_equal(ours[i], theirs[i])
+    np.testing.assert_equal(ours[0 : len(ours)], theirs[0 : len(theirs)])
 
 
 def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:

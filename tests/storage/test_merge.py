@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
 
-from megapack.errors import DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
@@ -23,7 +23,7 @@ from megapack.storage.verify import verify
 from storage.strategies import SMALL, corpora, files, write, write_foreign
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(shards=st.lists(corpora, min_size=1, max_size=5), data=st.data())
 def test_a_merge_equals_one_build_of_all_documents(
     tmp_path_factory: pytest.TempPathFactory, shards: list, data: st.DataObject
@@ -277,6 +277,9 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
         file.write(b"x")
     with pytest.raises(FormatError, match="speaks of 9 tokens"):
         import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "no")
+    os.truncate(tmp_path / "000_shuffled.ds.index", 21)
+    with pytest.raises(FormatError, match="has 21 bytes; it has 8 for each document"):
+        import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "no")
 
 
 def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
@@ -335,6 +338,9 @@ def test_npy_files_know_their_type(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.zeros((2, 2), np.uint16))
     with pytest.raises(FormatError, match=r"shape \(2, 2\)"):
         import_dataset(tmp_path / "tokens.npy", tmp_path / "no", eod_token=0)
+    np.save(tmp_path / "tokens.npy", np.array(FLAT, ">u4"))  # once taken as it lay there
+    with pytest.raises(ConfigError, match="dtype is >u4"):
+        import_dataset(tmp_path / "tokens.npy", tmp_path / "no", eod_token=0)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +352,7 @@ def test_npy_files_know_their_type(tmp_path: Path) -> None:
         ({"dtype": "int32", "eod_token": 0}, FormatError, "whole number of int32"),
         ({"dtype": "uint16", "eod_token": 0, "vocab_size": 10}, DataError, "ids from 0 to 10"),
         ({"dtype": "float32", "eod_token": 0}, ValueError, "stored as one of"),
+        ({"dtype": ">u2", "eod_token": 0}, ValueError, r"dtype is >u2; .*\(little-endian\)"),
         ({"kind": "tiktoken"}, ValueError, "kind is 'tiktoken'"),
         ({"link": "soft"}, ValueError, "link is 'soft'"),
         ({"eod_at": "middle"}, ValueError, "eod_at is 'middle'"),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from commands import build
 from patience import PATIENCE
+from programs import answer, started, tell
 
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -104,29 +103,11 @@ for i in range(rounds):
 )
 
 
-def start(program: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
-
-
-def tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Path) -> None:
-    writer = start(WRITER, tmp_path / "data", ROUNDS)
+    writer = started(WRITER, tmp_path / "data", ROUNDS)
     tell(writer)
     assert answer(writer) == "1"
-    readers = [start(READER, tmp_path / "data", ROUNDS) for _ in range(2)]
+    readers = [started(READER, tmp_path / "data", ROUNDS) for _ in range(2)]
     for version in range(2, ROUNDS + 1):
         tell(writer)
         assert answer(writer) == str(version)
@@ -138,7 +119,7 @@ def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Pat
 
 
 def test_of_two_writers_of_a_prefix_one_at_a_time_writes(tmp_path: Path) -> None:
-    rivals = [start(RIVAL, tmp_path / "data", first, ROUNDS) for first in (1, 2)]
+    rivals = [started(RIVAL, tmp_path / "data", first, ROUNDS) for first in (1, 2)]
     outcomes: Counter[tuple[str, ...]] = Counter()
     for i in range(ROUNDS):
         for rival in rivals:

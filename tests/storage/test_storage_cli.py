@@ -23,6 +23,11 @@ def test_merge_then_verify(tmp_path: Path) -> None:
     done = build("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}/all: 2 datasets, 10 documents, 20 uint16 tokens\n"
+    done = build("merge", tmp_path / "shards" / "a", "--output-prefix", tmp_path / "all")
+    assert done.returncode == 2 and "its num_sequences is 10, not 5" in done.stderr
+    assert "Replace it with --overwrite" in done.stderr
+    done = build("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
+    assert done.stdout == f"nothing to do: {tmp_path}/all is there already\n"
     done = build("verify", tmp_path / "all.idx", tmp_path / "shards" / "a")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f"{tmp_path}/all: sound"
@@ -70,24 +75,6 @@ def test_import_then_verify(tmp_path: Path) -> None:
     with_name = ["--dtype", "uint16", "--eod-token", "<eod>", "--tokenizer", "bytes"]
     done = build("import", *arguments, *with_name)
     assert done.returncode == 1 and "never occurs" in done.stderr
-
-
-def test_a_merge_replaces_only_when_told(tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir()
-    for name in ("a", "b"):
-        write(tmp_path / "shards" / name, SMALL)
-    out = ["--output-prefix", tmp_path / "all"]
-    assert build("merge", tmp_path / "shards", *out).returncode == 0
-    done = build("merge", tmp_path / "shards", *out)
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"nothing to do: {tmp_path}/all is there already\n",
-    )
-    done = build("merge", "--data-prefix", tmp_path / "shards" / "a", *out)
-    assert done.returncode == 2 and "its num_sequences is 10, not 5" in done.stderr
-    assert "Replace it with --overwrite" in done.stderr
-    done = build("merge", tmp_path / "shards" / "a", *out, "--overwrite")
-    assert done.returncode == 0 and "1 dataset, 5 documents, 10 uint16 tokens" in done.stdout
 
 
 def test_repair_says_what_damage_remains(tmp_path: Path) -> None:

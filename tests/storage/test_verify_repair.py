@@ -274,16 +274,6 @@ def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None
         repair(prefix)
 
 
-def test_changed_tokens_are_found_by_their_checksum(tmp_path: Path) -> None:
-    prefix = tmp_path / "data"
-    write(prefix, CORPUS)
-    content = bytearray(Path(f"{prefix}.bin").read_bytes())
-    content[30] ^= 1
-    Path(f"{prefix}.bin").write_bytes(content)
-    assert errors(prefix) == ["checksum"]
-    assert errors(prefix, tokens=False) == []
-
-
 def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     write(prefix, [[[1, 2]], [[3]]])
