@@ -401,18 +401,23 @@ requests_of_blocks: a request for every 16 KiB
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 gaps_of_requests: two requests where one would do
-- number > end + gap
-+ number > end
+- np.diff(numbers) > gap + 1
++ np.diff(numbers) > 1
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_cache.py -k goes_first
 eviction_order: what was read long ago goes before what was read last
-- (False, -touched_at) if
-+ (False, touched_at) if
+- (False, -at) if
++ (False, at) if
+
+megapack/storage/remote/cache.py: tests/remote/test_remote_cache.py -k goes_first
+eviction_of_others: what somebody keeps in the directory of the cache is removed
+- if _ENTRY.fullmatch(name)
++ if name
 
 megapack/storage/remote/reader.py: tests/remote/test_remote_cache.py -k stays
 pins_of_blocks: memory that another thread reads is given back
-- free = blocks[self._pins[blocks] == 0]
-+ free = blocks[self._pins[blocks] >= 0]
+- free = pages[~self._pins.reshape(-1, PAGE_BLOCKS)[pages].any(axis=1)]
++ free = pages
 
 # The plan of a build.
 

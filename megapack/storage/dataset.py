@@ -127,7 +127,7 @@ class IndexedDataset:
         self._index = IndexFile(path_of(self._files, ".idx"))
         self._take_index()
         size = self._count_tokens(pair.bin_object.url, pair.bin_object.num_bytes)
-        self.tokens = pair.tokens(self.dtype, size)
+        self.tokens = RemoteTokens(pair, self.dtype, size)
 
     def _take_index(self) -> None:
         code = self._index.header.dtype_code

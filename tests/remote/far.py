@@ -13,19 +13,30 @@ import xxhash
 
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object
 from megapack.storage.remote.copies import upload_dataset
-from tests.data.corpora import packed_lengths, random_documents, write_documents
+from tests.data.corpora import packed_lengths
 
 MICRO_BATCH = 1024
+# A program that holds numbers of a name until its stdin ends: locks, name, first, count.
+HOLDS = """
+import pathlib, sys
+from megapack.storage.remote.cache import RangeLocks
+with RangeLocks(pathlib.Path(sys.argv[1])).held(sys.argv[2], *map(int, sys.argv[3:])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 ROOT = "s3://bucket"  # the line's, which sets it
 
 
 def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> IndexedDataset:
     """Some 100 tokens per document, so 25 blocks of .bin, and a .samples beside them."""
     lengths = packed_lengths(num_documents, 400, seed)
-    documents = write_documents(prefix, random_documents(lengths, seed))
+    tokens = np.random.default_rng(seed).integers(1, 120, lengths.sum(), np.uint16)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(tokens, np.cumsum([0, *lengths]))
+    documents = IndexedDataset(prefix)
     index = pack(documents.document_lengths, "bucket", buckets=[64, 256, 512])
     index.save(f"{prefix}.samples", source=documents)
     return documents

@@ -37,7 +37,7 @@ from megapack.units import parse_size
 
 MICRO_BATCH = 512
 SOURCES = ("first", "second")
-DOCUMENTS = 4000  # of each source, of 100 tokens on average: 49 blocks of 16 KiB
+DOCUMENTS = 2000  # of each source, of 100 tokens on average: 25 blocks of 16 KiB
 
 
 def write_sources(folder: Path) -> None:
@@ -162,7 +162,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument(
-        "--cache-size", type=lambda text: None if text == "none" else parse_size(text), default="1M"
+        "--cache-size",
+        type=lambda text: None if text == "none" else parse_size(text),
+        default="512K",
     )
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which it hangs")
     parser.add_argument("--directory", default="/dev/shm" if Path("/dev/shm").is_dir() else None)

@@ -7,25 +7,26 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from object_store import Line
 from patience import PATIENCE
+from programs import started, tell
 
 from megapack.cli.arguments import byte_count
 from megapack.data import PackedDataset
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as remote_cache
+from megapack.storage.remote import reader
 from megapack.storage.remote.cache import Chunks, RangeLocks, make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import read_consistently
-from tests.remote.far import put_dataset, run
+from tests.remote.far import HOLDS, put_dataset, run
 
 NUM_BLOCKS = 64
 FULL = np.repeat(np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8), BLOCK_BYTES)
@@ -40,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(folder: Path) -> Chunks:
     """64 blocks, all here, each full of its number + 1."""
-    chunks = Chunks(folder / "docs.bin", FULL.size)
+    chunks = Chunks(folder / "docs.bin")
     for first in range(0, NUM_BLOCKS, 4):
         chunks.write(first, FULL[first * BLOCK_BYTES :][: 4 * BLOCK_BYTES].data)
     data = np.zeros_like(FULL)
@@ -54,7 +55,7 @@ def on_disk(path: Path) -> int:
 
 def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) -> None:
     """Of chunks that hold all of their blocks, some and none, and that went by ``unlink``."""
-    chunks = Chunks(tmp_path / "docs.bin", FULL.size - 5)
+    chunks = Chunks(tmp_path / "docs.bin")
     rng = np.random.default_rng(0)
     written = np.flatnonzero(rng.random(NUM_BLOCKS) < 0.4)
     for block in [*written.tolist(), NUM_BLOCKS - 1]:
@@ -70,34 +71,66 @@ def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) ->
 
 
 def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash of the machine, what was marked as here may never have reached the disk."""
-    before = filled(tmp_path).folder
-    again = Chunks(tmp_path / "docs.bin", FULL.size)
-    assert not again.copy(ALL, None).size, "a new process of the same boot must find it"
-    monkeypatch.setattr(remote_cache, "_boot", lambda: b"another boot")
-    after = Chunks(tmp_path / "docs.bin", FULL.size)
-    assert after.copy(ALL, None).size == NUM_BLOCKS and not before.exists()
+    """After a crash of the machine, what was marked as here may never have reached the disk; but of
+    a machine that shares the directory, as a home is shared, nothing is taken."""
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
+    cache = open_cache()
+    entry = cache.entry("docs", "file:///docs")
+    before = filled(entry).folder
+    assert not Chunks(entry / "docs.bin").copy(ALL, None).size, "nor by another of the same boot"
+    monkeypatch.setattr(remote_cache, "_boot", lambda: "01234567")
+    assert Chunks(cache.entry("docs", "file:///docs") / "docs.bin").copy(ALL, None).size == 64
+    assert before.exists(), "somebody uses the entry"
+    for _ in range(2):
+        cache.in_use.give_back(str(entry))
+    assert cache.entry("docs", "file:///docs") == entry and not before.exists()
 
 
-def test_removed_cache_is_filled_again(line: Line, tmp_path: Path) -> None:
+def test_folder_that_vanishes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, mkdir = Chunks(tmp_path / "entry" / "docs.bin"), Path.mkdir
+    is_removed = iter([True] * 3)
+
+    def mkdir_in_vain(path: Path, *args: Any, **how: Any) -> None:
+        mkdir(path, *args, **how)
+        if path == chunks.folder and next(is_removed, False):
+            shutil.rmtree(path.parent)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_in_vain)
+    chunks.write(5, FULL[:BLOCK_BYTES].data)
+    assert chunks.copy(ALL, None).size == NUM_BLOCKS - 1
+
+
+def test_removed_cache_is_filled_again(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of it, folders, or all that there is."""
+    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1G")
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
     near = IndexedDataset(tmp_path / "docs").tokens.tolist()
-    for remove in (lambda path: path.unlink(), lambda path: shutil.rmtree(path.parent)):
+    for remove in (Path.unlink, lambda path: shutil.rmtree(path.parent)):
         assert far.tokens[:].tolist() == near
         for chunk in list((tmp_path / "cache").glob("*/*.bin.*/[13579]")):
             if chunk.exists():
                 remove(chunk)
     assert far.tokens[:].tolist() == near
+    shutil.rmtree(tmp_path / "cache")
+    assert make_room(open_cache()) == 0
+    assert far.tokens[:].tolist() == near and (tmp_path / "cache").is_dir()
 
 
 def test_what_is_needed_last_goes_first(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read a quarter of an hour ago, so an epoch away, the farthest; long ago; a minute ago, which
-    may be asked for and not read yet; now."""
+    may be asked for and not read yet; now. What is no entry of the cache is somebody else's."""
+    results = tmp_path / "cache" / "results"
+    results.mkdir(parents=True)
+    (results / "precious").write_bytes(bytes(2 * NUM_BLOCKS * BLOCK_BYTES))
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(NUM_BLOCKS * BLOCK_BYTES))
     cache = open_cache()
-    chunks = filled(cache.entry("entry", "file:///somewhere"))
+    chunks = filled(cache.entry(".entry", "file:///somewhere"))
     now = time.time()
     kinds = {"long ago": now - 5000, "quarter": now - 900, "minute": now - 60, "now": now}
     for chunk in range(NUM_BLOCKS // 4):
@@ -110,27 +143,52 @@ def test_what_is_needed_last_goes_first(
         cache.limit = max(1, (cache.limit or 0) - 4 * BLOCK_BYTES)
     gone = [kind for before, after in itertools.pairwise(left) for kind in before - after]
     assert gone == ["quarter", "long ago", "minute", "now"][: len(gone)] and len(gone) >= 3
+    assert (results / "precious").exists()
 
 
-def test_what_is_read_stays_although_its_chunk_goes(line: Line, tmp_path: Path) -> None:
-    """Two threads read the same blocks; each finds them, and memory is given back by the last."""
+@pytest.mark.parametrize("page_blocks", [1, 4])
+def test_what_is_read_stays_although_its_chunk_goes(
+    line: Line, tmp_path: Path, page_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads read the same blocks; each finds them, and memory is given back by the last, in
+    pages of the machine: what another thread reads may lie in the same."""
+    monkeypatch.setattr(reader, "PAGE_BLOCKS", page_blocks)
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
-    near = IndexedDataset(tmp_path / "docs").tokens[: 4 * BLOCK_BYTES // 2].tolist()
-    wanted = [(far.tokens, np.arange(4))]
+    in_block = BLOCK_BYTES // 2
+    near = IndexedDataset(tmp_path / "docs").tokens[in_block : 3 * in_block].tolist()
 
     def read() -> list[int]:
         shutil.rmtree(far.tokens._chunks.folder)
-        read_consistently(wanted, lambda: None)
-        found: list[int] = far.mapped_tokens[: 4 * BLOCK_BYTES // 2].tolist()
+        read_consistently([(far.tokens, np.arange(4))], lambda: None)
+        assert far.mapped_tokens[:in_block].any() == (page_blocks == 4)
+        found: list[int] = far.mapped_tokens[in_block : 3 * in_block].tolist()
         return found
 
-    assert read_consistently(wanted, read) == near
+    assert read_consistently([(far.tokens, np.arange(1, 3))], read) == near
     assert not far.mapped_tokens.any(), "memory was kept"
 
 
+def test_failed_copy_is_copied_again(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that waits for the same blocks does not take zeros for them."""
+    far, near = IndexedDataset(put_dataset(tmp_path / "docs")), IndexedDataset(tmp_path / "docs")
+    assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
+    far.tokens.pin(np.arange(1))  # the other thread
+
+    def fails(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Chunks, "copy", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            far.tokens[0]
+    assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
+
+
 def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = put_dataset(tmp_path / "docs", 20_000)
-    limit = 1_500_000
+    address = put_dataset(tmp_path / "docs", 10_000)
+    limit = 750_000
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(limit))
     PackedDataset(address, f"{address}.samples")
     whole = sum(on_disk(path) for path in (tmp_path / "cache").glob("*/*"))
@@ -155,17 +213,7 @@ def test_unused_goes_used_stays(
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for address in (theirs, old)
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
+    processes = [started(program, address, says="open") for address in (theirs, old)]
     processes[1].communicate("")
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "800000")
     IndexedDataset(mine).tokens[:]
@@ -176,20 +224,7 @@ def test_unused_goes_used_stays(
 
 def test_locks_keep_threads_and_processes_away_and_end_with_their_process(tmp_path: Path) -> None:
     locks = RangeLocks(tmp_path / "locks")
-    program = (
-        "import sys, pathlib\n"
-        "from megapack.storage.remote.cache import RangeLocks\n"
-        "with RangeLocks(pathlib.Path(sys.argv[1])).held('file', 10, 5):\n"
-        "    print('held', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "locks")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    process = started(HOLDS, tmp_path / "locks", "file", 10, 5, says="held")
 
     def free(first: int, count: int, name: str = "file") -> bool:
         with locks.if_free(name, first, count) as is_free:
@@ -202,6 +237,16 @@ def test_locks_keep_threads_and_processes_away_and_end_with_their_process(tmp_pa
     with locks.held("file", 9, 6):  # waits until the kernel gave it back
         assert not free(12, 1), "another thread of this process got it, too"
     assert free(12, 1)
+
+
+def test_directory_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    locks = RangeLocks(tmp_path / "locks")
+    with pytest.raises(OSError, match=rf"MEGAPACK_CACHE name .*'{tmp_path}/locks'"):
+        locks.share("it")
 
 
 # Without torch, whose import takes longer than all the rest: documents rank, rank + 4, ... of a
@@ -222,21 +267,10 @@ def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
     """Four fill one cache; one of them is killed with SIGKILL in the middle of it."""
     address = put_dataset(tmp_path / "docs", 5000)
     line.latency = 0.02
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, address, str(rank), str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    for process in ranks:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
+    ranks = [started(RANK, address, rank, tmp_path, says="open") for rank in range(4)]
     line.counts.clear()
     for process in ranks:
-        assert process.stdin is not None
-        print("go", file=process.stdin, flush=True)
+        tell(process)
     until = time.monotonic() + PATIENCE
     while line.counts["GET"] < 5:
         assert time.monotonic() < until
@@ -267,3 +301,9 @@ def test_size_is_one_in_cli_and_variables(tmp_path: Path, monkeypatch: pytest.Mo
     for text, limit in (("256M", 256 << 20), ("200G", 200 << 30), ("268435456", 256 << 20)):
         monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)
         assert open_cache().limit == byte_count(text) == limit
+    monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1T")
+    with open_cache().locks.if_free("it") as free, open_cache().locks.if_free("it") as again:
+        assert (free, again) == (True, False), "a second cache, whose locks the process has, too"
+    kept = open_cache()
+    monkeypatch.delenv("MEGAPACK_CACHE_SIZE")
+    assert open_cache() is kept and kept.limit is None

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_store import Line
+from programs import started
 
 from megapack.data import PackedDataset
 from megapack.data.loader import ThreadPrefetcher
@@ -28,7 +29,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as pool
 from megapack.storage.remote.cache import make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
-from tests.remote.far import put_dataset, run
+from tests.remote.far import HOLDS, put_dataset, run
 
 LIMIT = 600.0  # seconds, after which it is a hang: what takes longest takes ten on a quiet machine
 STRESS = Path(__file__).with_name("stress.py")
@@ -61,10 +62,10 @@ def ended(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("size", "count"), [("1M", 1000), ("none", 2000)])
+@pytest.mark.parametrize(("size", "count"), [("512K", 500), ("none", 1000)])
 def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, count: int) -> None:
     """Two processes of two threads; ``stress.py`` runs as many micro batches as one likes. With a
-    size blocks come and go all the time, 4,000 in an epoch; without one all ranks begin twice in an
+    size blocks come and go all the time, 2,000 in an epoch; without one all ranks begin twice in an
     empty cache."""
     how = ["--micro-batches", f"{count}", "--processes", "2", "--cache-size", size]
     done = subprocess.run(
@@ -76,7 +77,7 @@ def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, co
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["micro_batches"] >= count and found["differences"] == found["hangs"] == 0
-    assert (found["dropped_chunks"] > 1000) == (size == "1M"), "nothing was evicted"
+    assert (found["dropped_chunks"] > 500) == (size != "none"), "nothing was evicted"
 
 
 def test_early_request_is_clean(
@@ -118,10 +119,10 @@ def test_a_wait_says_for_which_block_of_which_object(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The store stalls in the middle of a run, then answers; the batches are the same."""
-    monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
+    monkeypatch.setattr(pool, "WARN_SECONDS", 0.1)
     address = put_dataset(tmp_path / "docs")
     PackedDataset(address, f"{address}.samples")  # what is small is here now
-    line.latency = 1.0
+    line.latency = 0.5
     assert run(address, num_steps=4) == run(tmp_path / "docs", num_steps=4)
     said = [record.message for record in caplog.records if record.message.startswith("waiting")]
     assert len(said) >= 3, "once per interval"
@@ -134,9 +135,9 @@ def test_stalled_store_ends_run(
 ) -> None:
     address = put_dataset(tmp_path / "docs")
     far = PackedDataset(address, f"{address}.samples")
-    monkeypatch.setattr(pool, "STALLED_RETRIES", 0.01)  # of 210 seconds
+    monkeypatch.setattr(pool, "STALLED_RETRIES", 0.005)  # of 210 seconds
     line.latency = 8.0  # beyond the limit, below what a request may take
-    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 2.* block \d+ .*{address}\.bin"):
+    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 1.* block \d+ .*{address}\.bin"):
         far[0]
 
 
@@ -147,28 +148,12 @@ def test_another_process_that_stands_still_is_named(
     monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
     far.tokens[-1]
-    program = (
-        "import pathlib, sys\n"
-        "from megapack.storage.remote.cache import RangeLocks\n"
-        "with RangeLocks(pathlib.Path(sys.argv[1])).held(sys.argv[2], 0, 3):\n"
-        "    print('held', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
     cache = open_cache()
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        f"{cache.directory}/locks",
-        str(far.tokens._chunks.folder),
-    ]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    folder = str(far.tokens._chunks.folder)
+    with started(HOLDS, cache.directory / "locks", folder, 0, 3, says="held") as other:
         other.send_signal(signal.SIGSTOP)
-        assert cache.locks.owner(str(far.tokens._chunks.folder), 2) == other.pid
-        assert cache.locks.owner(str(far.tokens._chunks.folder), 3) is None
+        assert cache.locks.owner(folder, 2) == other.pid
+        assert cache.locks.owner(folder, 3) is None
         reading: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=lambda: reading.put(far.tokens[0]), daemon=True).start()
         until = time.monotonic() + LIMIT
@@ -253,7 +238,7 @@ def test_vanishing_files_are_ok(
         for thread in threads:
             thread.start()
         rng = np.random.default_rng(0)
-        for at in [*rng.integers(0, near.size - 50, 200).tolist(), 0]:
+        for at in [*rng.integers(0, near.size - 50, 80).tolist(), 0]:
             if at == 0 or failed:
                 stop.set()
             assert in_time(lambda at=at: far.tokens[at : at + 50].tolist()) == (
@@ -273,7 +258,7 @@ def test_room_is_made_where_an_entry_vanishes(
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
     cache = open_cache()
     used = cache.entry("used", "file:///somewhere")
-    chunk = used / "docs.bin.0" / "0"
+    chunk = used / "docs.bin.01234567" / "0"
     chunk.parent.mkdir()
     chunk.write_bytes(bytes(30 * BLOCK_BYTES))
     gone, scandir = cache.entry("gone", "file:///somewhere"), os.scandir

@@ -29,6 +29,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import struct
 import threading
@@ -37,10 +38,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache
-from glob import iglob
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -77,7 +77,7 @@ class RangeLocks:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         # The kernel knows processes only; what threads of this one hold stands here.
         self._ours: list[range] = []
         self._shared: Counter[int] = Counter()
@@ -158,6 +158,9 @@ class RangeLocks:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, len(wanted), wanted.start)
         except (BlockingIOError, PermissionError):  # POSIX allows either
             return False
+        except OSError as error:
+            why = f"{error.strerror}: let MEGAPACK_CACHE name a directory on a disk with file locks"
+            raise OSError(error.errno, why, str(self._path)) from error
         return True
 
 
@@ -236,56 +239,39 @@ Blocks: TypeAlias = NDArray[np.int64]  # numbers of blocks, ascending, each once
 class Chunks:
     """Files of ``CHUNK_BLOCKS`` blocks each, in a folder beside where the .bin would lie.
 
-    What was written before the machine's last start is removed: it may never have reached the disk.
+    What was written before the machine's last start may never have reached the disk: it is not
+    looked at, and removed with the entry's next use.
     """
 
-    def __init__(self, bin_path: Path, num_bytes: int) -> None:
-        boot = xxhash.xxh3_64_hexdigest(_boot())[:8]
-        self.folder = bin_path.with_name(f"{bin_path.name}.{boot}")
-        self.num_bytes, self.num_blocks = num_bytes, -(-num_bytes // BLOCK_BYTES)
-        for earlier in bin_path.parent.iterdir():
-            if earlier.name.startswith(f"{bin_path.name}.") and earlier != self.folder:
-                shutil.rmtree(earlier, ignore_errors=True)
+    def __init__(self, bin_path: Path) -> None:
+        self.folder = bin_path.with_name(f"{bin_path.name}.{_boot()}")
 
     def copy(self, blocks: Blocks, data: NDArray[np.uint8] | None) -> Blocks:
         """Copy the blocks that are here to their places in ``data``, all of the .bin's bytes (None:
         only look); returns the others."""
-        absent: list[int] = []
-        for chunk, part in _by_chunk(blocks):
+        absent = [np.zeros(0, np.int64)]
+        for part in np.split(blocks, np.flatnonzero(np.diff(blocks // CHUNK_BLOCKS)) + 1):
+            if not part.size:
+                continue
+            path = self.folder / str(part[0] // CHUNK_BLOCKS)
             try:
-                file = os.open(self.folder / str(chunk), os.O_RDONLY | os.O_CLOEXEC)
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                absent += part
+                absent.append(part)
                 continue
             try:
                 os.utime(file)  # which ``make_room`` goes by
-                marks = _marks(file)
-                here = [block for block in part if marks[block % CHUNK_BLOCKS]]
-                absent += [block for block in part if not marks[block % CHUNK_BLOCKS]]
-                for begin, end in runs_of(here) if data is not None else ():
+                here = _marks(file)[part % CHUNK_BLOCKS] == 1
+                absent.append(part[~here])
+                for begin, end in runs_of(part[here]) if data is not None else ():
                     assert data is not None
                     into = data[begin * BLOCK_BYTES : end * BLOCK_BYTES].data
                     if os.preadv(file, [into], begin % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
                         why = "became shorter: something else writes into the cache"
-                        raise OSError(errno.EIO, why, str(self.folder / str(chunk)))
+                        raise OSError(errno.EIO, why, str(path))
             finally:
                 os.close(file)
-        return np.array(absent, np.int64)
-
-    def missing(self, first: int, last: int) -> tuple[int, int]:
-        """From the first to the last block that is not here of ``[first, last)``, of one chunk; an
-        empty range: all are here."""
-        chunk, at = divmod(first, CHUNK_BLOCKS)
-        try:
-            file = os.open(self.folder / str(chunk), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return first, last
-        try:
-            marks = _marks(file)[at : at + last - first]
-        finally:
-            os.close(file)
-        here = 0 not in marks
-        return (first, first) if here else (first + marks.find(0), first + marks.rfind(0) + 1)
+        return np.concatenate(absent)
 
     def write(self, first: int, data: memoryview) -> None:
         """Add blocks of one chunk, from block ``first`` on. The caller holds their lock.
@@ -295,11 +281,11 @@ class Chunks:
         """
         chunk, at = divmod(first, CHUNK_BLOCKS)
         path, flags = self.folder / str(chunk), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        try:
-            file = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, flags, 0o666)
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # removed by whoever wants room
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = os.open(path, flags, 0o666)
+                break
         try:
             _write_at(file, data, at * BLOCK_BYTES)
             marks = b"\1" * -(-len(data) // BLOCK_BYTES)
@@ -308,33 +294,24 @@ class Chunks:
             os.close(file)
 
 
-def runs_of(numbers: Iterable[int], gap: int = 0) -> Iterator[tuple[int, int]]:
+def runs_of(numbers: Blocks, gap: int = 0) -> Iterator[tuple[int, int]]:
     """Half-open ranges that hold ascending numbers, over gaps of up to so many others."""
-    begin = end = -1
-    for number in numbers:
-        if begin >= 0 and number > end + gap:
-            yield begin, end
-            begin = -1
-        begin, end = (number if begin < 0 else begin), number + 1
-    if begin >= 0:
-        yield begin, end
+    for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > gap + 1) + 1):
+        if run.size:
+            yield int(run[0]), int(run[-1]) + 1
 
 
-def requests_of(blocks: Iterable[int], gap: int) -> Iterator[tuple[int, int]]:
+def requests_of(blocks: Blocks, gap: int) -> Iterator[tuple[int, int]]:
     """Requests that bring blocks: their runs, cut where a chunk ends."""
     for begin, end in runs_of(blocks, gap):
         ends_of_chunks = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
         yield from pairwise([begin, *ends_of_chunks, end])
 
 
-def _by_chunk(blocks: Blocks) -> Iterator[tuple[int, list[int]]]:
-    for chunk, part in groupby(blocks.tolist(), lambda block: int(block) // CHUNK_BLOCKS):
-        yield chunk, list(part)
-
-
-def _marks(file: int) -> bytes:
+def _marks(file: int) -> NDArray[np.uint8]:
     """A byte for each block of a chunk's file: 1, it is here."""
-    return os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES).ljust(CHUNK_BLOCKS, b"\0")
+    marks = os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES)
+    return np.frombuffer(marks.ljust(CHUNK_BLOCKS, b"\0"), np.uint8)
 
 
 def _write_at(file: int, data: memoryview, at: int) -> None:
@@ -343,9 +320,10 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def _boot() -> bytes:
-    """An id of this start of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+def _boot() -> str:
+    """Of this start of the machine, 8 hexadecimal digits."""
+    number = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    return xxhash.xxh3_64_hexdigest(number)[:8]
 
 
 # ---- The cache: a directory, its entries, and the threads that fetch ----------------------------
@@ -354,6 +332,8 @@ NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their dis
 SMALLEST_SIZE = 1 << 28
 FREE_PART = 8  # one in so many bytes is freed at once
 READ_SECONDS = 600  # after which what was asked for has been read
+_ENTRY = re.compile(r".+-[0-9a-f]{16}")  # the name of one, and of a folder of chunks in it
+_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")
 
 
 def open_cache() -> Cache:
@@ -364,13 +344,16 @@ def open_cache() -> Cache:
         OSError: the directory cannot be made.
     """
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
-    return _open_cache(os.path.realpath(directory), _limit(), os.getpid())
+    limit = _limit()
+    opened = _open_cache(os.path.realpath(directory), os.getpid())
+    opened.limit = limit
+    return opened
 
 
 @cache
-def _open_cache(directory: str, limit: int | None, _pid: int) -> Cache:
+def _open_cache(directory: str, _pid: int) -> Cache:
     """One per process: its locks are the process's."""
-    return Cache(Path(directory), limit)
+    return Cache(Path(directory))
 
 
 def _limit() -> int | None:
@@ -396,9 +379,10 @@ class Cache:
         locks: between the processes that use it; in_use: shared ones, on entries.
     """
 
-    def __init__(self, directory: Path, limit: int | None) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.limit = directory, limit
+        self.directory = directory
+        self.limit: int | None = None
         self.locks = RangeLocks(directory / "locks")
         self.in_use = RangeLocks(directory / "in_use")
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, "megapack-fetch")
@@ -427,7 +411,10 @@ class Cache:
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"
         while True:
-            entry.mkdir(exist_ok=True)
+            entry.mkdir(parents=True, exist_ok=True)
+            with self.in_use.if_free(str(entry)) as unused:
+                if unused:  # also by other machines: home directories are shared
+                    _remove_earlier_chunks(entry)
             self.in_use.share(str(entry))
             if entry.exists():
                 return entry
@@ -448,7 +435,8 @@ class Cache:
         Args:
             found: the object.
             path: in an entry.
-            check: raises FormatError where the file that it is given is not what it should be.
+            check: raises FormatError or WrongBytesError where the file that it is given is not what
+                it should be.
 
         Raises:
             FormatError: what came is wrong again and again.
@@ -536,40 +524,63 @@ def make_room(cache: Cache) -> int:
     with cache.locks.if_free("eviction") as free:
         if not free:
             return 0
-        excess = _used_bytes(cache.directory) - cache.limit * (FREE_PART - 1) // FREE_PART
+        # Whatever else lies in the directory is somebody's, and neither counted nor removed.
+        _, names, _ = next(os.walk(cache.directory), ("", [], []))
+        entries = [cache.directory / name for name in names if _ENTRY.fullmatch(name)]
+        files = {entry: list(_files_below(entry)) for entry in entries}
+        used = sum(file.num_bytes for found in files.values() for file in found)
+        excess = used - cache.limit * (FREE_PART - 1) // FREE_PART
         if excess <= cache.limit // (2 * FREE_PART):
             return 0
-        entries = [path for path in cache.directory.iterdir() if path.is_dir()]
-        for entry in sorted(entries, key=_touched_at):
+        for entry in sorted(files, key=lambda e: max((f.touched_at for f in files[e]), default=0)):
             if freed >= excess:
                 break
             with cache.in_use.if_free(str(entry)) as unused:
                 if unused:
-                    freed += _used_bytes(entry)
+                    freed += sum(file.num_bytes for file in files.pop(entry))
                     shutil.rmtree(entry, ignore_errors=True)
         long_ago = time.time() - READ_SECONDS
 
-        def turn(chunk: Path) -> tuple[bool, float]:
-            touched_at = _touched_at(chunk)
-            return (False, -touched_at) if touched_at < long_ago else (True, touched_at)
+        def turn(chunk: _File) -> tuple[bool, float]:
+            at = chunk.touched_at
+            return (False, -at) if at < long_ago else (True, at)
 
-        # Not Path.glob, which stops where a directory vanishes.
-        chunks = iglob("*/*.bin.*/*", root_dir=cache.directory)  # noqa: PTH207
-        for chunk in sorted((cache.directory / chunk for chunk in chunks), key=turn):
+        chunks = (f for e in files for f in files[e] if _is_chunk(f, e))
+        for chunk in sorted(chunks, key=turn):
             if freed >= excess:
                 break
-            freed += bytes_on_disk(chunk)
-            chunk.unlink(missing_ok=True)
+            freed += chunk.num_bytes
+            chunk.path.unlink(missing_ok=True)
     return freed
 
 
-def _used_bytes(directory: Path) -> int:
-    """Bytes of all files in and below a directory; entries may come and go meanwhile."""
-    return sum(
-        bytes_on_disk(Path(folder, name))
-        for folder, _, names in os.walk(directory)
-        for name in names
-    )
+class _File(NamedTuple):
+    path: Path
+    num_bytes: int  # on the disk
+    touched_at: float
+
+
+def _is_chunk(file: _File, entry: Path) -> bool:
+    folder = file.path.parent
+    return folder.parent == entry and _CHUNKS.fullmatch(folder.name) is not None
+
+
+def _remove_earlier_chunks(entry: Path) -> None:
+    """Those of earlier starts of the machine."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in entry.iterdir():
+            if _CHUNKS.fullmatch(folder.name) and not folder.name.endswith(f".{_boot()}"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_below(directory: Path) -> Iterator[_File]:
+    """All files in and below a directory; they may come and go meanwhile."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                path = Path(folder, name)
+                status = path.stat()
+                yield _File(path, status.st_blocks * 512, status.st_mtime)
 
 
 def bytes_on_disk(path: Path) -> int:
@@ -578,10 +589,3 @@ def bytes_on_disk(path: Path) -> int:
         return path.stat().st_blocks * 512
     except FileNotFoundError:
         return 0
-
-
-def _touched_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

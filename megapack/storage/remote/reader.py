@@ -47,6 +47,8 @@ from megapack.storage.remote.client import RemoteObject, find_object
 T = TypeVar("T")
 
 GAP_BLOCKS = 8  # that are fetched, too, rather than ask twice
+# In a page of memory, which goes back to the system as a whole: 64 KiB on some ARM machines.
+PAGE_BLOCKS = max(1, mmap.PAGESIZE // BLOCK_BYTES)
 _MAP_NORESERVE = 0x4000  # Linux's, which the mmap module names from Python 3.13 on
 
 
@@ -56,40 +58,32 @@ class RemoteTokens:
     Whoever reads ``mapped`` itself does it within ``read_consistently``.
 
     Args:
-        found: the .bin.
-        path: where it would lie, in an entry of the cache.
+        pair: whose .bin it is.
         dtype: of the tokens; ``size``: how many of them there are.
-        checksums: None: only lengths and the object's version are compared.
     """
 
-    def __init__(
-        self,
-        found: RemoteObject,
-        path: Path,
-        *,
-        dtype: DTypeLike,
-        size: int,
-        checksums: BlockChecksums | None,
-        cache: Cache,
-    ) -> None:
+    def __init__(self, pair: RemotePair, dtype: DTypeLike, size: int) -> None:
         self.dtype, self.size = np.dtype(dtype), size
-        self._object, self._checksums, self._cache = found, checksums, cache
-        self._chunks = Chunks(path, found.num_bytes)
+        self._object, self._checksums, self._cache = pair.bin_object, pair.checksums, pair.cache
+        self._chunks = Chunks(path_of(pair.local_prefix, ".bin"))
         self._asking = threading.Lock()
         self._coming: dict[int, Future[None]] = {}  # block -> its request
         # Room for all of it, of which memory is what is being read (``pin``).
+        num_bytes = self._object.num_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            self._memory = mmap.mmap(-1, max(1, found.num_bytes), flags)
+            self._memory = mmap.mmap(-1, max(1, num_bytes), flags)
         except OSError as error:
             raise MegapackError(
-                f"{found.url}: the system gives no address space for its {found.num_bytes:,} bytes "
-                f"({error.strerror}): let vm.overcommit_memory be 0 or 1 and `ulimit -v` unlimited"
+                f"{self._object.url}: the system gives no address space for its {num_bytes:,} "
+                f"bytes ({error.strerror}): let vm.overcommit_memory be 0 or 1 and `ulimit -v` "
+                "unlimited"
             ) from error
-        self._bytes = np.frombuffer(self._memory, np.uint8)[: found.num_bytes]
+        self._bytes = np.frombuffer(self._memory, np.uint8)[:num_bytes]
         self._pinning = threading.Lock()
-        self._pins = np.zeros(self._chunks.num_blocks, np.int32)
-        self._is_copied, self._seen = np.zeros((2, self._chunks.num_blocks), np.bool_)
+        num_pages = -(-num_bytes // (BLOCK_BYTES * PAGE_BLOCKS))
+        self._pins = np.zeros(num_pages * PAGE_BLOCKS, np.int32)
+        self._is_copied, self._seen = np.zeros((2, self._pins.size), np.bool_)
 
     @property
     def mapped(self) -> NDArray[Any]:
@@ -121,10 +115,6 @@ class RemoteTokens:
         """Whether blocks are all in the cache, as far as this process has seen."""
         return bool(self._seen[blocks].all())
 
-    def num_missing(self, blocks: Blocks) -> int:
-        """How many of these blocks are not in the cache yet."""
-        return int(blocks.size - self._seen[blocks].sum())
-
     def want(self, blocks: Blocks) -> set[Future[None]]:
         """Have blocks fetched; returns at once.
 
@@ -138,7 +128,7 @@ class RemoteTokens:
         unsure = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_coming(unsure))
         with self._asking:
-            for first, last in requests_of(self._not_coming(new).tolist(), GAP_BLOCKS):
+            for first, last in requests_of(self._not_coming(new), GAP_BLOCKS):
                 mine = [block for block in range(first, last) if block not in self._coming]
                 # Until they are written down the request cannot forget them: it takes the lock.
                 request = self._cache.submit(self._fetch, first, last, mine)
@@ -162,20 +152,20 @@ class RemoteTokens:
         try:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
-                begin, end = self._chunks.missing(first, last)
-                if begin < end:  # else another process was faster
-                    self._bring(begin, end)
+                absent = self._chunks.copy(np.arange(first, last), None)
+                for begin, end in runs_of(absent, last - first):  # none: another was faster
+                    data = self._object.read(
+                        begin * BLOCK_BYTES,
+                        min(end * BLOCK_BYTES, self._object.num_bytes),
+                        partial(self._check, begin),
+                    )
+                    with self._cache.naming_full_disk():
+                        self._chunks.write(begin, data)
             self._seen[first:last] = True
         finally:
             with self._asking:
                 for block in mine:
                     self._coming.pop(block, None)
-
-    def _bring(self, first: int, last: int) -> None:
-        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._object.num_bytes)
-        data = self._object.read(begin, end, lambda data: self._check(first, data))
-        with self._cache.naming_full_disk():
-            self._chunks.write(first, data)
 
     def _check(self, first: int, data: memoryview) -> None:
         if self._checksums is not None:
@@ -191,18 +181,21 @@ class RemoteTokens:
         with self._pinning:
             wanted = blocks[~self._is_copied[blocks]]
             seen = wanted[self._seen[wanted]]
+            absent = self._look(seen, self._bytes)
             self._is_copied[seen] = True
-            self._is_copied[self._look(seen, self._bytes)] = False
+            self._is_copied[absent] = False
             return wanted[~self._is_copied[wanted]]
 
     def unpin(self, blocks: Blocks) -> None:
         """Give memory back that nobody reads any more."""
         with self._pinning:
             self._pins[blocks] -= 1
-            free = blocks[self._pins[blocks] == 0]
-            self._is_copied[free] = False
-            for first, last in runs_of(free.tolist()):
-                begin, num_bytes = first * BLOCK_BYTES, (last - first) * BLOCK_BYTES
+            pages = np.unique(blocks // PAGE_BLOCKS)
+            free = pages[~self._pins.reshape(-1, PAGE_BLOCKS)[pages].any(axis=1)]
+            self._is_copied.reshape(-1, PAGE_BLOCKS)[free] = False
+            page_bytes = PAGE_BLOCKS * BLOCK_BYTES
+            for first, last in runs_of(free):
+                begin, num_bytes = first * page_bytes, (last - first) * page_bytes
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
     def awaited(self, blocks: Blocks) -> str | None:
@@ -262,7 +255,7 @@ def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
 
 
 def _num_missing(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
-    return sum(tokens.num_missing(blocks) for tokens, blocks in wanted)
+    return sum(int((~tokens._seen[blocks]).sum()) for tokens, blocks in wanted)
 
 
 # ---- Datasets and files -------------------------------------------------------------------------
@@ -280,23 +273,10 @@ class RemotePair:
         local_prefix: where copies of .idx and, if there is one, .meta.json lie.
     """
 
-    prefix: str
     local_prefix: str
     bin_object: RemoteObject
     checksums: BlockChecksums | None
     cache: Cache
-
-    def tokens(self, dtype: DTypeLike, size: int) -> RemoteTokens:
-        """The .bin as an array of ``size`` tokens."""
-        path = path_of(self.local_prefix, ".bin")
-        return RemoteTokens(
-            self.bin_object,
-            path,
-            dtype=dtype,
-            size=size,
-            checksums=self.checksums,
-            cache=self.cache,
-        )
 
 
 def open_remote_pair(prefix: str) -> RemotePair:
@@ -345,7 +325,6 @@ def open_remote_pair(prefix: str) -> RemotePair:
             SUFFIX,
         )
     return RemotePair(
-        prefix=prefix,
         local_prefix=local_prefix,
         bin_object=bin_object,
         checksums=checksums,
