@@ -342,7 +342,7 @@ def _identities(prefix: str) -> Iterator[Any]:
                 yield "blocks", sums.bin_bytes, blocks, sums.files[".idx"]
         objects = [find_object(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
         versions = [found.version for found in objects if found is not None and found.etag]
-        if len(versions) == len(objects):
+        if len(versions) == len(objects) and not prefix.startswith("http"):  # tags are per URL
             yield "objects", *versions
         return
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")

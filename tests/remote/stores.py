@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 from object_store import BUCKET, running, use_store
 
-__all__ = ["EVERY_STORE", "serve_blobs", "serve_buckets", "use"]
+__all__ = ["EVERY_CLOUD", "EVERY_STORE", "serve_blobs", "serve_buckets", "use"]
 
 EVERY_STORE = pytest.mark.parametrize("line", ["s3", "s3 nanio", "gs", "az"], indirect=True)
+EVERY_CLOUD = pytest.mark.parametrize("line", ["s3", "gs", "az"], indirect=True)  # one make of each
 
 # The one account of every Azurite, and its published key.
 ACCOUNT = "devstoreaccount1"

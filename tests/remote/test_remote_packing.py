@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,15 +23,15 @@ from megapack.data import PackedDataset
 from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import load_shards
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.storage.remote import client
 from megapack.storage.remote.client import find_object, put_object, remove_object
+from megapack.storage.remote.copies import local_copy, local_output, upload_dataset
 from megapack.storage.remote.copies import put_object as put_once
-from megapack.storage.remote.copies import upload_dataset
 from megapack.storage.remote.reader import fetch_file
 from megapack.storage.verify import verify
 from tests.remote.far import address_of, flip, folder_of, run, write_packed
-from tests.remote.stores import EVERY_STORE
+from tests.remote.stores import EVERY_CLOUD
 
 BUCKETS = ("--buckets", "64,256,512")
 COMMAND = (sys.executable, "-c", "import sys; from megapack.cli.main import main; sys.exit(main())")
@@ -58,7 +60,7 @@ def leftovers(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "cache").glob("*.output-*"))
 
 
-@EVERY_STORE
+@EVERY_CLOUD
 def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, with the same lines printed, of a dataset here and of one that is far."""
     address = put_documents(tmp_path / "docs", 2000)
@@ -80,7 +82,7 @@ def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{address}.samples: bucket of {address}" in printed("inspect", f"{address}.samples")
 
 
-@EVERY_STORE
+@EVERY_CLOUD
 def test_existing_is_as_here(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,32 +121,31 @@ class HoldsAnswers(Counter[str]):
             self.line.latency = 3600.0
 
 
-@EVERY_STORE
-@pytest.mark.parametrize("stands", [False, True])
-def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path, stands: bool) -> None:
-    """The samples go in several parts, some of which have arrived when the process is killed."""
+@EVERY_CLOUD
+def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path) -> None:
+    """The samples go in several parts, some of which have arrived when the process is killed: once
+    where nothing stands, and once where the first ones do."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.uint16) as builder:
         builder.add_documents(np.ones(600_000, np.uint16), np.arange(600_001))
     output = f"{address_of(tmp_path / 'docs')}.samples"
-    if stands:
-        assert pack(tmp_path / "docs", "--output", output, "--seed", "9") == 0
-    before = find_object(output)
-    assert (before is not None) == stands
-    line.counts = HoldsAnswers()
-    line.counts.line = line
-    again = ("pack", f"{tmp_path}/docs", "--output", output, *BUCKETS, "--overwrite")
-    process = subprocess.Popen([*COMMAND, *again])
-    while not line.counts["PUT"]:
-        assert process.poll() is None, "it ended before it was killed"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    line.counts, line.latency = Counter(), 0.0
-    assert find_object(output) == before
-    assert leftovers(tmp_path), "it was not killed while it uploaded"
-    assert pack(tmp_path / "docs", "--output", output, "--overwrite") == 0
-    assert line.counts["PUT"] > 1, "one part is no test of what several are"
-    assert pack(tmp_path / "docs") == 0
+    for seed in ("8", "9"):
+        how = (f"{tmp_path}/docs", "--output", output, "--seed", seed, "--overwrite")
+        before = find_object(output)
+        assert (before is not None) == (seed == "9")
+        line.counts = HoldsAnswers()
+        line.counts.line = line
+        process = subprocess.Popen([*COMMAND, "pack", *how, *BUCKETS])
+        while not line.counts["PUT"]:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        line.counts, line.latency = Counter(), 0.0
+        assert find_object(output) == before
+        assert leftovers(tmp_path), "it was not killed while it uploaded"
+        assert pack(*how) == 0
+        assert line.counts["PUT"] > 1, "one part is no test of what several are"
+    assert pack(tmp_path / "docs", "--seed", "9") == 0
     assert fetch_file(output).read_bytes() == (tmp_path / "docs.samples").read_bytes()
     assert not leftovers(tmp_path)
 
@@ -175,7 +176,7 @@ def test_writers_of_the_same_wait_for_each_other(line: Line, tmp_path: Path) -> 
     assert line.counts["PUT"] == 1, "the second found it there"
 
 
-@EVERY_STORE
+@EVERY_CLOUD
 def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Named by a pattern; the shards' samples are those of a manifest here, byte for byte."""
     folder = put_shards(tmp_path)
@@ -286,6 +287,8 @@ def test_refusals_say_remedy(
 ) -> None:
     address = put_documents(tmp_path / "docs")
     folder, _, _ = address.rpartition("/")
+    text = ("--input", f"{tmp_path}/docs.meta.json", "--tokenizer", "bytes")
+    tokenize = ("tokenize", *text, "--output-prefix")
     far, near = f"{folder}/web.shards.json", f"{tmp_path}/web.shards.json"
     line.counts.clear()
     for command, reason in (
@@ -295,6 +298,9 @@ def test_refusals_say_remedy(
         (("pack", f"{folder}/x*.idx", "--output", far, *BUCKETS), "matches no file"),
         (("pack", address, "--output", "s3://bucket", *BUCKETS), "names no object"),
         (("arrange", near, "--output", far), "megapack-build upload"),
+        (("repair", address), "this works on local files"),
+        (("merge", address, "--output-prefix", near, "--remove-inputs"), "--remove-inputs"),
+        ((*tokenize, f"{folder}/x", "--part", "0/2"), "megapack-build upload"),
     ):
         assert main(list(command)) == 2, command
         assert reason in capsys.readouterr().err, command
@@ -304,30 +310,16 @@ def test_refusals_say_remedy(
 # ---- megapack-build on datasets in an object store; and uploads are complete or absent
 
 
-@EVERY_STORE
-def test_upload_inspect_and_pack(line: Line, tmp_path: Path) -> None:
+@EVERY_CLOUD
+def test_upload_and_inspect(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     folder = folder_of(tmp_path)
     assert f"-> {folder}/docs.samples" in printed("upload", f"{tmp_path}/docs", folder)
     assert run(f"{folder}/docs") == run(tmp_path / "docs")
     assert "2,000" in printed("inspect", f"{folder}/docs")
-    buckets = ["--buckets", "64,256,512"]
-    here = ["--output", f"{tmp_path}/again.samples"]
-    assert main(["pack", f"{folder}/docs", *buckets, *here]) == 0
-    near, again = (
-        (tmp_path / name).read_bytes()[-5000:] for name in ("docs.samples", "again.samples")
-    )
-    assert near == again
 
 
-def test_local_commands_say(line: Line, tmp_path: Path) -> None:
-    write_packed(tmp_path / "docs")
-    upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
-    assert "this works on local files" in printed("repair", address_of(tmp_path / "docs"), status=2)
-    assert not Path("s3:").exists()
-
-
-@EVERY_STORE
+@EVERY_CLOUD
 def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     address = address_of(tmp_path / "docs")
@@ -352,6 +344,33 @@ def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
     assert found == verify(tmp_path / "docs")[0] and found.code == "checksum"
     remove_object(f"{address}.bin")
     assert verify(address)[0].message.startswith(f"{address}.bin does not exist")
+
+
+def test_copy_is_of_one_version(line: Line, tmp_path: Path) -> None:
+    """Another .idx beside the same .bin: what is left of it is not taken for this one."""
+    with contextlib.ExitStack() as stack:
+        for lengths in ([3, 3], [2, 4]):
+            with IndexedDatasetBuilder(tmp_path / "docs", overwrite=True) as builder:
+                builder.add_documents(np.arange(6), np.cumsum([0, *lengths]))
+            upload_dataset(str(tmp_path / "docs"), address_of(tmp_path / "docs"))
+            files = stack.enter_context(local_copy(address_of(tmp_path / "docs")))
+            assert read_document_lengths(files).tolist() == lengths
+
+
+def test_second_writer_of_an_address_waits(line: Line, tmp_path: Path) -> None:
+    """Both would write into one folder of the cache: the second uploaded what is of the first."""
+    address, inside = address_of(tmp_path / "docs"), threading.Event()
+
+    def second() -> None:
+        with local_output(address, overwrite=False):
+            inside.set()
+
+    with local_output(address, overwrite=True):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        assert not inside.wait(0.3)
+    waiting.join()
+    assert inside.is_set()
 
 
 def objects(address: str) -> dict[str, bytes]:
@@ -388,7 +407,7 @@ OTHERWISE = {  # options with which another dataset is made
 }
 
 
-@EVERY_STORE
+@EVERY_CLOUD
 @pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
 def test_what_is_written_to_an_address_is_what_is_written_here(
     line: Line,
@@ -434,14 +453,6 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert objects(target) != again and verify(target) == []
 
 
-def test_parts_need_a_disk(line: Line, tmp_path: Path) -> None:
-    how = [*commands(tmp_path, "")["tokenize"], "--output-prefix", "s3://bucket/parts/docs"]
-    assert "megapack-build upload" in printed(*how, "--part", "0/2", status=2)
-    merged = ["merge", "s3://bucket/parts/docs", "--output-prefix", f"{tmp_path}/out"]
-    assert "--remove-inputs" in printed(*merged, "--remove-inputs", status=2)
-
-
-@EVERY_STORE
 def test_cut_upload_leaves_none(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

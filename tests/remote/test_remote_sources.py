@@ -19,7 +19,7 @@ from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import put_object, remove_object
 from tests.remote.far import flip, folder_of, signed, write_packed
-from tests.remote.stores import EVERY_STORE
+from tests.remote.stores import EVERY_CLOUD
 
 NAMES = ("a", "b", "c")
 OPTIONS = {"buckets": [64, 256, 512]}
@@ -107,7 +107,7 @@ def test_verify_names_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], d
     assert f"{at}: DAMAGED" in out and out.count(": sound") == 0
 
 
-@EVERY_STORE
+@EVERY_CLOUD
 def test_source_is_uploaded(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, folder = write_source(tmp_path), folder_of(tmp_path)
     assert main(["upload", manifest, folder]) == 0

@@ -104,14 +104,17 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
     files = {}
     for suffix in _SMALL:
         small = path_of(prefix, suffix)
-        if small.exists():
+        if small.exists() or suffix == ".idx":
             files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": checksum(small)}
     with open_regular(path_of(prefix, ".bin")) as file:
         num_bytes = identity_of(file).num_bytes
-        blocks = [
-            xxhash.xxh3_64_intdigest(block.data)
-            for block in read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
-        ]
+        blocks = np.fromiter(
+            (
+                xxhash.xxh3_64_intdigest(block.data)
+                for block in read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+            ),
+            "<u8",
+        )
     header = json.dumps(
         {
             "version": _VERSION,
@@ -120,6 +123,6 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
             "files": files,
         }
     ).encode()
-    body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, np.array(blocks, "<u8").tobytes()))
+    body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, blocks.tobytes()))
     with atomic_write(path) as out:
         out.write(body + xxhash.xxh3_128_digest(body))

@@ -134,7 +134,7 @@ class RemoteObject:
     def _get(self, begin: int, end: int) -> memoryview:
         store, name = _store_of(self.url)
         options: dict[str, Any] = {"range": (begin, end)}
-        if self.etag is not None:
+        if self.etag is not None and not self.etag.startswith("W/"):  # which never match
             options["if_match"] = self.etag
         answer = _client().get(store, name, options=options)
         if _object(self.url, answer.meta).version != self.version:
@@ -157,20 +157,27 @@ def find_object(url: str) -> RemoteObject | None:
 
 
 def put_object(url: str, path: str | os.PathLike[str]) -> None:
-    """Upload a file. The object appears when it is complete. Raises as ``RemoteObject.read``."""
+    """Upload a file. The object appears when it is complete.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ConfigError, ConnectionError: as of ``RemoteObject.read``.
+    """
     if url.startswith("file:"):  # stores of other kinds have no directories
         folder = unquote(urlsplit(split(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def attempt() -> None:
-        with open(path, "rb") as file:  # noqa: PTH123
-            num_bytes = os.fstat(file.fileno()).st_size
-            part = max(PART_BYTES, -(-num_bytes // MOST_PARTS))
+    with open(path, "rb") as file:  # noqa: PTH123
+        num_bytes = os.fstat(file.fileno()).st_size
+        part = max(PART_BYTES, -(-num_bytes // MOST_PARTS))
+
+        def attempt() -> None:
+            file.seek(0)
             # A part that fails is sent again by the client, not all of them by us.
             store, name = _store_of(url, retry_seconds() if num_bytes > part else 0)
             _client().put(store, name, file, chunk_size=part)
 
-    _until_it_works(url, attempt)
+        _until_it_works(url, attempt)
 
 
 def remove_object(url: str) -> None:
@@ -209,18 +216,18 @@ def until_right(url: str, attempt: Callable[[], T]) -> T:
     Raises:
         FormatError: they are wrong again and again.
     """
-    for number in range(1, WRONG_ATTEMPTS):
+    number = 1
+    while True:
         try:
             return attempt()
         except WrongBytesError as error:
+            if number == WRONG_ATTEMPTS:
+                raise FormatError(
+                    f"{url} is damaged, or changed on the way {number} times: {error}; upload it "
+                    "again from a sound copy (`megapack-build verify` tells)"
+                ) from error
             _say(url, number, str(error), f"at most {WRONG_ATTEMPTS} times")
-    try:
-        return attempt()
-    except WrongBytesError as error:
-        raise FormatError(
-            f"{url} is damaged, or changed on the way {WRONG_ATTEMPTS} times: {error}; upload it "
-            "again from a sound copy (`megapack-build verify` tells)"
-        ) from error
+            number += 1
 
 
 def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
@@ -250,7 +257,7 @@ _saying = threading.Lock()
 
 def _say(url: str, number: int, why: str, limit: str) -> None:
     """One line for all that fails in a folder within some time: whole pools fail at once."""
-    folder, _ = split(url)
+    folder = url.rpartition("/")[0]  # a bucket that is listed is in none
     with _saying:
         now = time.monotonic()
         if now < _said.get(folder, -math.inf) + SAY_SECONDS:

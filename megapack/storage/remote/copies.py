@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megapack.errors import FormatError, MegapackError
+from megapack.errors import MegapackError
 from megapack.storage.index_file import path_of, prefix_of
 from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, write_checksums
-from megapack.storage.remote.client import WrongBytesError, find_object, put_object, remove_object
+from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
 
 _CHECKED_BLOCKS = 256  # at once
@@ -48,7 +48,8 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
     pair = open_remote_pair(prefix)
     cache, sums = pair.cache, pair.checksums
     name = Path(pair.local_prefix).name
-    local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", prefix, pair.bin_object)
+    # Of this version of all objects: what a killed process left of another is not taken for it.
+    local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", pair.local_prefix)
     files = str(local / name)
     try:
         for suffix in (".idx", ".meta.json"):
@@ -73,10 +74,7 @@ def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
     first = 0
     with path.open("rb") as file:
         while data := file.read(_CHECKED_BLOCKS * BLOCK_BYTES):
-            try:
-                checksums.check(first, memoryview(data))
-            except WrongBytesError as error:
-                raise FormatError(str(error)) from error
+            checksums.check(first, memoryview(data))
             first += _CHECKED_BLOCKS
 
 
@@ -91,6 +89,7 @@ def local_output(
     anything else refused. Its .bin has its size and no tokens. What is written in the block is
     uploaded at the end: every dataset, complete or absent, and the manifest of a build. Where the
     block or the upload fails, all of it stays in the cache, and the next run finds it there.
+    Another process of this node that wants to write there waits.
 
     Args:
         outputs: prefixes of all datasets that are written; by default the one.
@@ -105,20 +104,21 @@ def local_output(
         return
     folder, name = split(prefix)
     cache = open_cache()
-    local = cache.entry(f"{name}.output", prefix)
-    try:
-        there = [] if overwrite else _copy_what_is_there(local, [prefix, *(outputs or ())])
-        yield str(local / name)
-        for idx in sorted(_written(local.glob("*.idx"), there)):
-            upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
-        for plan in _written(local.glob("*.manifest.json"), there):
-            put_object(f"{folder}/{plan.name}", plan)
-    except BaseException as error:
-        if isinstance(error, MegapackError):  # which names what stands here for what is there
-            error.args = (str(error).replace(str(local), folder),)
-        cache.in_use.give_back(str(local))  # and leave what is in it
-        raise
-    cache.give_back(local)
+    with cache.locks.held(prefix):
+        local = cache.entry(f"{name}.output", prefix)
+        try:
+            there = [] if overwrite else _copy_what_is_there(local, [prefix, *(outputs or ())])
+            yield str(local / name)
+            for idx in sorted(_written(local.glob("*.idx"), there)):
+                upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
+            for plan in _written(local.glob("*.manifest.json"), there):
+                put_object(f"{folder}/{plan.name}", plan)
+        except BaseException as error:
+            if isinstance(error, MegapackError):  # which names what stands here for what is there
+                error.args = (str(error).replace(str(local), folder),)
+            cache.in_use.give_back(str(local))  # and leave what is in it
+            raise
+        cache.give_back(local)
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Of an address that is a copy of what stands there, if anything does; a file that takes its place
     is uploaded at the end, complete or absent. Where the block or the upload fails, nothing of it
-    stays. Another process of this node that wants to write there waits.
+    stays. Another process that wants to write there waits, as for ``local_output``.
 
     Raises:
         ConfigError, FormatError, OSError: as of ``Cache.fetch`` and ``put_object``.
@@ -177,7 +177,7 @@ def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_re
 
 def _write_size(path: Path, pair: RemotePair) -> None:
     """A .bin of the right size, for those who do not look into it."""
-    with path.open("wb") as file:
+    with path.open("ab") as file:  # never shorter meanwhile: another process may look
         file.truncate(pair.bin_object.num_bytes)
 
 
