@@ -322,7 +322,11 @@ def import_dataset(
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
     output = prefix_of(output)
-    kind = detect(path) if kind == "auto" else kind
+    if kind == "auto":
+        kind = detect(path)
+        if prefix_of(path) == output:  # in place: beside it may stand the .idx of an import before
+            before = (read_meta(output) or {}).get("imported_from")
+            kind = before if before in KINDS else kind
     eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
     if eod_at not in ("end", "start"):
         raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")

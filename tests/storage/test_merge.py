@@ -285,14 +285,15 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
 def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
     np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
     inode = (tmp_path / "train.bin").stat().st_ino
-    said = import_dataset(
-        tmp_path / "train.bin", tmp_path / "train", dtype="uint16", eod_token=0, vocab_size=11
-    )
+    how = {"dtype": "uint16", "eod_token": 0, "vocab_size": 11}
+    said = import_dataset(tmp_path / "train.bin", tmp_path / "train", **how)
     assert ".bin as it was" in said
     dataset = check(tmp_path / "train")
     assert (tmp_path / "train.bin").stat().st_ino == inode
     assert dataset.vocab_size == 11
     assert dataset.meta["document_end_token"] == 0
+    again = import_dataset(tmp_path / "train.bin", tmp_path / "train", **how)
+    assert again == f"nothing to do: {tmp_path}/train is there already"
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "copy"])
