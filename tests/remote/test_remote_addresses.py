@@ -25,11 +25,9 @@ from ports import free_port
 from megapack.cli.main import main
 from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError, FormatError
-from megapack.packing import SampleIndex
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import load_shards, save_shards
 from megapack.storage import IndexedDataset, read_document_lengths
-from megapack.storage.merge import merge
 from megapack.storage.remote import client
 from megapack.storage.remote.address import is_below, is_remote, redacted
 from megapack.storage.remote.client import find_object, names_in, put_object, remove_object
@@ -47,17 +45,11 @@ BAD = {
     "a fragment": f"https://host/docs#{SECRET}",
     "an unknown kind": f"ftp://me:{SECRET}@host/docs?{SECRET}",
 }
-OPENERS: dict[str, Callable[[str], Any]] = {
+OPENERS: dict[str, Callable[[str], Any]] = {  # others, by the commands
     "is_remote": is_remote,
-    "dataset": IndexedDataset,
     "exists": IndexedDataset.exists,
     "lengths": read_document_lengths,
-    "samples": SampleIndex.load,
-    "manifest": lambda address: load_shards(f"{address}.shards.json"),
-    "verify": verify,
     "batches": lambda address: PackedDataset(address, f"{address}.samples"),
-    "merge": lambda address: merge([address], "merged"),
-    "plan": lambda address: plan_packing("all.shards.json", [address], {"buckets": [8]}),
 }
 REMEDIES = r"environment variables|addresses begin with one of"
 

@@ -8,18 +8,15 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import wait
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from object_store import Line
 
-from megapack.data import PackedDataset, Schedule, build_loader, load_blend, open_blend
+from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.packing.sharded import save_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX
 from megapack.storage.remote.client import remove_object
@@ -179,29 +176,6 @@ def test_lengths_alone_need_no_tokens(line: Line, tmp_path: Path) -> None:
     far = read_document_lengths(address)
     assert far.tolist() == read_document_lengths(tmp_path / "docs").tolist()
     assert not list((tmp_path / "cache").glob("*/*.bin*"))
-
-
-def test_shards_of_one_source_may_be_far_and_are_fetched_ahead(line: Line, tmp_path: Path) -> None:
-    prefixes = [tmp_path / name for name in ("first", "second", "third")]
-    addresses = [put_dataset(prefix, 700, seed) for seed, prefix in enumerate(prefixes)]
-    manifest = tmp_path / "near.shards.json"
-    plan = plan_packing(str(manifest), list(map(str, prefixes)), {"buckets": [64, 256, 512]})
-    shards = pack_shards(plan, lambda _: None)
-    far = [replace(s, prefix=a) for s, a in zip(shards, addresses, strict=True)]
-    save_shards(tmp_path / "far.shards.json", plan.how, far)
-
-    def batches(path: Path) -> list[object]:
-        data = PackedDataset(None, path)
-        schedule = Schedule(data, tokens_per_step=2048, seed=3)
-        loader = build_loader(
-            data, schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=1024
-        )
-        assert data.remote_reads.any == (path.name == "far.shards.json")
-        return [(b["tokens"].tolist(), b["labels"].tolist()) for b in loader]
-
-    expected = batches(manifest)
-    assert len(expected) > 100
-    assert batches(tmp_path / "far.shards.json") == expected
 
 
 def test_blocks_beside_each_other_are_one_request(line: Line, tmp_path: Path) -> None:

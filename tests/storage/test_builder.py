@@ -435,14 +435,3 @@ def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
     assert list(ours.document_indices) == [0, 3]
     with pytest.raises(ValueError, match="object storage"):
         IndexedDataset(str(tmp_path / "data"), object_storage_config=object())
-
-
-def test_megatron_merges_our_shards_to_the_same_bytes(tmp_path: Path) -> None:
-    for name, corpus in (("a", SMALL), ("b", SMALL[2:]), ("c", [])):
-        write(tmp_path / name, corpus)
-    builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16)
-    for name in "ab":  # megatron-core cannot map an empty .bin, so c stays out of its merge
-        builder.add_index(f"{tmp_path}/{name}")
-    builder.finalize(f"{tmp_path}/theirs.idx")
-    merge([tmp_path / "a", tmp_path / "b", tmp_path / "c"], tmp_path / "ours")
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
