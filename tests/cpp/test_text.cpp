@@ -72,6 +72,7 @@ void keeps_lines_apart() {
 void takes_other_values_when_asked() {
     expect(R"({"text": 12})", LineStatus::ok, "12", JsonValues::scalars);
     expect(R"({"text": [1]})", LineStatus::wrong_type, "", JsonValues::scalars);
+    expect(R"({"text": null})", LineStatus::wrong_type, "", JsonValues::scalars);
     expect(R"({"text": [ {"a": "\n"} ]})", LineStatus::ok, R"([ {"a": "\n"} ])", JsonValues::lists);
     expect(R"({"text": "x"})", LineStatus::wrong_type, "", JsonValues::lists);
     expect(R"({"text": "\u00e9"})", LineStatus::ok, R"("\u00e9")", JsonValues::any);

@@ -325,10 +325,10 @@ class LineParser : JsonReader {
             *status = lone_surrogate_ ? LineStatus::invalid_utf8 : LineStatus::ok;
             return true;
         }
-        const bool container = at('{') || at('[');
+        const bool scalar = !at('{') && !at('[') && !at('n');
         const bool taken =
             values_ == JsonValues::any ||
-            (values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && !container);
+            (values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && scalar);
         const std::uint8_t* begin = p_;
         if (!skip_value()) return false;
         *status = taken ? LineStatus::ok : LineStatus::wrong_type;

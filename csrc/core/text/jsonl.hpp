@@ -3,7 +3,8 @@
 // Each line is checked as a whole (grammar, UTF-8) and its text is unescaped into one flat buffer,
 // so that documents reach the tokenizer without ever becoming objects of the interpreter. A line
 // passes here exactly when Python's json.loads accepts it (NaN and Infinity included, the last of
-// duplicate keys wins); containers may nest kMaxJsonDepth deep. A key `a.b` that an object does not
+// duplicate keys wins; but for integers of over 4,300 digits, which Python refuses); containers may
+// nest kMaxJsonDepth deep. A key `a.b` that an object does not
 // have is looked for as key `b` of its object `a`. It is our own because it was measured beside
 // orjson (`make bench-build`): as fast on long lines and faster on short ones, without a Python
 // object of every document and the interpreter's lock, which the worker's other threads need;
@@ -31,7 +32,7 @@ enum class LineStatus : std::uint8_t {
 // Which values of the key are taken. Strings are unescaped; the others keep their own spelling.
 enum class JsonValues : std::uint8_t {
     strings = 0,
-    scalars = 1,  // strings, numbers, true, false, null
+    scalars = 1,  // strings, numbers, true, false
     lists = 2,    // [...] alone
     any = 3,      // strings, too, in their own spelling
 };

@@ -103,9 +103,9 @@ class TextBlock:
     ``text`` is uint8; document ``i`` is ``text[offsets[i]:offsets[i + 1]]``; ``offsets`` is int64
     of ``len(block) + 1``. ``positions`` (int64, one per document) is what ``locate`` turns into a
     place to show. ``hashes`` (uint64, one per document) are of the key that splits the corpus,
-    where one was asked for; ``weights`` the JSON of what each says of its loss weights, "" where it
-    says nothing; ``groups`` (int64, one per document) are ids of the key that groups it, -1 where a
-    document has none.
+    where one was asked for; ``weights`` the JSON of what each says of its loss weights, "" or
+    "null" where it says nothing; ``groups`` (int64, one per document) are ids of the key that
+    groups it, -1 where a document has none.
     """
 
     text: NDArray[np.uint8]
@@ -133,12 +133,10 @@ class TextBlock:
     def place(self, i: int) -> Place:
         return self.locate(int(self.positions[i]))
 
-    def strings(self, rows: Sequence[int] | range | None = None) -> list[str]:
-        """The documents as Python strings (all of them, or some)."""
-        data = self.text.data
-        bounds = self.offsets.tolist()
-        chosen = range(len(self)) if rows is None else rows
-        return [str(data[bounds[i] : bounds[i + 1]], "utf-8") for i in chosen]
+    def strings(self) -> list[str]:
+        """The documents as Python strings."""
+        data, bounds = self.text.data, self.offsets.tolist()
+        return [str(data[a:b], "utf-8") for a, b in itertools.pairwise(bounds)]
 
     def select(self, keep: NDArray[np.bool_]) -> TextBlock:
         """The documents where ``keep`` is true; copies text only if some of it goes."""
@@ -162,8 +160,7 @@ class TextBlock:
 
     def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
         """xxh3-64 of every document's text; independent for different seeds."""
-        data, bounds = self.text.data, self.offsets.tolist()
-        pairs = itertools.pairwise(bounds)
+        data, pairs = self.text.data, itertools.pairwise(self.offsets.tolist())
         return np.array([xxhash.xxh3_64_intdigest(data[a:b], seed) for a, b in pairs], np.uint64)
 
     def drop(self, bad: NDArray[np.bool_], kind: str, faults: Faults) -> TextBlock:

@@ -122,11 +122,6 @@ def read_blocks(
     """
     for is_text, group in itertools.groupby(pieces, lambda piece: piece.file.format == "text"):
         if is_text:
-            if options.group_key is not None:
-                raise ConfigError(
-                    f"--group-key {options.group_key}: files of text have no keys; give `pack "
-                    "--groups` a .npy of ids, or write the corpus as JSON Lines"
-                )
             yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:

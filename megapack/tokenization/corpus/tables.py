@@ -37,7 +37,6 @@ from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, re
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_WEIGHTS = " weights"  # among what is read beside a document; no name of a variable
 _SHOWN = 8  # columns, where the one that was asked for is not there
 
 
@@ -64,15 +63,14 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
     with open_table(piece.file) as table:
         fields = _fields(table.schema)
         columns = [_column_path(table.schema, fields, *key, path) for key in options.keys().items()]
-        optional = dict(options.beside)
-        if options.weights_key is not None:
-            optional[_WEIGHTS] = options.weights_key
-        found = {name: key_path(fields, key) for name, key in optional.items()}
+        found = {name: key_path(fields, key) for name, key in options.beside}
         beside = {name: column for name, column in found.items() if column is not None}
-        group = None
+        weights = group = None
+        if options.weights_key is not None:
+            weights = key_path(fields, options.weights_key)
         if options.group_key is not None:
             group = _column_path(table.schema, fields, options.group_key, "--group-key", path)
-        read = [*columns, *beside.values(), *([] if group is None else [group])]
+        read = [*columns, *beside.values(), *filter(None, (weights, group))]
         names = [".".join(column) for column in read]
         for row, batch in table.batches(piece.begin, piece.end, names, options.block_bytes):
             column = _column(batch, columns[0])
@@ -81,11 +79,8 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 column = _chats(column, more, options.json_key, path)
             text, offsets, missing = _arrow_text(column, options.json_key, path)
             block = TextBlock(text, offsets, np.arange(len(offsets) - 1) + row, locate)
-            if _WEIGHTS in beside:
-                said = [
-                    "" if v == "null" else v for v in _as_json(_column(batch, beside[_WEIGHTS]))
-                ]
-                block = dataclasses.replace(block, weights=said)
+            if weights is not None:
+                block = dataclasses.replace(block, weights=_as_json(_column(batch, weights)))
             if options.split_key is not None:
                 hashes, no_key = _hashes(_column(batch, columns[-1]))
                 block = dataclasses.replace(block, hashes=hashes)

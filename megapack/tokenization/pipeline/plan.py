@@ -20,7 +20,7 @@ import functools
 import json
 import shlex
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
 from megapack.tokenization.tokenizers.encoders import BACKENDS
-from megapack.tokenization.tokenizers.probe import choose_backend
+from megapack.tokenization.tokenizers.probe import choose_backend, sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
     TokenizerFiles,
@@ -417,13 +417,12 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     shard_bytes = config.shard_bytes
     shard_bytes = default_shard_bytes(inputs) if shard_bytes is None else shard_bytes
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
+    _require_keys(config, inputs)
     backend = config.backend
-    if config.weights_key is not None:
-        whole = [file.path for file in inputs if file.format == "text"]
-        if whole:
-            raise ConfigError(f"{whole[0]} is one document and has no key for --weights-key")
-        backend = BACKENDS[tokenizer.kind][0] if backend == "auto" else backend
+    if backend == "auto" and (config.weights_key is not None or chat_format == "template"):
+        backend = BACKENDS[tokenizer.kind][0]  # which tells where in its text a token stands
     backend = choose_backend(tokenizer, backend, shards, read, note)
+    _note_missing_keys(read, shards, note)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"
@@ -443,6 +442,35 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         shard_bytes=shard_bytes,
         shards=tuple(shards),
     )
+
+
+def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
+    """ConfigError for a file that is one document, where the options ask for keys of documents."""
+    whole = next((file.path for file in inputs if file.format == "text"), None)
+    for name in ("messages_key", "weights_key", "group_key", "split_key"):
+        if whole is not None and getattr(config, name) is not None:
+            ids = ", or give `pack --groups` a .npy of ids" if name == "group_key" else ""
+            raise ConfigError(
+                f"{whole} is one document and has no key for --{name.replace('_', '-')}: write the "
+                f"corpus as JSON Lines{ids}"
+            )
+
+
+def _note_missing_keys(
+    read: ReadOptions, shards: Sequence[Shard], note: Callable[[str], None]
+) -> None:
+    """Say which key a document need not have, and none has: it may be misspelled."""
+    if read.weights_key is None and read.group_key is None:
+        return
+    blocks = sample_blocks(shards, read)
+    weights = {said for block in blocks for said in block.weights or ()}
+    groups = {group for block in blocks if block.groups is not None for group in block.groups}
+    for option, key, has_one in (
+        ("--weights-key", read.weights_key, weights - {"", "null"}),
+        ("--group-key", read.group_key, groups - {-1}),
+    ):
+        if key is not None and not has_one:
+            note(f"no document that was looked at has {key!r}; see {option}")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

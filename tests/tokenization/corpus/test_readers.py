@@ -184,14 +184,6 @@ def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Pat
     assert len(faults.places["blank line"]) == 3, "examples are few"
 
 
-def test_empty_documents_and_blank_lines_never_stop_a_build(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'\n{"text": ""}\n{"text": "a"}\n   \n')
-    texts, faults = read(path)
-    assert texts == ["a"]
-    assert faults.counts == {"blank line": 2, "empty document": 1}
-
-
 def test_a_text_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfgood")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -240,9 +232,10 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
     assert found == hashes(parquet)
     assert len(set(found)) == 10
     assert found[3] == found[13]
-    write_jsonl(plain, [{"text": "x"}])
-    with pytest.raises(DataError, match=r"x\.jsonl:1: no split key"):
-        hashes(plain)
+    for record in ({"text": "x"}, {"text": "x", "id": None}):
+        write_jsonl(plain, [record])
+        with pytest.raises(DataError, match=r"x\.jsonl:1: no split key"):
+            hashes(plain)
 
 
 def test_dotted_key_is_read_alike_everywhere(tmp_path: Path, write_jsonl: WriteJsonl) -> None:

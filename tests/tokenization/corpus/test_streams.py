@@ -106,8 +106,10 @@ def test_every_byte_of_a_line_may_be_any_byte() -> None:
 
 def test_scalars_stand_for_their_spelling_and_lists_for_their_json() -> None:
     data = b'{"k": 17}\n{"k": "x"}\n{"k": [1, {"a": "\\n"}]}\n{"k": null}\n{}'
-    assert [status for status, _ in extract(data, "k", "scalars")] == [0, 0, WRONG_TYPE, 0, MISSING]
-    assert [text for _, text in extract(data, "k", "scalars")] == [b"17", b"x", b"", b"null", b""]
+    assert extract(data, "k", "scalars") == [
+        *((OK, b"17"), (OK, b"x"), (WRONG_TYPE, b"")),
+        *((WRONG_TYPE, b""), (MISSING, b"")),  # null is no value
+    ]
     assert extract(data, "k", "lists")[2] == (OK, b'[1, {"a": "\\n"}]')
     with pytest.raises(ValueError, match="one of strings, scalars, lists"):
         extract(data, "k", "everything")
@@ -164,11 +166,6 @@ def test_a_line_longer_than_allowed_is_left_out_and_told_by_its_position() -> No
     assert long_lines == [4, 109]
 
 
-def test_a_long_line_is_kept_whole_however_small_the_blocks_are() -> None:
-    data = b"a\n" + b"x" * 1000 + b"\nb"
-    assert lines_of(data, block=3)[0] == [(0, b"a\n"), (2, b"x" * 1000 + b"\n"), (1003, b"b")]
-
-
 def test_a_byte_order_mark_is_dropped_at_the_start_of_the_file_alone() -> None:
     bom = b"\xef\xbb\xbf"
     data = bom + b"a\n" + bom + b"b\n"
@@ -188,9 +185,6 @@ COMPRESSED: list[tuple[str, Compress]] = [
     ("gz", gzip.compress),
     ("zst", lambda data: zstandard.ZstdCompressor().compress(data)),
 ]
-each_compression = pytest.mark.parametrize(
-    ("suffix", "compress"), COMPRESSED, ids=[suffix for suffix, _ in COMPRESSED]
-)
 
 
 def read_all(path: Path) -> bytes:
@@ -199,11 +193,16 @@ def read_all(path: Path) -> bytes:
         return b"".join(iter(lambda: stream.read(1000), b""))
 
 
-@each_compression
-def test_members_are_all_read(tmp_path: Path, suffix: str, compress: Compress) -> None:
-    path = tmp_path / f"x.jsonl.{suffix}"
-    path.write_bytes(compress(TEXT) + compress(b"") + compress(TEXT))
+def test_members_of_a_gz_are_all_read_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    data = gzip.compress(TEXT)
+    path.write_bytes(data + gzip.compress(b"") + data + bytes(512))  # padded, as tapes are
     assert read_all(path) == TEXT + TEXT
+    for members in (b"", data):
+        for keep in (0.5, 0.9, 0.999):
+            path.write_bytes(members + data[: int(len(data) * keep)])
+            with pytest.raises(DataError, match=r"x\.jsonl.* truncated"):
+                read_all(path)
 
 
 def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
@@ -263,7 +262,7 @@ def test_endless_expansion_is_refused_in_little_memory(tmp_path: Path, name: str
         stream = zstandard.ZstdCompressor().compressobj()
         path.write_bytes(b"".join(stream.compress(part) for _ in range(16)) + stream.flush())
     else:
-        path.write_bytes(b"".join(gzip.compress(part) for _ in range(16)))
+        path.write_bytes(gzip.compress(part) * 16)
     [file] = find_inputs([str(path)])
     options = ReadOptions(block_bytes=1 << 20, max_document_bytes=4 << 20)
     tracemalloc.start()
@@ -275,20 +274,7 @@ def test_endless_expansion_is_refused_in_little_memory(tmp_path: Path, name: str
         tracemalloc.stop()
 
 
-@each_compression
-@pytest.mark.parametrize("keep", [0.5, 0.9, 0.999])
-def test_truncated_file_is_error(
-    tmp_path: Path, suffix: str, compress: Compress, keep: float
-) -> None:
-    data = compress(TEXT)
-    path = tmp_path / f"x.jsonl.{suffix}"
-    for members in (b"", data):
-        path.write_bytes(members + data[: int(len(data) * keep)])
-        with pytest.raises(DataError, match=r"x\.jsonl.* truncated"):
-            read_all(path)
-
-
-@each_compression
+@pytest.mark.parametrize(("suffix", "compress"), COMPRESSED, ids=["gz", "zst"])
 def test_damaged_file_is_an_error(tmp_path: Path, suffix: str, compress: Compress) -> None:
     path = tmp_path / f"x.jsonl.{suffix}"
     data = bytearray(compress(TEXT))

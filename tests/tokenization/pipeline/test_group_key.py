@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from commands import build
 
+from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
+
+from ..helpers import Build
 
 NAMES = [None, "x", "y", "x", 7, None, "y", "x", "z", 7, "z", "x"] * 40
 TEXTS = ["" if i % 11 == 5 else f"{i} {name}" for i, name in enumerate(NAMES)]
@@ -23,24 +26,23 @@ def write(folder: Path, kind: str) -> Path:
         names = [None if name is None else str(name) for name in NAMES]
         pq.write_table(pa.table({"text": TEXTS, "of": pa.array(names)}), path, row_group_size=70)
         return path
-    rows = [
-        {"text": text, **({} if name is None else {"of": name})}
-        for text, name in zip(TEXTS, NAMES, strict=True)
+    rows: list[dict[str, Any]] = [
+        {"text": text, "of": name} for text, name in zip(TEXTS, NAMES, strict=True)
     ]
+    for row in rows[::24]:  # half of those without one: null, and no key at all
+        del row["of"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.mark.parametrize("split", STREAMS)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_group_ids_stand_beside_their_documents(kind: str, split: str, tmp_path: Path) -> None:
-    how = [] if split == "whole" else ["--split", "60,40", "--split-by", split]
+def test_group_ids_stand_beside_their_documents(
+    kind: str, split: str, tmp_path: Path, run_build: Build
+) -> None:
+    how = {} if split == "whole" else {"split": "60,40", "split_by": split}
+    run_build(write(tmp_path, kind), group_key="of", shard_bytes=4096, **how)
     prefix = tmp_path / "out"
-    done = build(
-        *("tokenize", "--input", write(tmp_path, kind), "--tokenizer", "bytes", "--workers", 2),
-        *("--output-prefix", prefix, "--group-key", "of", "--shard-bytes", "4K", *how),
-    )
-    assert done.returncode == 0, done.stderr
     seen: dict[str, set[int]] = {}
     num_documents = 0
     for stream in STREAMS[split]:
@@ -57,8 +59,9 @@ def test_group_ids_stand_beside_their_documents(kind: str, split: str, tmp_path:
     assert len(set.union(*seen.values())) == len(seen) == 4 and min(map(min, seen.values())) >= 0
 
 
-def test_files_without_keys_have_no_groups(tmp_path: Path) -> None:
+def test_files_without_keys_are_refused(tmp_path: Path, run_build: Build) -> None:
     (tmp_path / "a.txt").write_text("text")
-    options = ("--tokenizer", "bytes", "--output-prefix", tmp_path / "out", "--group-key", "of")
-    done = build("tokenize", "--input", tmp_path / "a.txt", "--format", "text", *options)
-    assert done.returncode == 2 and "files of text have no keys" in done.stderr
+    split: dict[str, Any] = {"split": "1,1", "split_by": "hash"}
+    for name, more in (("group", {}), ("weights", {}), ("split", split), ("messages", {})):
+        with pytest.raises(ConfigError, match=f"a.txt is one document and has no .*--{name}-key"):
+            run_build(tmp_path / "a.txt", **{f"{name}_key": "of"}, **more, chat_format="headers")
