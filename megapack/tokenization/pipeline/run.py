@@ -98,7 +98,7 @@ class Preview:
 def preview(config: BuildConfig, progress: Progress) -> Preview:
     """Plan a build and look at what is there; write nothing. Raises as ``build`` before it runs."""
     plan = make_plan(config, _inputs(config, progress), progress.note)
-    workspace = Workspace(config, plan)
+    workspace = Workspace(plan)
     return Preview(
         plan=plan,
         prefixes=config.outputs,
@@ -139,7 +139,7 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
         packages = ["gigatoken", "awkward"] if config.backend in ("auto", "gigatoken") else []
         prepare_processes([ShardWorker.__module__, *packages])
     plan = make_plan(config, inputs, progress.note)
-    workspace = Workspace(config, plan)
+    workspace = Workspace(plan)
     workspace.root.parent.mkdir(parents=True, exist_ok=True)
     result = functools.partial(BuildResult, plan=plan, prefixes=config.outputs)
     totals = workspace.finished()
@@ -147,8 +147,11 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
         workspace.found()
         return result(totals=totals, state="found")
     with workspace.locked(progress.note):
+        totals = workspace.finished()  # another process may have finished since, this or another
+        if totals is not None:
+            return result(totals=totals, state="found")
         try:
-            records = _build_shards(plan, workspace, config, progress)
+            records = _build_shards(plan, workspace, progress)
             totals = Totals.of_records(records)
             if config.part is not None:
                 return result(totals=totals, state="part", records=records)
@@ -156,7 +159,7 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
                 skipped = "; ".join(totals.fault_lines()) or "the files are empty"
                 raise DataError(f"the corpus has no documents ({skipped})")
             counts = [record.counted.documents for record in records]
-            assemble(plan, config, workspace, counts, progress.join, command=command)
+            assemble(plan, workspace, counts, progress.join, command=command)
         finally:
             progress.stop()
         workspace.finish(totals)
@@ -173,9 +176,8 @@ def _inputs(config: BuildConfig, progress: Progress) -> list[InputFile]:
     )
 
 
-def _build_shards(
-    plan: Plan, workspace: Workspace, config: BuildConfig, progress: Progress
-) -> list[ShardRecord]:
+def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[ShardRecord]:
+    config = plan.config
     i, n = config.part or (0, 1)
     indices = range(i, len(plan.shards), n)
     missing = [index for index in workspace.missing() if index in indices]
@@ -216,7 +218,6 @@ def _build_shards(
 
 def assemble(
     plan: Plan,
-    config: BuildConfig,
     workspace: Workspace,
     documents_of_shard: Sequence[int],
     progress: Callable[[int, int], None],
@@ -235,7 +236,7 @@ def assemble(
         DataError: a split would be empty.
         OSError: a file cannot be written.
     """
-    directory, outputs = workspace.directory, config.outputs
+    directory, outputs = workspace.directory, plan.config.outputs
     shards = [shard_prefix(directory, i) for i in range(len(documents_of_shard))]
     remove = directory_bytes(directory) > free_bytes(directory)
     done = 0

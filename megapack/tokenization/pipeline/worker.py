@@ -79,13 +79,13 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
     if plan.chat_format == "template":
         template_chats = chat_templates().TemplateChats
         chats = template_chats(files, plan.chat_loss, config.template_variables)
-        return ChatCoder(chats.code, plan.frame)
+        return ChatCoder(chats.code, plan.frame).code
     encoder = open_encoder(files, plan.backend, limits)
     if plan.chat_loss is not None:
-        return ChatCoder(HeaderChats(encoder, plan.chat_loss, files.name).code, plan.frame)
+        return ChatCoder(HeaderChats(encoder, plan.chat_loss, files.name).code, plan.frame).code
     fraction = config.verify_fraction
     reference = open_reference(files) if fraction > 0 else None
-    return TextCoder(encoder, plan.frame, reference=reference, verify_fraction=fraction)
+    return TextCoder(encoder, plan.frame, reference=reference, verify_fraction=fraction).code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,16 +180,14 @@ def _kept(
     blocks: Iterator[TextBlock], plan: Plan, faults: Faults
 ) -> Generator[TextBlock, None, None]:
     """Without the documents that the word limits leave out."""
-    few, many = plan.config.min_words, plan.config.max_words
-    unlimited = few is None and many is None
-    few = 0 if few is None else few
-    many = np.iinfo(np.int64).max if many is None else many
+    few, many = plan.config.min_words or 0, plan.config.max_words
     for block in blocks:
         kept = block
-        if not unlimited:
+        if few or many is not None:
             words = _core.count_words(block.text, block.offsets)
             kept = kept.drop(words < few, "too few words", faults)
-            kept = kept.drop(words[words >= few] > many, "too many words", faults)
+            if many is not None:
+                kept = kept.drop(words[words >= few] > many, "too many words", faults)
         if len(kept):
             yield kept
 
@@ -206,4 +204,4 @@ def _coded(
         for i, stream in enumerate(plan.streams):
             chosen = block.select(split == i)
             if len(chosen):
-                yield stream, chosen, coder.code(chosen, faults)
+                yield stream, chosen, coder(chosen, faults)

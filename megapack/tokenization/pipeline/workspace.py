@@ -32,7 +32,7 @@ from megapack.errors import FormatError, LockedError, MegapackError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset
 from megapack.storage.files import WriterLock, atomic_write, check_target
-from megapack.storage.index_file import path_of
+from megapack.storage.index_file import GROUPS, path_of
 from megapack.storage.index_writer import check_prefix
 from megapack.storage.metadata import has_its_checksums, read_meta
 from megapack.tokenization.corpus.documents import (
@@ -42,7 +42,7 @@ from megapack.tokenization.corpus.documents import (
     fault_lines,
     lacks_documents,
 )
-from megapack.tokenization.pipeline.plan import BuildConfig, Plan, differences
+from megapack.tokenization.pipeline.plan import Plan, differences
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.units import size
@@ -128,7 +128,7 @@ def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord 
     return ShardRecord(counted, faults, kept=True)
 
 
-_VERSION = 2
+_FORMAT = {"format": "megapack build", "version": 2}
 _PLAN = "plan.json"
 _SHOWN = 5
 
@@ -136,8 +136,8 @@ _SHOWN = 5
 class Workspace:
     """The files of one plan under one output prefix."""
 
-    def __init__(self, config: BuildConfig, plan: Plan) -> None:
-        self._config = config
+    def __init__(self, plan: Plan) -> None:
+        self._config = config = plan.config
         self._plan = plan
         self.root = Path(f"{config.output_prefix}.build")
         self.directory = self.root / plan.digest
@@ -281,10 +281,11 @@ class Workspace:
         return sorted(path.parent for path in self.root.glob(f"*/{_PLAN}"))
 
     def _write(self, path: Path, totals: Totals | None = None) -> None:
-        content = {"format": "megapack build", "version": _VERSION, "digest": self._plan.digest}
-        counts = {} if totals is None else dataclasses.asdict(totals)
+        content = {**_FORMAT, "digest": self._plan.digest, **self._plan.tree()}
+        if totals is not None:
+            content |= dataclasses.asdict(totals)
         with atomic_write(path, "w") as file:
-            json.dump({**content, **self._plan.tree(), **counts}, file, indent=1)
+            json.dump(content, file, indent=1)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -297,8 +298,10 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise FormatError(f"{path} is not valid JSON ({error}); start over with --overwrite") from (
             error
         )
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
-        raise FormatError(f"{path} is of another version; start over with --overwrite")
+    if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
+        raise FormatError(
+            f"{path} is no plan of this version of megapack; start over with --overwrite"
+        )
     return content
 
 
@@ -320,7 +323,6 @@ def _lines(changed: Sequence[str]) -> str:
 # ---- Does the disk hold it? Asked before hours of work, from a small sample ---------------------
 
 _INDEX_BYTES = 20  # of a document in .idx
-_LABEL_BYTES = 4
 # A sample may mislead by this much; refuse only what is hopeless.
 _SURE = 0.8
 
@@ -337,15 +339,15 @@ def estimate(plan: Plan, coder: Coder) -> Estimate:
     """From the beginnings of a few shards."""
     read = documents = tokens = 0
     for block in sample_blocks(plan.shards, plan.read):
-        coded = coder.code(block, Faults("skip"))
+        coded = coder(block, Faults("skip"))
         read += _bytes_read(block)
         documents += len(coded.offsets) - 1
         tokens += len(coded.tokens)
     whole = plan.num_bytes(range(len(plan.shards))) / max(1, read)
-    token_bytes = np.dtype(plan.dtype).itemsize + (_LABEL_BYTES if plan.has_labels else 0)
-    num_bytes = tokens * token_bytes + documents * _INDEX_BYTES
-    if plan.config.group_key is not None:
-        num_bytes += documents * (_INDEX_BYTES + 8)
+    num_bytes = documents * _INDEX_BYTES * len(plan.ends)
+    for end in plan.ends:
+        stored = documents if end == GROUPS else tokens
+        num_bytes += stored * np.dtype(plan.stored(end)["dtype"]).itemsize
     return Estimate(num_tokens=round(tokens * whole), num_bytes=math.ceil(num_bytes * whole))
 
 
@@ -390,9 +392,10 @@ def free_bytes(directory: Path) -> int:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Bytes of the files in a directory; some may vanish while they are counted."""
+    """Bytes of the files in a directory; these, and itself, may vanish while they are counted."""
     total = 0
-    for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
     return total

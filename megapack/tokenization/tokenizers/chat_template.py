@@ -50,7 +50,7 @@ _MAX_INTEGER_BITS = 1 << 16
 _PASSING = frozenset(
     ("abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int")
     + ("items", "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse")
-    + ("round", "safe", "select", "selectattr", "sort", "sum", "unique")
+    + ("safe", "select", "selectattr", "sort", "unique")
 )
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -237,9 +237,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._spend(_STEP)
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if isinstance(owner, str):
-            self._written([*args, *kwargs.values()])
-            self._allow(_method_bound(obj.__name__, owner, [*args, *kwargs.values()]))
+        if isinstance(owner, (str, bytes, int)):
+            if obj.__name__ == "join" and args:
+                args = (list(self._iterated(args[0])),)
+            given = [*args, *kwargs.values()]
+            self._written(given)
+            self._allow(_method_bound(obj.__name__, owner, given))
         elif isinstance(obj, jinja2.runtime.LoopContext):  # {% for ... recursive %}
             args = (self._iterated(args[0]), *args[1:])
         result = super().call(context, obj, *args, **kwargs)
@@ -250,8 +253,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             self._spend(len(left) + len(right))  # most of what templates do
             return left + right
-        if operator == "%" and isinstance(left, str):
-            self._allow(_format_bound(left, [right]))
+        if operator == "%" and isinstance(left, (str, bytes)):
+            self._allow(_format_bound(str(left), [right]))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length()
             if bits + right.bit_length() > _MAX_INTEGER_BITS:
@@ -352,25 +355,29 @@ def _walk(value: Any) -> Iterator[Any]:
 
 
 def _characters(value: Any) -> int:
-    return _PART + (len(value) if isinstance(value, str) else 0)
+    return _PART + (len(value) if isinstance(value, (str, bytes)) else 0)
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 0
 
 
-def _method_bound(name: str, text: str, args: Sequence[Any]) -> int:
-    """Characters that a method of a string may make of it."""
+def _method_bound(name: str, owner: Any, args: Sequence[Any]) -> int:
+    """Characters that a method of a string, of bytes or of an integer may make of it."""
+    size = _size(owner)
     width = max([0, *(value for value in args if isinstance(value, int))])
-    if name in ("ljust", "rjust", "center", "zfill"):
-        return len(text) + width
+    if name in ("ljust", "rjust", "center", "zfill", "to_bytes"):
+        return size + width
     if name == "expandtabs":
-        return len(text) * max(8, width)
-    if name == "replace" and len(args) > 1 and isinstance(args[0], str):
-        return len(text) + text.count(args[0]) * _size(args[1])
+        return size * max(8, width)
+    if name == "replace" and len(args) > 1 and isinstance(args[0], type(owner)):
+        return size + int(owner.count(args[0])) * _size(args[1])
+    if name == "translate" and args:
+        table = args[0].values() if isinstance(args[0], dict) else args[0]
+        return size * max([1, *map(_size, table)])
     if name == "join" and args:
-        return len(text) * _size(args[0]) + sum(map(_size, args[0] if _size(args[0]) else ()))
-    return _format_bound(text, args) if name in ("format", "format_map") else 0
+        return size * len(args[0]) + sum(map(_size, args[0]))
+    return _format_bound(str(owner), args) if name in ("format", "format_map") else 0
 
 
 def _format_bound(text: str, args: Sequence[Any]) -> int:

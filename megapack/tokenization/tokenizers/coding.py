@@ -15,8 +15,6 @@ where it does not, as in GPT-NeoX's label files.
 
 from __future__ import annotations
 
-import abc
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -73,15 +71,11 @@ class Frame(NamedTuple):
         return tokens, framed
 
 
-class Coder(abc.ABC):
-    """Turns blocks of documents into tokens."""
-
-    @abc.abstractmethod
-    def code(self, block: TextBlock, faults: Faults) -> Coded:
-        """Documents of which nothing is left are recorded and left out."""
+# Turns a block of documents into tokens; those of which nothing is left are recorded and left out.
+Coder = Callable[[TextBlock, Faults], Coded]
 
 
-class TextCoder(Coder):
+class TextCoder:
     """Plain text.
 
     Args:
@@ -125,10 +119,9 @@ class TextCoder(Coder):
         too."""
         lengths, found, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
         before, behind = len(self._frame.prefix), len(self._frame.suffix)
-        for i, said in enumerate(block.weights or ()):
-            spans = functools.partial(self._encoder.spans, block.strings([i])[0])
+        for i, (said, text) in enumerate(zip(block.weights or (), block.strings(), strict=True)):
             try:
-                own = read_weights(said, int(lengths[i]), spans)
+                own = read_weights(said, int(lengths[i]), text, self._encoder.spans)
             except DataError as error:
                 faults.record("unusable loss weights", block.place(i), str(error))
                 usable[i] = False
@@ -157,11 +150,11 @@ class TextCoder(Coder):
 
 
 def read_weights(
-    said: str, num_tokens: int, spans: Callable[[], NDArray[np.int64]]
+    said: str, num_tokens: int, text: str, spans: Callable[[str], NDArray[np.int64]]
 ) -> NDArray[np.float64]:
     """The loss weights of a document's tokens.
 
-        read_weights("[[2, 5, 0.5]]", 4, spans)    # the text "ab cd ef": tokens at 0-2 2-5 5-6 6-8
+        read_weights("[[2, 5, 0.5]]", 4, "ab cd ef", spans)    # tokens at 0-2 2-5 5-6 6-8
         # -> [1, 0.5, 1, 1]
 
     Args:
@@ -169,28 +162,35 @@ def read_weights(
             half open: a token that holds a character of one has its weight (of several the last),
             all others 1; or the path of a .npy of one number per token. "" or null: all are 1.
         num_tokens: of the document, without what is put around it.
-        spans: characters of every token, (tokens, 2).
+        text: of the document.
+        spans: the characters of every token of it, as ``Encoder.spans`` gives them.
 
     Raises:
         DataError: it says something else, or of another number of tokens; a weight that no float16
             holds (``as_loss_weights``).
     """
     weights = np.ones(num_tokens)
-    value = json.loads(said or "null")
-    if value is None:
-        return weights
     try:
+        value = json.loads(said or "null")
+        if value is None:
+            return weights
         if isinstance(value, str):
             value = np.load(value, allow_pickle=False)
-        array = np.asarray(value, np.float64)
-    except (OSError, TypeError, ValueError) as error:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"they are of dtype {array.dtype}")
+    except Exception as error:  # of json, numpy or zipfile
         raise DataError(f"weights are no numbers: {error}") from error
+    array = array.astype(np.float64)
     if array.ndim == 2 and array.shape[1] == 3:
         as_loss_weights(array[:, 2])
-        at = spans()
+        at = spans(text)
         for begin, end, weight in array:
-            if not 0 <= begin < end:
-                raise DataError(f"weights have span [{begin:g}, {end:g}), which holds no character")
+            if not 0 <= begin < min(end, len(text)):
+                raise DataError(
+                    f"weights have span [{begin:g}, {end:g}), which holds no character of the "
+                    f"{len(text)} of the text"
+                )
             weights[(at[:, 0] < end) & (at[:, 1] > begin)] = weight
         return weights
     if array.shape != (num_tokens,) and array.size:
@@ -218,9 +218,11 @@ class Chat(NamedTuple):
     @staticmethod
     def read(text: str) -> Chat:
         """A document's JSON. Raises DataError where it is no conversation."""
-        document = json.loads(text)
+        document = _from_json(text, "it")
         beside = document if isinstance(document, dict) else {"messages": document}
         messages: list[Message] = beside.pop("messages")
+        if isinstance(beside.get("tools"), str):  # as columns of parquet have schemas that differ
+            beside["tools"] = _from_json(beside["tools"], "tools is a string that")
         if not messages:
             raise DataError("the list of messages is empty")
         for i, message in enumerate(messages):
@@ -234,6 +236,16 @@ class Chat(NamedTuple):
         return Chat(messages, beside)
 
 
+def _from_json(text: str, what: str) -> Any:
+    """DataError where Python does not take it: it may be no JSON, an integer of thousands of digits
+    or lists in lists without end.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is not JSON ({error})") from error
+
+
 class CodedChat(NamedTuple):
     """One conversation."""
 
@@ -241,7 +253,7 @@ class CodedChat(NamedTuple):
     learned: NDArray[np.bool_]  # of every token: does it carry loss?
 
 
-class ChatCoder(Coder):
+class ChatCoder:
     """Blocks whose documents are JSON lists of ``{"role": ..., "content": ...}``, or objects that
     hold one as ``messages`` (``ReadOptions.beside``).
 

@@ -40,10 +40,27 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 
 
+class Limits(NamedTuple):
+    """Resources of an encoder; the ids do not depend on them."""
+
+    threads: int = 1
+    memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
+
+
 class Encoder(abc.ABC):
     """A loaded tokenizer."""
 
     backend: str
+
+    def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
+        self._files = files
+        self._limits = limits
+        # Read by the Rust libraries when their thread pool first starts.
+        os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
+        self._load()
+
+    @abc.abstractmethod
+    def _load(self) -> None: ...
 
     @abc.abstractmethod
     def encode(self, block: TextBlock) -> Encoded:
@@ -52,29 +69,37 @@ class Encoder(abc.ABC):
     def spans(self, text: str) -> NDArray[np.int64]:
         """(tokens, 2) int64: the characters [begin, end) of a text that every token of it holds.
 
-        Raises:
-            ConfigError: the backend does not tell.
+        Not of gigatoken, which does not tell: ``BuildConfig`` refuses it where this is needed.
         """
-        del text
-        raise ConfigError(
-            f"backend {self.backend} does not tell where in its text a token stands, which spans "
-            "of loss weights need: leave out --backend, or give the tokenizer's own"
-        )
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, for people; special tokens are shown by name.
 
         Raises:
             DataError: an id that the tokenizer does not have.
         """
+        size = self._files.vocab_size
+        outside = [token for token in ids if not 0 <= token < size]
+        if outside:
+            raise DataError(
+                f"token id {outside[0]} is not one of the {size:,} of {self._files.name}: "
+                "another tokenizer made it"
+            )
+        return self._decode(list(ids))
 
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Text of ids that are in the vocabulary."""
 
-class Limits(NamedTuple):
-    """Resources of an encoder; the ids do not depend on them."""
-
-    threads: int = 1
-    memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
+    def _named(self, ids: list[int], decode: Callable[[list[int]], str]) -> str:
+        """Special tokens, which ``decode`` would drop, by name; runs between them decoded."""
+        names = {token: text for text, token in self._files.special.items()}
+        runs = itertools.groupby(ids, lambda token: token in names)
+        return "".join(
+            "".join(names[token] for token in run) if special else decode(list(run))
+            for special, run in runs
+        )
 
 
 def guarded_name(files: TokenizerFiles) -> str:
@@ -96,7 +121,7 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
     if backend == guarded_name(files):
         return GuardedEncoder(files, limits)
     require_backend(files, backend)
-    classes: dict[str, type[_Loaded]] = {
+    classes: dict[str, type[Encoder]] = {
         "bytes": _Bytes,
         "sentencepiece": _SentencePiece,
         "tokenizers": _HuggingFace,
@@ -120,42 +145,7 @@ def require_backend(files: TokenizerFiles, backend: str) -> None:
         )
 
 
-class _Loaded(Encoder):
-    def __init__(self, files: TokenizerFiles, limits: Limits) -> None:
-        self._files = files
-        self._limits = limits
-        # Read by the Rust libraries when their thread pool first starts.
-        os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
-        self._load()
-
-    @abc.abstractmethod
-    def _load(self) -> None: ...
-
-    @abc.abstractmethod
-    def _decode(self, ids: list[int]) -> str:
-        """Text of ids that are in the vocabulary."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        size = self._files.vocab_size
-        outside = [token for token in ids if not 0 <= token < size]
-        if outside:
-            raise DataError(
-                f"token id {outside[0]} is not one of the {size:,} of {self._files.name}: "
-                "another tokenizer made it"
-            )
-        return self._decode(list(ids))
-
-    def _named(self, ids: list[int], decode: Callable[[list[int]], str]) -> str:
-        """Special tokens, which ``decode`` would drop, by name; runs between them decoded."""
-        names = {token: text for text, token in self._files.special.items()}
-        runs = itertools.groupby(ids, lambda token: token in names)
-        return "".join(
-            "".join(names[token] for token in run) if special else decode(list(run))
-            for special, run in runs
-        )
-
-
-class _Bytes(_Loaded):
+class _Bytes(Encoder):
     backend = "bytes"
 
     def _load(self) -> None:
@@ -173,7 +163,7 @@ class _Bytes(_Loaded):
         return self._named(ids, lambda run: bytes(run).decode("utf-8", errors="replace"))
 
 
-class _SentencePiece(_Loaded):
+class _SentencePiece(Encoder):
     backend = "sentencepiece"
 
     def _load(self) -> None:
@@ -203,7 +193,7 @@ class _SentencePiece(_Loaded):
         return self._named(ids, self._processor.decode)
 
 
-class _HuggingFace(_Loaded):
+class _HuggingFace(Encoder):
     backend = "tokenizers"
 
     def _load(self) -> None:
@@ -230,7 +220,7 @@ class _HuggingFace(_Loaded):
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-class _Gigatoken(_Loaded):
+class _Gigatoken(Encoder):
     backend = "gigatoken"
 
     def _load(self) -> None:
@@ -328,11 +318,10 @@ _RANGES = np.array(_UNICODE_17, np.int64).reshape(-1)
 class GuardedEncoder(Encoder):
     """gigatoken, and the reference for the documents on which gigatoken is known to differ."""
 
-    def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
+    def _load(self) -> None:
+        files = self._files
         self.backend = guarded_name(files)
-        self._files = files
-        self._limits = limits
-        self._fast = open_encoder(files, "gigatoken", limits)
+        self._fast = open_encoder(files, "gigatoken", self._limits)
         control = files.special if files.kind == "sentencepiece" else {}
         self._control = [text.encode("utf-8") for text in control]
 
@@ -341,7 +330,7 @@ class GuardedEncoder(Encoder):
         """Loaded when the first document needs it; most corpora have none."""
         return open_reference(self._files, self._limits)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._reference.decode(ids)
 
     def encode(self, block: TextBlock) -> Encoded:

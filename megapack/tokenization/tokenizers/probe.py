@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megapack.errors import ConfigError, MegapackError
-from megapack.tokenization.corpus.documents import Faults, Place, ReadOptions, TextBlock
+from megapack.tokenization.corpus.documents import Faults, ReadOptions, TextBlock
 from megapack.tokenization.corpus.readers import Shard, read_blocks
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
@@ -27,23 +26,6 @@ from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 _SAMPLE_BYTES = 1 << 19
 _SAMPLE_SHARDS = 4
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two backends part: the document, the token, and the text around it."""
-
-    place: Place
-    position: int
-    expected: tuple[int, ...]
-    found: tuple[int, ...]
-    text: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.place}, token {self.position}, near {self.text!r}: the reference gives "
-            f"{list(self.expected)} ..., the other {list(self.found)} ..."
-        )
 
 
 def choose_backend(
@@ -114,8 +96,10 @@ def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
     return dataclasses.replace(block, text=block.text[:num_bytes].copy(), offsets=offsets)
 
 
-def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Difference | None:
-    """The first token of the first document that ``other`` encodes unlike ``reference``."""
+def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> str | None:
+    """Where ``other`` first encodes unlike ``reference``: the document, the token, the text there;
+    None: nowhere.
+    """
     expected, expected_at = reference.encode(block)
     found, found_at = other.encode(block)
     for i in range(len(block)):
@@ -126,14 +110,11 @@ def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> Di
         common = min(len(a), len(b))
         unequal = np.flatnonzero(a[:common] != b[:common])
         at = int(unequal[0]) if len(unequal) else common
-        text = block.strings([i])[0]
         begin = max(0, len(reference.decode(a[:at].tolist())) - 16)
-        return Difference(
-            place=block.place(i),
-            position=at,
-            expected=tuple(a[at : at + 6].tolist()),
-            found=tuple(b[at : at + 6].tolist()),
-            text=text[begin : begin + 48],
+        text = block.strings()[i][begin : begin + 48]
+        return (
+            f"{block.place(i)}, token {at}, near {text!r}: the reference gives "
+            f"{a[at : at + 6].tolist()} ..., the other {b[at : at + 6].tolist()} ..."
         )
     return None
 

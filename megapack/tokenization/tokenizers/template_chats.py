@@ -108,11 +108,6 @@ class TemplateChats:
         said: dict[str, Any] = {_TOOLS: None, _DOCUMENTS: None, **chat.beside}
         if _DOCUMENTS in self._fixed and _DOCUMENTS not in chat.beside:
             del said[_DOCUMENTS]
-        if isinstance(said[_TOOLS], str):  # as columns of parquet must have schemas that differ
-            try:
-                said[_TOOLS] = json.loads(said[_TOOLS])
-            except ValueError as error:
-                raise DataError(f"{_TOOLS} is a string that is not JSON ({error})") from error
         for name in (_TOOLS, _DOCUMENTS):
             values = said.get(name)
             wrong = [] if values is None else [values]

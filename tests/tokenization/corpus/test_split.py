@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from megapack.tokenization.corpus.documents import (
 )
 from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 from ..helpers import Build, WriteJsonl
 
@@ -65,21 +65,22 @@ class Recorder(Encoder):
 
     backend = "bytes"
 
-    def __init__(self) -> None:
+    def _load(self) -> None:
         self.texts: list[str] = []
 
     def encode(self, block: TextBlock) -> tuple[Ids, NDArray[np.int64]]:
         self.texts += block.strings()
         return block.text.astype(np.int32), block.offsets
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode()
 
 
 def test_documents_of_every_split_are_verified() -> None:
-    reference = Recorder()
+    files = TokenizerFiles.open("bytes")
+    reference = Recorder(files)
     frame = Frame(dtype="uint16", vocab_size=256, prefix=(), suffix=())
-    coder = TextCoder(Recorder(), frame, reference=reference, verify_fraction=0.2)
+    coder = TextCoder(Recorder(files), frame, reference=reference, verify_fraction=0.2)
     block = TextBlock.of_texts([f"document {i}" for i in range(4000)])
     coder.code(block, Faults())
     assert 600 < len(reference.texts) < 1000
@@ -87,8 +88,8 @@ def test_documents_of_every_split_are_verified() -> None:
     split = hashed_split((90.0, 5.0, 5.0), sample.text_hashes())
     shares = np.bincount(split, minlength=3) / len(sample)
     np.testing.assert_allclose(shares, (0.9, 0.05, 0.05), atol=0.03)
-    again = Recorder()
-    TextCoder(Recorder(), frame, reference=again, verify_fraction=0.2).code(block, Faults())
+    again = Recorder(files)
+    TextCoder(Recorder(files), frame, reference=again, verify_fraction=0.2).code(block, Faults())
     assert again.texts == reference.texts, "every run checks the same documents"
 
 
@@ -98,13 +99,12 @@ def test_nonsense_is_no_split(text: str) -> None:
         parse_split(text)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_consecutive_splits_are_cut_through_the_shards(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, workers: int
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
 ) -> None:
     texts = [f"document {i} " * (1 + i % 5) for i in range(101)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
-    run_build(corpus, split="70,20,10", append_eod=True, shard_bytes=700, workers=workers)
+    run_build(corpus, split="70,20,10", append_eod=True, shard_bytes=700)
     found: list[str] = []
     sizes = []
     for name in NAMES:

@@ -77,15 +77,6 @@ def test_documents_begin_and_end_as_asked(
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]] == documents
 
 
-def test_dtype_follows_megatrons_rule(tmp_path: Path, corpus: Path, run_build: Build) -> None:
-    assert run_build(corpus).plan.dtype == "uint16"
-    result = run_build(corpus, dtype="int32", output_prefix=str(tmp_path / "wide"))
-    assert result.plan.dtype == "int32"
-    wide, narrow = IndexedDataset(tmp_path / "wide"), IndexedDataset(tmp_path / "out")
-    assert (wide.dtype, narrow.dtype) == (np.int32, np.uint16)
-    np.testing.assert_array_equal(wide.tokens, narrow.tokens)
-
-
 def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     texts = ["w " * n for n in (49, 50, 51, 100, 101)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
@@ -117,9 +108,6 @@ def test_loss_weights_go_with_their_documents(
         assert seen == 20
     with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .weights have shape"):
         run_build(corpus, **{**options, "on_error": "fail"}, overwrite=True)
-    (tmp_path / "whole.txt").write_text("text")
-    with pytest.raises(ConfigError, match="has no key for --weights-key"):
-        run_build(tmp_path / "whole.txt", **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
         run_build(corpus, **{**options, "messages_key": "m"})
 
