@@ -6,36 +6,16 @@ import json
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fuzz.mutate import mutate
+from fuzz.mutate import change_value, mutate
 from megapack.errors import MegapackError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.merge import merge
 from megapack.storage.tokens import InputDataset
 from megapack.storage.verify import verify
 
-_VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2,
-    19,
-    20,
-    21,
-    2**31,
-    2**63,
-    2**70,
-    1.5,
-    "",
-    "x",
-    [],
-    {},
-]
 _TOKENS = np.array([5, 7, 0, 9, 0, 0, 19, 1, 0], np.uint16)
 
 
@@ -62,18 +42,7 @@ def change(rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         return mutate(rng, SEEDS)
     content = json.loads(SEEDS[0])
-    parent = content
-    while True:
-        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
-        if not isinstance(parent[key], dict | list) or not parent[key] or rng.random() < 0.2:
-            break
-        parent = parent[key]
-    if rng.random() < 0.2:
-        del parent[key]
-    else:
-        value = parent[key]
-        nearby = value + rng.choice([-1, 1]) if isinstance(value, int) else rng.choice(_VALUES)
-        parent[key] = rng.choice([nearby, rng.choice(_VALUES)])
+    change_value(rng, content)
     return json.dumps(content).encode()
 
 

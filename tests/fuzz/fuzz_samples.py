@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fuzz.mutate import mutate
+from fuzz.mutate import change_value, mutate
 from megapack.errors import MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = [5, 9, 1, 30, 0, 7, 2, 11, 64, 3, 3, 17, 40, 8] * 3
 _PREAMBLE = struct.Struct("<8sIIQQ")
-_VALUES = [None, True, -1, 0, 1, 2, 7, 16, 2**31, 2**63, 2**70, 1.5, "", "x", "<i4", [], [1], {}]
 _NUMBERS = [0, 1, -1, 2, 5, 14, 16, 100, 2**31 - 1, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
 _PACKINGS: list[dict[str, Any]] = [
     {"strategy": "bucket", "buckets": [8, 16, 32]},
@@ -100,15 +99,7 @@ def _with_number(rng: random.Random, data: bytes, header: dict[str, Any]) -> byt
 
 def _with_value(rng: random.Random, data: bytes, header: dict[str, Any]) -> bytes:
     size = _PREAMBLE.unpack_from(data)[3]
-    parent: Any = header
-    while True:
-        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
-        if not isinstance(parent[key], dict | list) or not parent[key] or rng.random() < 0.2:
-            break
-        parent = parent[key]
-    value = parent[key]
-    nearby = value + rng.choice([-64, -1, 1, 64]) if type(value) is int else rng.choice(_VALUES)
-    parent[key] = rng.choice([nearby, rng.choice(_VALUES)])
+    change_value(rng, header)
     encoded = json.dumps(header).encode().ljust(size)
     digest = xxhash.xxh3_64_intdigest(encoded)
     preamble = _PREAMBLE.pack(data[:8], 2, 0, len(encoded), digest)

@@ -1,11 +1,12 @@
-"""Deterministic mutation of byte strings: the same seed gives the same inputs everywhere."""
+"""Deterministic mutation of bytes and of JSON: the same seed gives the same inputs everywhere."""
 
 from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
-__all__ = ["mutate"]
+__all__ = ["change_value", "mutate"]
 
 # Numbers at which readers of binary formats trip.
 _NUMBERS = [0, 1, 2, 3, 7, 8, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53]
@@ -18,6 +19,26 @@ def mutate(rng: random.Random, seeds: list[bytes], most: int = 4096) -> bytes:
     for _ in range(rng.randint(1, 4)):
         rng.choice(_CHANGES)(rng, data, seeds)
     return bytes(data[:most])
+
+
+_VALUES = [None, True, -1, 0, 1, 2, 7, 16, 19, 20, 21, 2**31, 2**63, 2**70, 1.5]
+_VALUES += ["", "x", "<i4", [], [1], {}]
+
+
+def change_value(rng: random.Random, tree: dict[str, Any]) -> None:
+    """One value of a JSON tree, wherever it lies: gone, a number nearby, or something else."""
+    parent: Any = tree
+    while True:
+        key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+        value = parent[key]
+        if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+            break
+        parent = value
+    if rng.random() < 0.1:
+        del parent[key]
+        return
+    nearby = value + rng.choice([-64, -1, 1, 64]) if type(value) is int else rng.choice(_VALUES)
+    parent[key] = rng.choice([nearby, rng.choice(_VALUES)])
 
 
 def _at(rng: random.Random, data: bytearray) -> int:

@@ -10,7 +10,8 @@ A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to
 and nothing else; it may have ``change(rng)``, which gives an input by a change of its own, and its
 ``run`` then says in a word what became of it and raises only megapack's errors and OSError; or
 ``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
-driver.cpp mutates and runs it, so that no clang is needed) and a line ``// core: text/a.cpp`` that
+driver.cpp runs it, so that no clang is needed), for the inputs of the Python target of its name,
+and a line ``// core: text/a.cpp`` that
 names what it needs of csrc/core. What fails is kept in ``corpus/<name>``, and
 tests/fuzz/test_corpus.py runs all of it from then on.
 """
@@ -38,10 +39,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
+from test_cpp import SANITIZERS, compile_all, compiler  # noqa: E402
+
 from fuzz.mutate import mutate  # noqa: E402
 from megapack.errors import MegapackError  # noqa: E402
 
 SECONDS_TO_HANG = 60.0  # for one input; most take milliseconds
+BATCH = 10_000  # inputs that the core is given at once
 
 
 def python_targets() -> dict[str, ModuleType]:
@@ -113,34 +117,40 @@ def fuzz_python(
 
 def build_cpp(source: Path, binary: Path) -> None:
     """The harness, the driver and its part of the core under AddressSanitizer and UBSan."""
-    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     needed = re.findall(r"^// core: (.+)$", source.read_text(), re.MULTILINE)
-    core = [str(ROOT / "csrc" / "core" / name) for line in needed for name in line.split()]
-    files = [str(source), str(HERE / "driver.cpp"), *core]
-    command = ["g++", *flags, "-pthread", "-I", str(ROOT / "csrc"), *files, "-o", str(binary)]
+    core = [ROOT / "csrc" / "core" / name for line in needed for name in line.split()]
+    objects = compile_all(
+        [source, HERE / "driver.cpp", *core], ROOT / "build/sanitizers/fuzz", SANITIZERS["address"]
+    )
+    command = [compiler(), *SANITIZERS["address"], "-pthread", *objects, "-o", binary]
     subprocess.run(command, check=True)
 
 
-def seed_files(name: str, directory: Path) -> list[str]:
-    """The Python target's seeds and the corpus, as files for the C++ one."""
-    seeds = python_targets()[name].SEEDS if name in python_targets() else []
-    for i, data in enumerate(seeds):
-        (directory / f"seed{i}").write_bytes(data)
-    return [*map(str, sorted(directory.glob("seed*"))), *map(str, corpus(name))]
+def run_cpp(binary: Path, data: list[bytes]) -> bytes | None:
+    """The input at which the core stops, None when all were handled."""
+    given, current = binary.with_name("inputs"), binary.with_name("current")
+    given.write_bytes(b"".join(len(one).to_bytes(8, "little") + one for one in data))
+    done = subprocess.run([str(binary), str(given), str(current)], check=False, capture_output=True)
+    if done.returncode != 0:
+        print(done.stderr.decode(errors="replace"))
+        return data[int.from_bytes(current.read_bytes(), "little")]
+    assert int(done.stdout) == len(data)
+    return None
 
 
 def fuzz_cpp(name: str, source: Path, seconds: float) -> bool:
-    with tempfile.TemporaryDirectory() as text:
-        directory = Path(text)
-        build_cpp(source, directory / "fuzz")
-        command = [str(directory / "fuzz"), f"{seconds:.0f}", str(directory / "current")]
-        print(f"{name} (C++): ", end="", flush=True)
-        done = subprocess.run([*command, *seed_files(name, directory)], check=False)
-        if done.returncode != 0:
-            size, data = (directory / "current").read_bytes()[:8], (directory / "current")
-            kept = keep(name, data.read_bytes()[8 : 8 + int.from_bytes(size, "little")])
-            print(f"{name}: failed; kept as {kept}")
-            return False
+    with tempfile.TemporaryDirectory() as directory:
+        binary = Path(directory, "fuzz")
+        build_cpp(source, binary)
+        new, count, begin = inputs(name, python_targets()[name]), 0, time.monotonic()
+        while time.monotonic() - begin < seconds:
+            batch = list(itertools.islice(new, BATCH))
+            failed = run_cpp(binary, batch)
+            if failed is not None:
+                print(f"{name}: failed; kept as {keep(name, failed)}")
+                return False
+            count += len(batch)
+        print(f"{name} (C++): {count:,} inputs, nothing found")
         return True
 
 
