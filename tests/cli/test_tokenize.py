@@ -37,7 +37,7 @@ def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
     assert "EOD        <eod> = 256" in out
     assert "documents  60 (" in out
     assert f"tokens     {IndexedDataset(tmp_path / 'out').num_tokens:,} (uint16)" in out
-    assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx" in out
+    assert f"dataset    {tmp_path}/out.bin, {tmp_path}/out.idx: 60 documents, " in out
     assert "47.2 KiB in 5 shards; about " in err
     assert tokenize(corpus, tmp_path / "out", "--append-eod", "--shard-bytes", "10K") == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -79,16 +79,6 @@ def test_dry_run_writes_not(
     assert tokenize(corpus, prefix, "--split", "90,10", "--dry-run") == 2, (
         "another plan stands here"
     )
-
-
-def test_split_tells_parts(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tokenize(corpus, tmp_path / "out", "--split", "50,25,25") == 0
-    out = capsys.readouterr().out
-    for name, documents in (("train", 30), ("valid", 15), ("test", 15)):
-        tokens = IndexedDataset(tmp_path / f"out_{name}").num_tokens
-        assert f"out_{name}.idx: {documents} documents, {tokens:,} tokens" in out
 
 
 def test_keys_make_megatrons_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +179,6 @@ def test_wrong_arguments(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFix
         (("--input", str(tmp_path / "*.csv")), 2, "no file matches"),
         (("--tokenizer", "no/such"), 2, "there is no tokenizer at no/such"),
         (("--backend", "tokenizers"), 2, "'tokenizers' does not run bytes"),
-        (("--part", "2/2"), 2, "part is 2/2"),
-        (("--split", "1,2,3,4"), 2, "split '1,2,3,4'"),
     ):
         assert tokenize(corpus, tmp_path / "out", *more) == status, more
         assert message in capsys.readouterr().err
@@ -207,10 +195,11 @@ def test_wrong_arguments(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFix
 
 def test_the_command_in_the_meta_file_builds_the_same_dataset(tmp_path: Path, corpus: Path) -> None:
     more = ("--append-eod", "--min-words", "5", "--dtype", "int32", "--shard-bytes", "10K")
-    assert tokenize(corpus, tmp_path / "out", *more, "--workers", "2") == 0
+    assert tokenize(corpus, tmp_path / "out", *more, "--block-bytes", "2K") == 0
     first = (tmp_path / "out.bin").read_bytes()
     meta = IndexedDataset(tmp_path / "out").meta
     assert meta is not None
+    assert IndexedDataset(tmp_path / "out").dtype == np.int32
     program, *arguments = meta["command"].split()
     assert program == "megapack-build"
     for path in tmp_path.glob("out.*"):
@@ -275,7 +264,10 @@ def test_training_is_once(tmp_path: Path, corpus: Path) -> None:
     command = ["train-tokenizer", "--input", str(corpus), "--output", str(output)]
     command += ["--type", "bpe-json", "--vocab-size", "300"]
     assert f"{output}: 300 tokens, learned from 60 documents" in printed(*command)
+    before = output.read_bytes()
     assert f"nothing to do: {output} is there already" in printed(*command)
     other = [*command, "--special-token", "<|x|>"]
     assert "replace it with --overwrite" in printed(*other, status=2).lower()
+    assert output.read_bytes() == before
     assert main([*other, "--overwrite"]) == 0
+    assert output.read_bytes() != before
