@@ -18,14 +18,13 @@ as they were; the host keeps a count and not the program, so nobody notices an e
 
 from __future__ import annotations
 
-import itertools
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -46,19 +45,32 @@ from megapack.errors import ConfigError
 # own, which takes several times as long as gathering a row. So the rows of a micro batch are views
 # of tensors that are stacked already, collating them gives those tensors back, and what leaves a
 # worker is the numbers of the rows: the worker has read them, so that their pages are in memory;
-# the
-# training process, in its pin_memory thread where it has one, gathers them again without the GIL.
+# the training process, in its pin_memory thread where it has one, gathers them again without the
+# GIL.
 
 
-class RowGatherer(Protocol):
-    """A dataset that stacks rows better than default_collate can."""
+class GatheredRows:
+    """For a dataset that stacks rows (``micro_batch``) better than default_collate can."""
 
-    key: int
-    """``new_key(self)``; pickled with the dataset."""
+    _key: str
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """These rows, ``(rows, ...)`` under every key."""
-        ...
+        raise NotImplementedError
+
+    def _remember(self) -> None:
+        """This process finds the dataset again when a worker names its rows."""
+        self._key = uuid4().hex  # of no other dataset, whichever process has made it
+        _datasets[self._key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _datasets.setdefault(self._key, self)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[GatheredRow]:
+        """Several rows, gathered at once and collated for nothing (torch's DataLoader asks so)."""
+        gathered = _Gathered(self._key, numbers, self.micro_batch(numbers))
+        return [GatheredRow(gathered, i) for i in range(len(numbers))]
 
 
 class GatheredRow(Mapping[str, Tensor]):
@@ -77,38 +89,24 @@ class GatheredRow(Mapping[str, Tensor]):
         return len(self.micro_batch.batch)
 
 
-def rows_of(dataset: RowGatherer, numbers: Sequence[int]) -> list[GatheredRow]:
-    """Rows of a dataset, gathered at once."""
-    gathered = _Gathered(dataset.key, numbers, dataset.micro_batch(numbers))
-    return [GatheredRow(gathered, i) for i in range(len(numbers))]
-
-
 class _Gathered:
     """A micro batch; in another process the same rows of the same dataset, gathered there."""
 
-    def __init__(self, key: int, numbers: Sequence[int], batch: dict[str, Tensor]) -> None:
+    def __init__(self, key: str, numbers: Sequence[int], batch: dict[str, Tensor]) -> None:
         self.key, self.numbers, self.batch = key, numbers, batch
 
     def __reduce__(self) -> Any:
         return _gather, (self.key, self.numbers)
 
 
-def _gather(key: int, numbers: Sequence[int]) -> dict[str, Tensor]:
+def _gather(key: str, numbers: Sequence[int]) -> dict[str, Tensor]:
     dataset = _datasets.get(key)
     if dataset is None:
         raise RuntimeError("rows left a DataLoader's worker for a process without their dataset")
     return dataset.micro_batch(numbers)
 
 
-_datasets: weakref.WeakValueDictionary[int, RowGatherer] = weakref.WeakValueDictionary()
-_keys = itertools.count()
-
-
-def new_key(dataset: RowGatherer) -> int:
-    """By which this process finds the dataset again when a worker names its rows."""
-    key = next(_keys)
-    _datasets[key] = dataset
-    return key
+_datasets: weakref.WeakValueDictionary[str, GatheredRows] = weakref.WeakValueDictionary()
 
 
 def _collate(rows: Sequence[GatheredRow], **_: Any) -> Any:
@@ -123,8 +121,6 @@ def _collate(rows: Sequence[GatheredRow], **_: Any) -> Any:
 
 default_collate_fn_map[GatheredRow] = _collate
 
-
-logger = logging.getLogger(__name__)
 
 ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 BLOCKS_IN_MEMORY = 4
@@ -163,7 +159,7 @@ class Block(NamedTuple):
     """Beside them."""
 
 
-class RowDataset(Dataset[dict[str, Tensor]]):
+class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
     """Rows of constant length in schedule order.
 
     Args:
@@ -188,7 +184,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         refuse_token_weights(packed.samples, _refuse_weights)
         self.packed, self.options, self.order, self.finite = packed, options, order, finite
-        self.key = new_key(self)
+        self._remember()
         self._connect()
         self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
 
@@ -210,11 +206,11 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         self._asked = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("packed", "options", "order", "finite", "num_rows", "key")
+        kept = ("packed", "options", "order", "finite", "num_rows", "_key")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._connect()
 
     def __len__(self) -> int:
@@ -250,10 +246,6 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             cu_seqlens then counts tokens without the room between segments.
         """
         return {key: value[0] for key, value in self.micro_batch([i]).items()}
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[GatheredRow]:
-        """Several rows, gathered at once and collated for nothing (torch's DataLoader asks so)."""
-        return rows_of(self, numbers)
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Several rows, stacked: every key of ``[i]`` with the rows as its first dimension."""
@@ -325,8 +317,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return self._layouts[num_rows]
 
     def _block(self, block: int) -> Block:
-        if block in self._blocks:
-            return self._blocks[block]
+        found = self._blocks.get(block)
+        if found is not None:  # a loader's pin_memory thread gathers, too, and drops blocks
+            return found
         step, size = self.schedule.step(block), self.options.rows_per_block
         num_samples = size * (self.options.sequence_length // step.capacity)
         fim = step.fim
@@ -338,10 +331,10 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             )
             places = equal_groups(costs, num_samples // size)
             rows, fim = step.sample_ids[places], None if fim is None else fim.of(places)
-        self._blocks[block] = Block(step.bucket, step.capacity, rows, fim)
+        found = self._blocks[block] = Block(step.bucket, step.capacity, rows, fim)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
-        return self._blocks[block]
+        return found
 
 
 def _refuse_weights(what: str, option: str) -> NoReturn:

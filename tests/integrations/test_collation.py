@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from megapack.data.batch import Buffers, ReusedBuffers
+from megapack.integrations import rows as integration
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
@@ -33,15 +36,11 @@ def rows(tmp_path: Path) -> RowDataset:
 BATCHES = [[0, 1, 2, 3], [6, 7, 8, 9], [150, 20, 20, 3], [11], *([i, i + 1] for i in range(20, 80))]
 
 
-@pytest.mark.parametrize(
-    ("workers", "context"), [(0, None), (2, "fork"), (1, "spawn")], ids=["none", "fork", "spawn"]
-)
+@pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_give_the_rows_stacked_whatever_their_workers(
-    rows: RowDataset, workers: int, context: str | None
+    rows: RowDataset, workers: int
 ) -> None:
-    loader = DataLoader(
-        rows, batch_sampler=BATCHES, num_workers=workers, multiprocessing_context=context
-    )
+    loader = DataLoader(rows, batch_sampler=BATCHES, num_workers=workers)
     batches = list(loader)  # all are held: none is filled again behind its holder's back
     assert len(batches) == len(BATCHES)
     for numbers, batch in zip(BATCHES, batches, strict=True):
@@ -57,6 +56,28 @@ def test_rows_that_are_no_whole_micro_batch_are_stacked(rows: RowDataset) -> Non
         batch = default_collate(chosen)
         for key, value in batch.items():
             assert torch.equal(value, torch.stack([row[key] for row in chosen])), key
+
+
+def test_rows_of_a_spawned_worker_are_gathered_from_the_dataset_that_it_was_sent(
+    rows: RowDataset,
+) -> None:
+    of_worker = pickle.loads(pickle.dumps(rows)).__getitems__([4, 5])[0].micro_batch
+    batch = pickle.loads(pickle.dumps(of_worker))
+    assert torch.equal(batch["tokens"], rows.micro_batch([4, 5])["tokens"])
+
+
+def test_rows_of_a_dataset_from_another_process_are_its_own(
+    rows: RowDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a training process is spawned with a dataset, and opens another one itself."""
+    sent = pickle.dumps(rows)
+    monkeypatch.setattr(integration, "_datasets", type(integration._datasets)())
+    options = replace(rows.options, seed=4)
+    other, copied = RowDataset(rows.packed, options, num_rows=160), pickle.loads(sent)
+    for dataset in (copied, other):
+        (batch,) = DataLoader(dataset, batch_sampler=[[0, 1, 2, 3]], num_workers=1)
+        assert torch.equal(batch["tokens"], dataset.micro_batch(range(4))["tokens"])
+    assert not torch.equal(copied[0]["tokens"], other[0]["tokens"])
 
 
 VIEWS: dict[str, Callable[[Buffers], Any]] = {

@@ -1,8 +1,12 @@
-"""Weighted --data-path lists, blended inside megapack instead of sample by sample on top of it.
+"""A MegatronDataset of packed rows, and the builder that blends weighted --data-path lists in it.
 
-Megatron's BlendedDataset interleaves single samples of its datasets, which would put different
-buckets on different ranks. Here the list becomes one manifest for one dataset, whose blend keeps
-every block of rows in one bucket.
+Where GPTDataset stands in a script, ``PackedGPTDataset`` can stand: the same constructor, the same
+batch keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
+megatron-core's own BlendedMegatronDatasetBuilder builds it.
+
+Of several paths Megatron's BlendedDataset interleaves single samples, which would put different
+buckets on different ranks. ``PackedDatasetBuilder`` makes one manifest of the list, for one dataset
+whose blend keeps every block of rows in one bucket.
 """
 
 from __future__ import annotations
@@ -33,11 +37,7 @@ from megapack.integrations.megatron.host import (
 )
 from megapack.integrations.megatron.probe import watch_first_call
 from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import GatheredRow, RowDataset, RowOptions, new_key, rows_of
-
-# ---- A MegatronDataset of packed rows, built by megatron-core's own BlendedMegatronDatasetBuilder
-# Where GPTDataset stands in a script, this class can stand: the same constructor, the same batch
-# keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
+from megapack.integrations.rows import GatheredRows, RowDataset, RowOptions
 
 # What --split divides: parts per million of every source's documents, so that a split cuts each
 # source of a blend in the same proportion, whatever their sizes.
@@ -52,7 +52,7 @@ class PackedSources:
         self.datasets: list[SourceDocuments] = open_sources(self.manifest)
 
 
-class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core has no stubs
+class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # no stubs
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's. ``dataset_path`` is a prefix, a manifest file or JSON
@@ -86,8 +86,7 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _refuse_outer_blend(config, index_split)
-        self.sources = dataset
-        self.key = new_key(self)
+        self._remember()
         self.rows: RowDataset | None = None
         if num_samples != 0:
             evaluation = index_split is not Split.train
@@ -135,10 +134,6 @@ class PackedGPTDataset(MegatronDataset):  # type: ignore[misc]  # megatron-core 
         if i is None:
             row["loss_mask"] = torch.zeros_like(row["loss_mask"])
         return row
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[GatheredRow]:
-        """The rows of a micro batch, gathered by one call."""
-        return rows_of(self, numbers)
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """The same rows, stacked: ``(rows, ...)`` under every key."""
