@@ -66,10 +66,20 @@ def gradients(gpt: GPTModel) -> dict[str, Tensor]:
     return found
 
 
-def _packed_against_single(
-    rank: int, world_size: int, position_embedding: str, changes: dict[str, Any]
-) -> tuple[float, float]:
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("rope", {}),
+    ("learned_absolute", {}),
+    ("rope", {"window_size": (7, 0)}),
+]
+
+
+def _packed_against_single(rank: int, world_size: int) -> list[tuple[float, float]]:
     parallel_state.initialize_model_parallel()
+    return [_errors(*case) for case in CASES]
+
+
+def _errors(position_embedding: str, changes: dict[str, Any]) -> tuple[float, float]:
+    """Of the loss, and of the gradient that is worst."""
     row = make_row(LENGTHS)
     batch = default_collate([{**row, "labels": (row["labels"] * 7) % VOCABULARY}])
     gpt = model(position_embedding, **changes)
@@ -105,23 +115,10 @@ def _step(gpt: GPTModel, batch: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("position_embedding", "changes"),
-    [
-        ("rope", {}),
-        ("learned_absolute", {}),
-        ("rope", {"window_size": (7, 0)}),
-    ],
-    ids=["rope", "learned", "window"],
-)
-def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents(
-    position_embedding: str, changes: dict[str, Any], free_port: int
-) -> None:
-    [(loss_error, gradient_error)] = run_ranks(
-        _packed_against_single, 1, free_port, position_embedding, changes
-    )
-    assert loss_error < 1e-6
-    assert gradient_error < 1e-5
+def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents(free_port: int) -> None:
+    [found] = run_ranks(_packed_against_single, 1, free_port)
+    for case, (loss_error, gradient_error) in zip(CASES, found, strict=True):
+        assert loss_error < 1e-6 and gradient_error < 1e-5, case
 
 
 def _plain_rows(rank: int, world_size: int) -> float:
@@ -152,6 +149,7 @@ def test_rows_without_boundaries_are_plain_causal_rows(free_port: int) -> None:
         ({}, {"attention_dropout": 0.1}, "dropout is 0.1"),
         ({}, {"context_parallel_size": 2}, "Transformer Engine"),
         ({"attention_type": "cross"}, {}, "self only"),
+        ({}, {"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
     ],
 )
 def test_the_attention_refuses_what_it_cannot_do(
@@ -162,41 +160,42 @@ def test_the_attention_refuses_what_it_cannot_do(
         PackedCoreAttention(config(**changes), **arguments)
 
 
-def _called_on(rank: int, world_size: int, lost: str) -> str:
+LOST = {
+    "none": "called",
+    "one": r"boundaries \[0, 20, 64\], and positions begin anew at \[20, 23\]",
+    "all": r"boundaries none",
+    "as Bridge": r"boundaries \[\], and positions",
+}
+
+
+def _called_on(rank: int, world_size: int) -> list[str]:
     """What a loop that is nobody's script is told, when it calls a model on rows."""
     parallel_state.initialize_model_parallel()
-    watch_first_call()
     gpt, row = model("rope"), flatten_rows(default_collate([make_row(LENGTHS)]))
-    params = to_packed_seq_params(row["cu_seqlens"], row["max_seqlen"])
-    if lost == "all":
-        params = None
-    elif lost == "one":
-        params.cu_seqlens_q = params.cu_seqlens_kv = row["cu_seqlens"][[0, 1, 3]]
-    elif lost == "as Bridge":  # which cuts at the smallest value
-        bounds = row["cu_seqlens"]
-        params.cu_seqlens_q = params.cu_seqlens_kv = bounds[: torch.argmin(bounds)]
-    inputs = (row["tokens"], row["position_ids"], None)
-    with mock.patch("torch.cuda.current_device", lambda: "cpu"):
-        try:
-            gpt(*inputs, labels=row["labels"], packed_seq_params=params)
-            # Seen once; then, as in generation, nobody looks any more.
-            assert "__call__" not in vars(LanguageModule)
-            return "called"
-        except ConfigError as error:
-            return str(error)
+    inputs, said = (row["tokens"], row["position_ids"], None), []
+    for lost in LOST:
+        watch_first_call()
+        params = to_packed_seq_params(row["cu_seqlens"], row["max_seqlen"])
+        if lost == "all":
+            params = None
+        elif lost == "one":
+            params.cu_seqlens_q = params.cu_seqlens_kv = row["cu_seqlens"][[0, 1, 3]]
+        elif lost == "as Bridge":  # which cuts at the smallest value
+            bounds = row["cu_seqlens"]
+            params.cu_seqlens_q = params.cu_seqlens_kv = bounds[: torch.argmin(bounds)]
+        with mock.patch("torch.cuda.current_device", lambda: "cpu"):
+            try:
+                gpt(*inputs, labels=row["labels"], packed_seq_params=params)
+                # Seen once; then, as in generation, nobody looks any more.
+                assert "__call__" not in vars(LanguageModule)
+                said.append("called")
+            except ConfigError as error:
+                said.append(str(error))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        ("none", "called"),
-        ("one", r"boundaries \[0, 20, 64\], and positions begin anew at \[20, 23\]"),
-        ("all", r"boundaries none"),
-        ("as Bridge", r"boundaries \[\], and positions"),
-    ],
-)
-def test_boundaries_that_do_not_arrive_are_refused_at_the_first_call(
-    lost: str, said: str, free_port: int
-) -> None:
-    [found] = run_ranks(_called_on, 1, free_port, lost)
-    assert re.search(said, found)
+@pytest.mark.multiprocess
+def test_boundaries_that_do_not_arrive_are_refused_at_the_first_call(free_port: int) -> None:
+    [found] = run_ranks(_called_on, 1, free_port)
+    for said, expected in zip(found, LOST.values(), strict=True):
+        assert re.search(expected, said)

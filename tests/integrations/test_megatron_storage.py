@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,23 @@ documents = st.lists(
 ).filter(any)
 
 
-def write(builder_class: Any, prefix: Path, content: Documents, dtype: Any, modes: bool) -> None:
-    builder = builder_class(f"{prefix}.bin", dtype=dtype, multimodal=modes)
+BUILDERS = {"theirs": stock.IndexedDatasetBuilder, "ours": IndexedDatasetBuilder}
+
+
+def assert_same_files(
+    folder: Path, fill: Callable[[Any], None], dtype: Any = np.uint16, modes: bool = False
+) -> None:
+    """``fill(builder)`` with megatron-core's builder and with ours: ``theirs`` and ``ours``."""
+    for name, builder_class in BUILDERS.items():
+        builder = builder_class(f"{folder / name}.bin", dtype=dtype, multimodal=modes)
+        fill(builder)
+        builder.finalize(f"{folder / name}.idx")
+    for suffix in ("bin", "idx"):
+        ours, theirs = (folder / f"{name}.{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def add(builder: Any, content: Documents, modes: bool) -> None:
     for number, sequences in enumerate(content):
         flat = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
         if number % 2:
@@ -46,7 +61,6 @@ def write(builder_class: Any, prefix: Path, content: Documents, dtype: Any, mode
             for sequence in sequences:
                 builder.add_item(torch.tensor(sequence), number % 3)
             builder.end_document()
-    builder.finalize(f"{prefix}.idx")
 
 
 @given(
@@ -58,12 +72,7 @@ def test_both_builders_write_the_same_bytes_and_both_readers_read_them(
     folder = tmp_path_factory.mktemp("pair")
     if modes:  # megatron-core 0.16.1 cannot add a multimodal document without modes
         content = [sequences or [[1]] for sequences in content]
-    write(stock.IndexedDatasetBuilder, folder / "theirs", content, dtype, modes)
-    write(IndexedDatasetBuilder, folder / "ours", content, dtype, modes)
-    for suffix in ("bin", "idx"):
-        assert (folder / f"ours.{suffix}").read_bytes() == (
-            folder / f"theirs.{suffix}"
-        ).read_bytes()
+    assert_same_files(folder, lambda builder: add(builder, content, modes), dtype, modes)
     theirs = stock.IndexedDataset(str(folder / "ours"), multimodal=modes)
     ours = IndexedDataset(str(folder / "theirs"), multimodal=modes)
     assert_same_dataset(ours, theirs)
@@ -115,40 +124,25 @@ def assert_same_item(ours: Any, theirs: Any) -> None:
 def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_them(
     tmp_path: Path,
 ) -> None:
-    for name, builder_class in (
-        ("theirs", stock.IndexedDatasetBuilder),
-        ("ours", IndexedDatasetBuilder),
-    ):
-        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.int32)
+    def fill(builder: Any) -> None:
         builder.add_document(["12", "7", "300"], [3])
         builder.add_document([-100, 5], [2])
-        builder.finalize(f"{tmp_path / name}.idx")
-    for suffix in ("bin", "idx"):
-        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
-        assert ours.read_bytes() == theirs.read_bytes()
+
+    assert_same_files(tmp_path, fill, np.int32)
 
 
 def test_documents_without_tokens_keep_their_entry(tmp_path: Path) -> None:
-    for name, builder_class in (
-        ("theirs", stock.IndexedDatasetBuilder),
-        ("ours", IndexedDatasetBuilder),
-    ):
-        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.uint16)
+    def fill(builder: Any) -> None:
         for tokens, lengths in (([], []), ([1, 2], [2]), ([], []), ([], [0]), ([3], [1])):
             builder.add_document(tokens, lengths)
         assert builder.sequence_lengths == [2, 0, 1]
         assert builder.document_indices == [0, 0, 1, 1, 2, 3]
-        builder.finalize(f"{tmp_path / name}.idx")
-    for suffix in ("bin", "idx"):
-        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
-        assert ours.read_bytes() == theirs.read_bytes()
+
+    assert_same_files(tmp_path, fill)
 
 
 def test_the_builder_shows_what_was_added_so_far(tmp_path: Path) -> None:
-    for name, builder_class in (
-        ("theirs", stock.IndexedDatasetBuilder),
-        ("ours", IndexedDatasetBuilder),
-    ):
+    for name, builder_class in BUILDERS.items():
         builder = builder_class(f"{tmp_path / name}.bin", dtype=np.int32, multimodal=True)
         builder.add_document([1, 2, 3], [1, 2], [0, 4])
         builder.add_item(torch.tensor([5, 6]), 2)
@@ -169,33 +163,34 @@ def test_many_documents_at_once_are_megatrons_documents_one_by_one(
     tmp_path: Path, chunk_size: int, eod_token: int | None, modes: list[int] | None
 ) -> None:
     documents = [[1, 2, 3], [], [4], [5, 6]]
-    theirs = stock.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.uint16, modes is not None)
-    for i, document in enumerate(documents):
-        tokens = document + [] if eod_token is None else [*document, eod_token]
-        theirs.add_document(tokens, [len(tokens)], modes and [modes[i]])
-    theirs.finalize(f"{tmp_path}/theirs.idx")
-    ours = IndexedDatasetBuilder(f"{tmp_path}/ours.bin", np.uint16, modes is not None)
-    ours.add_documents(documents, modes=modes, eod_token=eod_token, chunk_size=chunk_size)
-    ours.finalize(f"{tmp_path}/ours.idx")
-    for suffix in ("bin", "idx"):
-        written = [(tmp_path / f"{name}.{suffix}").read_bytes() for name in ("ours", "theirs")]
-        assert written[0] == written[1]
+
+    def fill(builder: Any) -> None:
+        if isinstance(builder, IndexedDatasetBuilder):
+            builder.add_documents(documents, modes, eod_token, chunk_size)
+            return
+        for i, document in enumerate(documents):
+            tokens = document if eod_token is None else [*document, eod_token]
+            builder.add_document(tokens, [len(tokens)], modes and [modes[i]])
+
+    assert_same_files(tmp_path, fill, modes=modes is not None)
+
+
+def test_many_documents_with_fewer_modes_are_refused(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(f"{tmp_path}/short.bin", np.uint16, multimodal=True)
+    with pytest.raises(DataError, match="3 documents have 2 modes"):
+        builder.add_documents([[1, 2], [3], [4]], modes=[1, 0])
 
 
 def test_merging_reads_what_megatron_wrote(tmp_path: Path) -> None:
-    content = [[[1, 2], [3]], [[4]], [[5, 6, 7]]]
-    write(stock.IndexedDatasetBuilder, tmp_path / "part", content, np.uint16, False)
-    for name, builder_class in (
-        ("theirs", stock.IndexedDatasetBuilder),
-        ("ours", IndexedDatasetBuilder),
-    ):
-        builder = builder_class(f"{tmp_path / name}.bin", dtype=np.uint16)
+    part = stock.IndexedDatasetBuilder(f"{tmp_path}/part.bin", dtype=np.uint16)
+    add(part, [[[1, 2], [3]], [[4]], [[5, 6, 7]]], modes=False)
+    part.finalize(f"{tmp_path}/part.idx")
+
+    def fill(builder: Any) -> None:
         builder.add_index(str(tmp_path / "part"))
         builder.add_index(str(tmp_path / "part"))
-        builder.finalize(f"{tmp_path / name}.idx")
-    for suffix in ("bin", "idx"):
-        ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
-        assert ours.read_bytes() == theirs.read_bytes()
+
+    assert_same_files(tmp_path, fill)
 
 
 def test_what_megatron_lets_pass_silently_is_an_error_here(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from torch import Tensor
 from megapack.attention import AttentionNeeds, choose_backend, varlen_attention
 from megapack.errors import ConfigError
 
-__all__ = ["PackedCoreAttention", "with_packed_attention"]
-
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs
     """``core_attention`` of a megatron-core layer, for rows with and without boundaries.
@@ -29,7 +27,8 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
     attention_type, attention_dropout, softmax_scale; the rest is not needed here.
 
     Raises:
-        ConfigError: attention dropout, context parallelism or cross attention is asked for.
+        ConfigError: attention dropout, context parallelism, cross attention or a softmax with a
+            sink is asked for.
     """
 
     def __init__(
@@ -51,6 +50,11 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
             raise ConfigError(
                 f"context_parallel_size={config.context_parallel_size} needs Transformer Engine's "
                 "attention (--transformer-impl transformer_engine)"
+            )
+        if getattr(config, "softmax_type", "vanilla") != "vanilla":
+            raise ConfigError(
+                f"softmax_type is {config.softmax_type!r}; packed attention has the vanilla one: "
+                "others need Transformer Engine's attention (--transformer-impl transformer_engine)"
             )
         if attention_type != "self":
             raise ConfigError(f"attention type {attention_type!r}; packed attention is self only")

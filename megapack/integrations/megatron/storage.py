@@ -19,12 +19,10 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import storage
-from megapack.errors import FormatError
+from megapack.errors import DataError, FormatError
 from megapack.integrations.megatron.host import HOST
 from megapack.integrations.rebinding import Rebinding
 from megapack.storage.remote import is_remote
-
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"]
 
 # The modules of megatron-core that hold the two names.
 HOLDERS = tuple(
@@ -188,8 +186,12 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
             chunk_size: documents that are in memory at once, one behind the other.
 
         Raises:
-            DataError: an id outside of the dtype.
+            DataError: an id outside of the dtype, or not one mode for each document.
         """
+        if modes is not None and len(modes) != len(documents):
+            raise DataError(
+                f"{len(documents)} documents have {len(modes)} modes; give each its own"
+            )
         for begin in range(0, len(documents), chunk_size):
             ids, ends = _joined(documents[begin : begin + chunk_size])
             if eod_token is not None:
