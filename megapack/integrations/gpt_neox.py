@@ -22,6 +22,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.integrations import text_rows as segments
+from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
@@ -157,10 +158,10 @@ class NeoXProvider:
             one = build_text_rows(
                 manifest,
                 RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
+                GPT_NEOX_LABELS if with_labels and named else GPT_NEOX,
                 split=split,
                 num_rows=rows,
                 num_epochs=epochs,
-                with_labels=with_labels and named,
                 varlen=self.varlen,
                 times=1 if whole else None,
             )

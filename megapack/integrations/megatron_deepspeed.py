@@ -21,6 +21,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.integrations import text_rows as segments
+from megapack.integrations.dialects import MEGATRON_DEEPSPEED
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import (
@@ -95,10 +96,10 @@ def build_train_valid_test_datasets(
                 else rows_per_block or manifest.rows_per_block or _global_batch(),
                 seed=seed,
             ),
+            MEGATRON_DEEPSPEED,
             split=split,
             num_rows=num_rows,
             cache_directory=data_cache_path,
-            with_labels=False,
             varlen=varlen,
             times=times,
         )

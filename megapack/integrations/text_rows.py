@@ -27,10 +27,9 @@ from torch.utils.data import Dataset
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import (
     BOUNDARIES,
-    GPT_NEOX,
-    GPT_NEOX_LABELS,
     MASK,
     POSITIONS,
+    Dialect,
     emit,
     join_ends,
 )
@@ -321,16 +320,13 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         rows: the rows; their options say cu_seqlens="padded".
-        times: how often they are offered, one time after the other.
-        with_labels: give ``label`` (GPT-NeoX with label data).
+        dialect: the host's, with labels or without (``megapack.integrations.dialects``).
         varlen: give the side channel of ``megapack.integrations.text_rows``.
+        times: how often they are offered, one time after the other.
     """
 
-    def __init__(
-        self, rows: RowDataset, *, with_labels: bool, varlen: bool, times: int = 1
-    ) -> None:
-        self.rows, self.varlen, self.times = rows, varlen, times
-        self.dialect = GPT_NEOX_LABELS if with_labels else GPT_NEOX
+    def __init__(self, rows: RowDataset, dialect: Dialect, *, varlen: bool, times: int = 1) -> None:
+        self.rows, self.dialect, self.varlen, self.times = rows, dialect, varlen, times
 
     def __len__(self) -> int:
         return len(self.rows) * self.times
@@ -350,27 +346,27 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
 
 
 def build_text_rows(
-    data_path: str | Manifest,
+    manifest: Manifest,
     options: RowOptions,
+    dialect: Dialect,
     *,
     split: tuple[float, float],
     num_rows: int | None,
     num_epochs: int | None = None,
     cache_directory: str | None = None,
-    with_labels: bool,
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
     """One split of a data path, None for an empty one.
 
     Args:
-        data_path: prefix, manifest file or JSON, or a Manifest.
+        manifest: of the data path.
         options: see ``RowOptions``.
         split: fractions of every source's documents.
         num_rows: rows to offer; None: ``num_epochs`` of the data.
         num_epochs: counts when num_rows is None; None: 1.
         cache_directory: see ``open_rows``.
-        with_labels, varlen: see ``TextRowDataset``.
+        dialect, varlen: see ``TextRowDataset``.
         times: of a set that ends, every document once, whatever num_rows; None: one that does not.
 
     Raises:
@@ -379,7 +375,7 @@ def build_text_rows(
     if split[0] == split[1] or num_rows == 0:
         return None
     rows = open_data_path(
-        data_path,
+        manifest,
         options,
         split=split,
         num_rows=num_rows if times is None else None,
@@ -394,7 +390,7 @@ def build_text_rows(
         )
     if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)
-    return TextRowDataset(rows, with_labels=with_labels, varlen=varlen, times=times or 1)
+    return TextRowDataset(rows, dialect, varlen=varlen, times=times or 1)
 
 
 def split_bounds(splits: str) -> list[tuple[float, float]]:

@@ -6,6 +6,7 @@ called ``megatron``.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 from megapack.data.fim import FimConfig, Sentinels
 from megapack.errors import ConfigError
 from megapack.integrations import gpt_neox, megatron_deepspeed
+from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
 from megapack.integrations.rows import RowOptions
@@ -62,9 +64,9 @@ def test_text_and_label_shift_into_tokens_and_labels(
     rows = build_text_rows(
         manifest(corpus.prefix, fim=fim),
         OPTIONS,
+        GPT_NEOX_LABELS,
         split=(0.0, 1.0),
         num_rows=64,
-        with_labels=True,
         varlen=False,
     )
     assert rows is not None and len(rows) == 64
@@ -87,9 +89,9 @@ def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
     rows = build_text_rows(
         manifest(corpus.prefix, fim=fim),
         OPTIONS,
+        GPT_NEOX,
         split=(0.0, 1.0),
         num_rows=64,
-        with_labels=False,
         varlen=True,
     )
     assert rows is not None
@@ -108,14 +110,28 @@ def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
 
 def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
     cut = replace(manifest(corpus.prefix), attention_window=8)
-    how: dict[str, Any] = {"split": (0.0, 1.0), "num_rows": 8, "with_labels": False}
+    how: dict[str, Any] = {"split": (0.0, 1.0), "num_rows": 8}
     with pytest.raises(
         ConfigError, match=r"windows \[8\], and attention in these rows is one caus"
     ):
-        build_text_rows(cut, OPTIONS, varlen=False, **how)
-    rows = build_text_rows(cut, OPTIONS, varlen=True, **how)
+        build_text_rows(cut, OPTIONS, GPT_NEOX, varlen=False, **how)
+    rows = build_text_rows(cut, OPTIONS, GPT_NEOX, varlen=True, **how)
     assert rows is not None
     assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
+
+
+def test_segments_that_are_aligned_are_refused_by_the_name_of_the_host(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    aligned = {"sources": [{"prefix": corpus.prefix}], "buckets": [64], "align": 4}
+    (tmp_path / "aligned.json").write_text(json.dumps(aligned))
+    path, sizes = str(tmp_path / "aligned.json"), ([8, 0, 0], ROW, 1)
+    train, _, _ = build_train_valid_test_datasets(
+        path, "mmap", "1", *sizes, True, rows_per_block=8, data_cache_path=str(tmp_path)
+    )
+    assert train is not None
+    with pytest.raises(ConfigError, match="Megatron-DeepSpeed cannot be told the room between"):
+        train[0]
 
 
 def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
@@ -128,9 +144,9 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
     rows = build_text_rows(
         manifest(corpus.prefix, labels=str(tmp_path / "labels")),
         OPTIONS,
+        GPT_NEOX_LABELS,
         split=(0.0, 1.0),
         num_rows=32,
-        with_labels=True,
         varlen=False,
     )
     assert rows is not None
@@ -145,9 +161,9 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
 def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
     corpus: IndexedDataset,
 ) -> None:
-    how: dict[str, Any] = {"num_rows": None, "with_labels": False, "varlen": True, "times": 2}
+    how: dict[str, Any] = {"num_rows": None, "varlen": True, "times": 2}
     large, small = (
-        build_text_rows(manifest(corpus.prefix), OPTIONS, split=split, **how)
+        build_text_rows(manifest(corpus.prefix), OPTIONS, GPT_NEOX, split=split, **how)
         for split in ((0.0, 0.5), (0.9, 1.0))
     )
     assert large is not None and small is not None
@@ -287,8 +303,8 @@ from megatron.training import flash_attention, get_batch
 """
     + LOSS
     + """
-mode, prefix = sys.argv[1:]
-def arguments():
+prefix, = sys.argv[1:]
+def arguments(mode="path"):
     paths = {"train_data_paths": None, "valid_data_paths": None, "train_label_data_paths": None}
     if mode == "paths":
         paths |= {"train_data_paths": [prefix, prefix], "valid_data_paths": [prefix],
@@ -299,15 +315,16 @@ def arguments():
         train_iters=12, eval_iters=2, seq_length=64, seed=1, split="90,10,0", data_path=prefix,
         pipe_parallel_size=1, attention_config=["flash"], weight_by_num_documents=False, **paths)
 
-args = arguments()
-train, valid, test = data_utils.build_train_valid_test_data_loaders(args)
-assert len(train.dataset) >= 96 and test is None and len(valid.dataset) >= 16
-iterator = iter(train)
-found = []
-for _ in range(8):
-    batch = get_batch(args, iterator)
-    found.append(check(flash_attention, batch, segments.current().cu_seqlens.tolist()))
-assert sum(found) > 4 * len(found), found
+for mode in ("path", "paths"):
+    args = arguments(mode)
+    train, valid, test = data_utils.build_train_valid_test_data_loaders(args)
+    assert len(train.dataset) >= 96 and test is None and len(valid.dataset) >= 16
+    iterator = iter(train)
+    found = []
+    for _ in range(8):
+        batch = get_batch(args, iterator)
+        found.append(check(flash_attention, batch, segments.current().cu_seqlens.tolist()))
+    assert sum(found) > 4 * len(found), found
 
 bad = arguments(); bad.attention_config = ["flash", "global"]
 try:
@@ -332,9 +349,8 @@ except AssertionError as error:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("mode", ["path", "paths"])
-def test_gpt_neox_trains_on_documents(corpus: IndexedDataset, mode: str) -> None:
-    run_host("neox", NEOX, mode, corpus.prefix)
+def test_gpt_neox_trains_on_documents(corpus: IndexedDataset) -> None:
+    run_host("neox", NEOX, corpus.prefix)
 
 
 MDS = (
