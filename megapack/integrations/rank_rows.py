@@ -20,7 +20,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class RankRows:
         )
         gathered = DataLoader(
             self.rows,
-            batch_sampler=_Numbers(self, begins),
+            batch_sampler=(list(self._numbers(begin)) for begin in begins),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
@@ -150,7 +150,6 @@ class RankRows:
         *,
         consumed_rows: int,
         module: nn.Module,
-        outputs: Literal["logits", "losses"] = "losses",
     ) -> None:
         """Refuse a host in which documents of a micro batch see each other, or masks are shifted.
 
@@ -159,12 +158,12 @@ class RankRows:
         are put back.
 
         Args:
-            forward: from a batch in the dialect to what ``megapack.integrations.probe`` takes.
+            forward: from a batch in the dialect to the loss of every token, as
+                ``megapack.integrations.probe`` takes it.
             arrived: the micro batch as it has come through the host; keys that differ from what
                 this loader told are named.
             consumed_rows: before it.
             module: the model.
-            outputs: of ``forward``.
 
         Raises:
             ConfigError: what is wrong.
@@ -181,7 +180,7 @@ class RankRows:
             seconds = probe(
                 lambda asked: forward(emit(asked, self.dialect)),
                 self.micro_batch(self._with_most_documents(consumed_rows)),
-                outputs=outputs,
+                outputs="losses",
                 counted=lambda asked: loss_terms(asked, self.dialect).weights != 0,
                 host=type(module).__name__,
             )
@@ -192,19 +191,6 @@ class RankRows:
         block = self.rows.options.rows_per_block
         begins = range(consumed_rows // block * block, len(self.rows) - block + 1, block)
         return min(begins[:PROBED_BLOCKS], key=self.rows.bucket_of)
-
-
-class _Numbers:
-    """Row numbers of every micro batch, for a DataLoader."""
-
-    def __init__(self, ranks: RankRows, begins: range) -> None:
-        self.ranks, self.begins = ranks, begins
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (list(self.ranks._numbers(begin)) for begin in self.begins)
 
 
 @contextmanager

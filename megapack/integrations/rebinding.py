@@ -7,8 +7,6 @@ from typing import Any
 
 from megapack.errors import ConfigError
 
-__all__ = ["Rebinding"]
-
 
 class Rebinding:
     """A set of replaced names; ``undo()`` restores them, last first.

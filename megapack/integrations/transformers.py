@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -319,7 +320,7 @@ class PackedTrainerMixin:
     model: Any
     train_dataset: Any
     eval_dataset: Any
-    _checked: tuple[int, ...] = ()
+    _checked: tuple[PackedDataset, ...] = ()
     _to_probe: MicroBatches | None = None
 
     def check_model(self, dataset: PackedDataset) -> None:
@@ -519,9 +520,9 @@ class PackedTrainerMixin:
                     f"accelerator_config has {name}, which would have rank 0 read for all or cut "
                     f"micro batches; every rank reads its own here: leave {name} out"
                 )
-        if id(batches.dataset) not in self._checked:
+        if not any(one is batches.dataset for one in self._checked):
             self.check_model(batches.dataset)
-            self._checked = (*self._checked, id(batches.dataset))
+            self._checked = (*self._checked, batches.dataset)
         rank = (self.args.process_index, self.args.world_size)
         mine = batches.of_rank(*rank, num_steps, evaluated=evaluated)
         balanced = getattr(self.model.config, "output_router_logits", False)
@@ -535,18 +536,12 @@ class PackedTrainerMixin:
         return DataLoader(
             batches,
             batch_size=1,
-            collate_fn=_only,
+            collate_fn=operator.itemgetter(0),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
             persistent_workers=bool(self.args.dataloader_persistent_workers and workers),
         )
-
-
-def _only(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """A micro batch is a batch already."""
-    (item,) = items
-    return item
 
 
 class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # no stubs

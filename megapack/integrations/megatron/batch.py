@@ -155,12 +155,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
                 "--micro-batch-size 1 here (use longer rows for larger micro batches)"
             )
         rows = flatten_rows(collated)
-    batch = broadcast_batch(
-        rows,
-        group=parallel_state.get_tensor_model_parallel_group(),
-        source=parallel_state.get_tensor_model_parallel_src_rank(),
-        device=device(),
-    )
+    batch = _broadcast(rows)
     # Transformer Engine wants the aligned boundaries in both places (Megatron's main does so
     # too); padding behind a segment is never seen by it under a causal mask.
     boundaries = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
@@ -177,28 +172,15 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     return tokens, labels, loss_mask, None, position_ids, params
 
 
-def broadcast_batch(
-    batch: Mapping[str, Tensor] | None,
-    *,
-    group: dist.ProcessGroup,
-    source: int,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Give every rank of a tensor-parallel group what ``flatten_rows`` made on the first.
-
-    Args:
-        batch: the result of ``flatten_rows`` on the source rank, None elsewhere.
-        group, source: the group and the global rank of its first member.
-        device: where the result shall lie, except max_seqlen, which stays on the CPU.
-
-    Returns:
-        The same keys, dtypes and values on every rank.
-    """
-    box = [batch]
+def _broadcast(rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """What the first rank of the tensor-parallel group has read, on the device of every rank;
+    max_seqlen stays on the CPU."""
+    group, box = parallel_state.get_tensor_model_parallel_group(), [rows]
     if dist.get_world_size(group) > 1:
+        source = parallel_state.get_tensor_model_parallel_src_rank()
         dist.broadcast_object_list(box, source, group=group)
     assert box[0] is not None, "the source has read"
-    moved = {key: value.to(device, non_blocking=True) for key, value in box[0].items()}
+    moved = {key: value.to(device(), non_blocking=True) for key, value in box[0].items()}
     return moved | {"max_seqlen": box[0]["max_seqlen"]}
 
 

@@ -91,7 +91,6 @@ class Drawn:
 class RankReport:
     """What one rank would read."""
 
-    host: str = HOST
     row: int = 0
     block: int = 0
     num_rows: dict[str, int] = field(default_factory=dict)
@@ -397,7 +396,7 @@ def _report(world: RankLayout, reports: list[RankReport]) -> Iterator[str]:
     """Print the steps; yield in which ways ranks disagree."""
     first, *others = reports[: world.data]
     rows = ", ".join(f"{name} {count:,}" for name, count in first.num_rows.items())
-    _say(f"  {first.host}: rows of {first.row:,} tokens, one bucket per {first.block}; {rows}")
+    _say(f"  {HOST}: rows of {first.row:,} tokens, one bucket per {first.block}; {rows}")
     _say(f"  {'step':>4} {'micro':>5} {'bucket':>7} {'rows':>13} {'segments':>8} {'longest':>7}")
     if any(len(one.drawn) != len(first.drawn) for one in others):
         yield "data-parallel ranks have different numbers of micro batches"

@@ -11,16 +11,6 @@ import torch
 from megatron.core import __version__ as release
 from megatron.core import num_microbatches_calculator as calculator
 
-__all__ = [
-    "HOST",
-    "BatchSizes",
-    "batch_sizes",
-    "device",
-    "release",
-    "script_arguments",
-    "version",
-]
-
 HOST = f"megatron-core {release}"
 
 

@@ -22,8 +22,6 @@ from megapack.integrations.megatron.host import HOST, script_arguments, version
 from megapack.integrations.megatron.probe import probing
 from megapack.integrations.rebinding import Rebinding
 
-__all__ = ["install", "install_bridge", "needs_own_get_batch", "uninstall"]
-
 OwnGetBatch = Literal["auto", "yes", "no"]
 
 # (module, class name): where the scripts of 0.16 to main import the dataset classes from.
