@@ -133,9 +133,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[IndexedDataset]:
     return [write(folder, "web", lengths[:50], 1), write(folder, "code", lengths[50:], 1000)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro_batch", [1, 3])
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize(("ranks", "micro_batch", "blocks"), [(1, 1, 5), (4, 3, 1)])
 def test_finite_loss_of_all_ranks_is_that_of_the_documents_one_by_one(
     short: list[IndexedDataset], ranks: int, micro_batch: int, blocks: int
 ) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import batch
-from megapack.integrations.megatron import batch as packed
 from megapack.integrations.megatron.batch import (
     context_parallel_indices,
     flatten_rows,
@@ -61,20 +60,16 @@ def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """megatron-core 0.16 has none; from 0.17 on ``total_tokens`` is what seq_idx is made of."""
-    rows = iter([default_collate(ROWS)])
-    monkeypatch.setattr(batch, "flatten_rows", lambda collated: flatten_rows(next(rows)))
     for name, value in (
         ("get_tensor_model_parallel_rank", 0),
         ("get_pipeline_model_parallel_world_size", 1),
         ("get_context_parallel_world_size", 1),
-        ("get_tensor_model_parallel_group", None),
-        ("get_tensor_model_parallel_src_rank", 0),
     ):
         monkeypatch.setattr(parallel_state, name, lambda value=value: value)
-    monkeypatch.setattr(batch, "broadcast_batch", lambda flat, **where: flat)
+    monkeypatch.setattr(batch, "_broadcast", lambda rows: rows)
 
     @dataclass
-    class NewerPackedSeqParams(packed.PackedSeqParams):  # type: ignore[misc]
+    class NewerPackedSeqParams(batch.PackedSeqParams):  # type: ignore[misc]
         total_tokens: int | None = None
 
         def __post_init__(self) -> None:
@@ -82,8 +77,8 @@ def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
             segments = torch.arange(lengths.numel())
             self.seq_idx = segments.repeat_interleave(lengths, output_size=self.total_tokens)
 
-    monkeypatch.setattr(packed, "PackedSeqParams", NewerPackedSeqParams)
-    params = get_batch(iter([{"tokens": torch.zeros(2, 16)}]))[5]
+    monkeypatch.setattr(batch, "PackedSeqParams", NewerPackedSeqParams)
+    params = get_batch(iter([default_collate(ROWS)]))[5]
     assert params.total_tokens == 32
     assert params.seq_idx.tolist() == [0] * 3 + [1] * 5 + [2] * 8 + [3] * 16
 
@@ -109,9 +104,9 @@ def test_context_parallelism_names_the_segment_it_cannot_divide() -> None:
         context_parallel_indices(torch.tensor([0, 4, 10], dtype=torch.int32), 2, 0)
 
 
-def _tensor_parallel_batch(rank: int, world_size: int, rows: list[Any]) -> dict[str, Any]:
+def _tensor_parallel_batch(rank: int, world_size: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    iterator = iter([default_collate(rows)]) if rank == 0 else None
+    iterator = iter([default_collate(ROWS)]) if rank == 0 else None
     tokens, labels, loss_mask, attention_mask, position_ids, params = get_batch(iterator)
     assert attention_mask is None and params is not None
     return {
@@ -125,28 +120,34 @@ def _tensor_parallel_batch(rank: int, world_size: int, rows: list[Any]) -> dict[
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["mbs1", "mbs2"])
-def test_all_tensor_parallel_ranks_receive_the_same_batch(rows: list[Any], free_port: int) -> None:
-    expected = flatten_rows(default_collate(rows))
-    for received in run_ranks(_tensor_parallel_batch, 2, free_port, rows):
+def test_all_tensor_parallel_ranks_receive_the_same_batch(free_port: int) -> None:
+    expected = flatten_rows(default_collate(ROWS))
+    for received in run_ranks(_tensor_parallel_batch, 2, free_port):
         assert received["max_seqlen"] == int(expected["max_seqlen"])
         for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
             assert received[key].dtype == expected[key].dtype, key
             assert torch.equal(received[key], expected[key]), key
 
 
-def _pipeline_stage(rank: int, world_size: int) -> tuple[bool, list[int]]:
+def _pipeline_stage(rank: int, world_size: int) -> tuple[bool, list[int], list[str]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     batch = get_batch(iter([default_collate(ROWS[:1])]))
     assert batch[5] is not None
-    return batch[0] is not None, batch[5].cu_seqlens_q.tolist()
+    refusals = []
+    for iterator in (None, iter([default_collate(ROWS)])):
+        with pytest.raises(ConfigError) as refused:
+            get_batch(iterator)
+        refusals.append(str(refused.value))
+    return batch[0] is not None, batch[5].cu_seqlens_q.tolist(), refusals
 
 
 @pytest.mark.multiprocess
 def test_every_pipeline_stage_has_boundaries_and_only_the_ends_have_tokens(free_port: int) -> None:
     stages = run_ranks(_pipeline_stage, 3, free_port)
-    assert [has_tokens for has_tokens, _ in stages] == [True, False, True]
-    assert all(boundaries == [0, 3, 8, 16] for _, boundaries in stages)
+    assert [has_tokens for has_tokens, _, _ in stages] == [True, False, True]
+    for _, boundaries, (without_data, of_two_rows) in stages:
+        assert boundaries == [0, 3, 8, 16]
+        assert "read on all stages" in without_data and "--micro-batch-size 1" in of_two_rows
 
 
 def aligned_row(lengths: list[int], align: int) -> dict[str, Tensor]:
@@ -180,22 +181,3 @@ def test_context_parallel_ranks_hold_the_row_between_them(free_port: int) -> Non
     for held, bounds, padded in answers:
         assert held.shape == (4, 10)
         assert bounds == padded == [0, 4, 12, 20], "as Megatron's main hands them to its attention"
-
-
-def _get_batch_with(rank: int, world_size: int, rows: list[Any] | None) -> str:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    try:
-        get_batch(None if rows is None else iter([default_collate(rows)]))
-    except ConfigError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("rows", "message"), [(None, "read on all stages"), (ROWS, "--micro-batch-size 1")]
-)
-def test_pipeline_stages_say_what_they_lack(
-    rows: list[Any] | None, message: str, free_port: int
-) -> None:
-    assert all(message in answer for answer in run_ranks(_get_batch_with, 2, free_port, rows))

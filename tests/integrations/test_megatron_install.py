@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
 
 from megapack.errors import ConfigError
+from megapack.integrations.megatron import __main__ as launch
 from megapack.integrations.megatron import install, uninstall
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.megatron.host import version
 from megapack.integrations.megatron.swap import _with_own_get_batch, needs_own_get_batch
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from training.processes import Zygote
 
 
 @pytest.fixture
@@ -66,23 +66,12 @@ print(json.dumps([__name__, SEQUENCE_LENGTH, sys.argv[1:], names]))
 """
 
 
-@pytest.mark.multiprocess
-def test_the_launch_command_changes_by_one_module_name(tmp_path: Path) -> None:
+def test_the_launch_command_changes_by_one_module_name(tmp_path: Path, zygote: Zygote) -> None:
     """tests/hosts runs Megatron-LM's own script, where a checkout is given."""
     (tmp_path / "pretrain.py").write_text(SCRIPT)
     (tmp_path / "beside_the_script.py").write_text("SEQUENCE_LENGTH = 64\n")
     given = [str(tmp_path / "pretrain.py"), "--data-path", "0.7", "web", "--own-get-batch"]
-    found = {}
-    for names, module in (("stock", ()), ("ours", ("-m", "megapack.integrations.megatron"))):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *module, *given],
-            check=False,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
-        *same, found[names] = json.loads(done.stdout.splitlines()[-1])
-        assert same == ["__main__", 64, given[1:]], "what the script sees is what it always saw"
-    assert found["stock"] == ["GPTDataset", "BlendedMegatronDatasetBuilder"]
-    assert found["ours"] == ["PackedGPTDataset", "PackedDatasetBuilder"]
+    said = zygote.start([launch.__file__, *given], 1, tmp_path / "log").succeed()
+    *same, names = json.loads(said.splitlines()[-1])
+    assert same == ["__main__", 64, given[1:]], "what the script sees is what it always saw"
+    assert names == ["PackedGPTDataset", "PackedDatasetBuilder"]

@@ -204,8 +204,7 @@ def padded_step(loss: str) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("loss", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(("world_size", "loss"), [(1, "sequence_mean"), (2, "token_mean")])
 def test_accelerate_has_the_gradients_of_the_padded_batch(
     free_port: int, world_size: int, loss: str
 ) -> None:
@@ -239,12 +238,12 @@ def _sft(rank: int, world_size: int, folder: str, planned: bool, more: dict[str,
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("world_size", "loss"), [(1, "token_mean"), (2, "token_mean"), (2, "sequence_mean")])  # fmt: skip # noqa: E501
+@pytest.mark.parametrize("loss", ["token_mean", "sequence_mean"])
 def test_sft_trainer_has_the_step_of_the_padded_batch(
-    tmp_path: Path, free_port: int, world_size: int, loss: str
+    tmp_path: Path, free_port: int, loss: str
 ) -> None:
     more = {"loss": loss, "planning": {"balance": "step"}}
-    found = run_ranks(_sft, world_size, free_port, str(tmp_path), True, more)
+    found = run_ranks(_sft, 2, free_port, str(tmp_path), True, more)
     expected = padded_step(loss)
     if loss == "token_mean":
         [stock] = run_ranks(_sft, 1, free_port, str(tmp_path), False, {})
@@ -260,17 +259,17 @@ def test_sft_trainer_resumes_with_other_ranks_and_steps_of_few_documents(
     """Steps of 7, 7, 7 and 1 documents: on two ranks the last leaves one rank without any."""
 
     def run(world_size: int, folder: str, **config: Any) -> Any:
-        config = {"learning_rate": 0.1, "max_steps": 9, **config}
+        config = {"learning_rate": 0.1, "max_steps": 5, **config}
         more = {"documents_per_step": 7, "config": config}
         return run_ranks(_sft, world_size, free_port, str(tmp_path / folder), True, more)[0]
 
     losses, moved = run(1, "whole")
-    assert len(losses) == 9
+    assert len(losses) == 5
     of_two, moved_by_two = run(2, "whole by two")
     np.testing.assert_allclose(of_two, losses, rtol=1e-4)
     assert all(np.allclose(moved_by_two[name], moved[name], atol=1e-4) for name in moved)
-    saving = {"save_strategy": "steps", "save_steps": 5}
-    run(2, "cut", **saving, max_steps=5)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    run(2, "cut", **saving, max_steps=3)
     resumed = run(1, "cut", **saving, resume=True)
     np.testing.assert_allclose(resumed, losses, rtol=1e-4)
 
@@ -345,8 +344,7 @@ def _grpo(rank: int, world_size: int, folder: str, planned: bool, more: dict[str
 
 
 # bnpo is TRL's mean over each rank's own tokens; planned it is over those of all ranks.
-CASES: dict[tuple[str, int], dict[str, Any]] = {
-    ("dapo", 1): {},
+CASES: dict[tuple[str, int], dict[str, Any]] = {  # and ranks
     ("dapo", 2): {},
     ("bnpo", 1): {"config": {"loss_type": "bnpo"}},
     ("grpo and a reference", 2): {"config": {"loss_type": "grpo", "beta": 0.1}},

@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from megapack.data import PackedDataset, Schedule, Stage, load_blend, open_blend
 from megapack.data.sampler import equal_groups
@@ -207,23 +204,6 @@ def test_rows_hold_whole_samples_with_labels_and_positions_inside_documents(
     assert seen.sum() - len(seen) < 3 * OPTIONS.rows_per_block * ROW
 
 
-@given(
-    data_parallel=st.sampled_from([1, 2, 4, 8]),
-    micro_batch=st.sampled_from([1, 2, 4, 8]),
-    consumed_blocks=st.integers(0, 5),
-)
-def test_rows_of_all_ranks_are_of_one_bucket_in_turn(
-    corpus: IndexedDataset, data_parallel: int, micro_batch: int, consumed_blocks: int
-) -> None:
-    at_once = data_parallel * micro_batch
-    if OPTIONS.rows_per_block % at_once:
-        return
-    rows = rows_of(corpus)
-    begin = consumed_blocks * OPTIONS.rows_per_block
-    for first in range(begin, begin + 2 * OPTIONS.rows_per_block, at_once):
-        assert len({rows.bucket_of(i) for i in range(first, first + at_once)}) == 1
-
-
 def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
     corpus: IndexedDataset,
 ) -> None:
@@ -251,22 +231,6 @@ def test_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
         assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
 
 
-def test_rows_gathered_at_once_are_the_same_rows(corpus: IndexedDataset) -> None:
-    rows = rows_of(corpus)
-    numbers = [3, 4, 15, 16, 2]
-    for row, number in zip(rows.__getitems__(numbers), numbers, strict=True):
-        assert all(torch.equal(value, rows[number][key]) for key, value in row.items())
-    batch = next(iter(DataLoader(rows, batch_size=4)))
-    assert {key: tuple(value.shape) for key, value in batch.items()} == {
-        "tokens": (4, ROW),
-        "labels": (4, ROW),
-        "loss_mask": (4, ROW),
-        "position_ids": (4, ROW),
-        "cu_seqlens": (4, ROW + 1),
-        "max_seqlen": (4,),
-    }
-
-
 def test_boundaries_that_are_exact_end_with_the_row(corpus: IndexedDataset) -> None:
     rows = rows_of(corpus, replace(OPTIONS, cu_seqlens="exact"))
     padded = rows_of(corpus)
@@ -274,12 +238,6 @@ def test_boundaries_that_are_exact_end_with_the_row(corpus: IndexedDataset) -> N
         exact = rows[number]["cu_seqlens"]
         assert bool((exact.diff() > 0).all()) and int(exact[-1]) == ROW
         assert torch.equal(padded[number]["cu_seqlens"].unique_consecutive(), exact)
-
-
-def test_rows_survive_pickling_for_spawned_workers(corpus: IndexedDataset) -> None:
-    rows = rows_of(corpus)
-    again = pickle.loads(pickle.dumps(rows))
-    assert all(torch.equal(again[11][key], value) for key, value in rows[11].items())
 
 
 def test_segments_that_are_aligned_start_at_multiples_and_count_both_ways(
