@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.layouts import Host
 from tests.hosts.matrix import MATRIX
 
 
@@ -16,6 +19,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "tree" in metafunc.fixturenames and "tree" not in chosen:
         trees = getattr(metafunc.module, "TREES", []) or [None]
         metafunc.parametrize("tree", trees, ids=lambda tree: tree and tree.name, scope="module")
+
+
+@pytest.fixture(scope="module")
+def host(tree: Path) -> Iterator[Host]:
+    """A checkout of Megatron-LM."""
+    found = Host(tree)
+    yield found
+    found.ranks.close()
 
 
 @pytest.fixture(scope="module")

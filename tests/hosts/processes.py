@@ -37,6 +37,13 @@ def environment_of(tree: Path, packages: str) -> dict[str, str]:
     }
 
 
+def torchrun(ranks: int, launcher: str) -> list[str]:
+    """The command that starts so many ranks of a launcher of this folder."""
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    port = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    return [*program, *port, str(LAUNCHERS / launcher)]
+
+
 def finish(command: list[str], folder: Path, environment: dict[str, str], subject: str) -> str:
     """Run the command in the folder; what it logged. Raises AssertionError where it fails."""
     done = subprocess.run(
@@ -51,3 +58,40 @@ def finish(command: list[str], folder: Path, environment: dict[str, str], subjec
     )
     assert done.returncode == 0, f"{subject}:\n{done.stdout[-6000:]}"
     return done.stdout
+
+
+def is_refused(command: list[str], folder: Path, environment: dict[str, str], said: str) -> None:
+    """Run the command in the folder: it ends in a ConfigError that says so, and no call is kept."""
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=folder,
+        env=environment,
+    )
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "ConfigError" in told and said in told, told[-6000:]
+    assert not list(folder.glob("rank*.pt"))
+
+
+# From 0.19 on Megatron-LM asks for Python 3.12, which has typing.override.
+OLDER_PYTHON = "import typing, typing_extensions; typing.override = typing_extensions.override\n"
+
+
+def last_line(
+    program: str, environment: dict[str, str], *arguments: str, folder: Path | None = None
+) -> str:
+    """What a program that imports a host prints at its end; it runs in the folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER_PYTHON + program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=folder,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return (done.stdout.splitlines() or [""])[-1]

@@ -25,7 +25,7 @@ from megapack.integrations.manifest import Manifest
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
 from tests.hosts.chats import Chats, write_chats
-from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+from tests.hosts.processes import ROOT, environment_of, finish, torchrun, trees_of
 
 FOLDERS = trees_of("AXOLOTL")
 ROW, ROWS_PER_STEP, STEPS, SEED = 256, 8, 3, 7
@@ -73,9 +73,7 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
         "LOG_LEVEL": "INFO",
         "ACCELERATE_USE_CPU": "true",  # as of accelerate launch --cpu: gloo
     }
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += [str(LAUNCHERS / "launch_axolotl.py"), fault, str(folder / "config.yaml")]
+    command = [*torchrun(ranks, "launch_axolotl.py"), fault, str(folder / "config.yaml")]
     return finish(command, folder, environment, "axolotl")
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.check import load_ranks
-from tests.hosts.corpus import Corpus, write_corpus
+from tests.hosts.corpus import Corpus
 from tests.hosts.layouts import (
     GLOBAL_BATCH,
     Host,
@@ -22,15 +20,14 @@ from tests.hosts.layouts import (
     environment,
     release_of,
 )
+from tests.hosts.processes import last_line
 from tests.hosts.test_megatron_lm import TREES
 
 pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
 
-# One process for all command lines: a checkout takes long to import. From 0.19 on Megatron-LM asks
-# for Python 3.12, which has typing.override.
+# One process for all command lines: a checkout takes long to import.
 COMMANDS = """
-import json, pathlib, sys, typing, typing_extensions
-typing.override = typing_extensions.override
+import json, pathlib, sys
 from contextlib import redirect_stderr, redirect_stdout
 from megapack.integrations.megatron.__main__ import main
 for name, arguments in json.loads(sys.argv[1]).items():
@@ -45,11 +42,6 @@ LINE = re.compile(r" +(\d+) +(\d+) +(\d+) +(\d+)-(\d+) +(\d+) +(\d+)  ([\d,]+) l
 RUN = Layout(name="checked", ranks=2)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return write_corpus(tmp_path_factory.mktemp("checked"))
-
-
 @dataclass(frozen=True)
 class Checked:
     """A checkout, and what the command said: (exit status, stdout, stderr) by name."""
@@ -58,11 +50,8 @@ class Checked:
     said: dict[str, tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def checked(
-    request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> Checked:
-    tree: Path = request.param
+@pytest.fixture(scope="module")
+def checked(tree: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     folder = tmp_path_factory.mktemp("said")
     script = str(tree / "pretrain_gpt.py")
 
@@ -78,12 +67,7 @@ def checked(
         "odd": line("--ranks", "5"),
         "no data": line(flags="--data-path nothing"),
     }
-    subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(lines)],
-        check=True,
-        cwd=folder,
-        env=environment(tree),
-    )
+    last_line(COMMANDS, environment(tree), json.dumps(lines), folder=folder)
     return Checked(
         tree,
         {
@@ -102,7 +86,7 @@ def boundary_flag_of(tree: Path) -> str:
 
 
 def test_what_is_printed_is_what_the_run_then_reads(
-    checked: Checked, corpus: Corpus, tmp_path: Path
+    checked: Checked, host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Row by row: max_seqlen and labels of every micro step that is printed."""
     status, said, errors = checked.said["two layouts"]
@@ -111,11 +95,7 @@ def test_what_is_printed_is_what_the_run_then_reads(
     printed = [tuple(int(n.replace(",", "")) for n in found) for found in LINE.findall(first)]
     assert len(printed) == 3 * 4 == len(LINE.findall(second))
     assert first.count("one bucket\n") == 12 and "train 48" in first
-    host = Host(checked.tree)
-    try:
-        host.run(RUN, corpus, tmp_path / "run")
-    finally:
-        host.ranks.close()
+    host.run(RUN, corpus, tmp_path / "run")
     ranks = load_ranks(tmp_path / "run")
     calls = [[call for call in rank["calls"] if call["training"]] for rank in ranks]
     for step, micro_step, capacity, begin, last, _, longest, labels in printed:

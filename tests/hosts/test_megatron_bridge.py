@@ -18,7 +18,7 @@ from tests.hosts.check import check_run, load_ranks
 from tests.hosts.corpus import Corpus
 from tests.hosts.layouts import GLOBAL_BATCH, ROW, environment
 from tests.hosts.losses import iterations, wrong_losses
-from tests.hosts.processes import LAUNCHERS, finish, trees_of
+from tests.hosts.processes import LAUNCHERS, finish, torchrun, trees_of
 from tests.hosts.test_megatron_lm import TREES as CORES
 
 TREES = trees_of("MEGATRON_BRIDGE")
@@ -30,17 +30,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(tree: Path, folder: Path, launch: list[str], *arguments: str) -> str:
+    """``launch_bridge.py`` by torchrun, or as one process; what was logged."""
     env = environment(CORES[-1])
     paths = (str(tree / "src"), env["PYTHONPATH"], os.environ.get("PYTHONPATH", ""))
     env |= {"PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"}
-    launcher = [*launch, str(LAUNCHERS / "launch_bridge.py"), str(folder)]
-    return finish([sys.executable, *launcher, *arguments], folder, env, str(tree))
+    return finish([*launch, str(folder), *arguments], folder, env, str(tree))
 
 
 def train(tree: Path, folder: Path, data: str, ranks: int, stages: int, fault: str = "none") -> str:
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    return run(tree, folder, torchrun, data, "pretrain", str(stages), fault)
+    launch = torchrun(ranks, "launch_bridge.py")
+    return run(tree, folder, launch, data, "pretrain", str(stages), fault)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
@@ -49,7 +48,7 @@ def test_every_stage_is_handed_the_documents(
     tree: Path, data: str, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Three stages, the one between included, of which Bridge says nothing without packing."""
-    run(tree, tmp_path, [], corpus.path(data))
+    run(tree, tmp_path, [sys.executable, str(LAUNCHERS / "launch_bridge.py")], corpus.path(data))
     ranks = load_ranks(tmp_path)
     found = check_run(ranks, corpus)
     matrix.note("Megatron-Bridge", "main", f"PP 3, {data}", found)

@@ -8,10 +8,14 @@ boundaries are right.
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from tests.hosts import matrix
 from tests.hosts.check import (
@@ -21,16 +25,7 @@ from tests.hosts.check import (
     load_ranks,
 )
 from tests.hosts.corpus import NUM_WEB, Corpus
-from tests.hosts.mds_layouts import (
-    FULL_VALIDATION,
-    GLOBAL_BATCH,
-    LAYERS,
-    LAYOUTS,
-    SCRIPT,
-    Layout,
-    run,
-)
-from tests.hosts.processes import ROOT, trees_of
+from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
 
 TREES = trees_of("MEGATRON_DEEPSPEED")
 HOST = "Megatron-DeepSpeed"
@@ -43,6 +38,140 @@ pytestmark = [
 ]
 
 Rows = dict[int, tuple[int, ...]]
+
+ROW = 128
+GLOBAL_BATCH = 12
+LAYERS = 2
+
+# As docs/guides/megatron_deepspeed.md has it.
+SCRIPT = """import runpy
+
+from megapack.integrations import megatron_deepspeed
+
+megatron_deepspeed.install()
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+PACKED = "--use-flash-attn-v2 --dataloader-type single --pipeline-model-parallel-size 1"
+
+# A tiny model. bf16, since the host hands flash-attn nothing else.
+MODEL = f"""
+    --num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
+    --seq-length {ROW} --max-position-embeddings {ROW} --bf16
+    --attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-dropout-fusion --no-gradient-accumulation-fusion --lr 1e-3 --clip-grad 1
+    --distributed-backend gloo --tokenizer-type NullTokenizer --num-workers 0
+    --eval-interval 3 --eval-iters 1 --log-interval 1 --save-interval 1000
+""".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One run: how many ranks, which of the host's flags, which data."""
+
+    name: str
+    ranks: int
+    micro_batch: int = 1
+    engine: bool = False
+    """With DeepSpeed's pipeline engine (one stage), the host's default; else the plain engine."""
+    flags: str = ""
+    zero: int = 0
+    """Stage of ZeRO."""
+    data: str = "web.json"
+    """A manifest of corpus.py, or ``list``: a weighted list."""
+    train_iters: int = 4
+    full_validation: bool = False
+
+
+LAYOUTS = (
+    Layout(name="DP 1, 3 epochs", ranks=1, train_iters=12),
+    Layout(name="DP 2, blend, ZeRO 1", ranks=2, data="mix.json", zero=1),
+    Layout(name="DP 2, micro batch 2", ranks=2, micro_batch=2),
+    Layout(name="DP 3, weighted list", ranks=3, data="list"),
+    # With one row per micro batch some have no label, since their documents are excluded.
+    Layout(name="DP 2, stages and a window", ranks=2, micro_batch=2, data="program.json"),
+    Layout(name="TP 2", ranks=2, flags="--tensor-model-parallel-size 2"),
+    Layout(name="DP 2, pipeline engine", ranks=2, micro_batch=2, engine=True),
+    Layout(
+        name="TP 2, pipeline engine",
+        ranks=2,
+        engine=True,
+        flags="--tensor-model-parallel-size 2",
+    ),
+)
+
+WHOLE = {"flags": "--split 70,20,10", "full_validation": True}
+FULL_VALIDATION = (
+    Layout(name="full validation, DP 2", ranks=2, **WHOLE),
+    Layout(name="full validation, DP 2, pipeline engine", ranks=2, engine=True, **WHOLE),
+    Layout(
+        name="full validation, TP 2",
+        ranks=2,
+        flags="--tensor-model-parallel-size 2 --split 70,20,10",
+        full_validation=True,
+    ),
+)
+
+
+def data_flags(corpus: Corpus, data: str) -> list[str]:
+    paths = ["0.7", corpus.path("web"), "0.3", corpus.path("code")]
+    if data != "list":
+        paths = [corpus.path(data)]
+    return ["--data-path", *paths, "--split", "90,10,0", "--data-cache-path", corpus.path("cache")]
+
+
+def engine_flags(layout: Layout, folder: Path) -> list[str]:
+    """The configuration of DeepSpeed, which repeats what the flags say."""
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "zero_optimization": {"stage": layout.zero},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+    }
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(config))
+    flags = ["--deepspeed", "--deepspeed_config", str(path), "--zero-stage", str(layout.zero)]
+    return flags if layout.engine else [*flags, "--no-pipeline-parallel"]
+
+
+def script(layout: Layout) -> str:
+    if not layout.full_validation:
+        return SCRIPT
+    return SCRIPT.replace("install()", "install(full_validation=True)")
+
+
+def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str) -> str:
+    """Run the layout under DeepSpeed's launcher; what it logged. AssertionError where it fails.
+
+    Args:
+        tree: the checkout.
+        layout, corpus: what is run, on which documents.
+        folder: is made; the records lie in it.
+        more: flags beside the layout's.
+    """
+    folder.mkdir(parents=True)
+    (folder / "pretrain_gpt.py").symlink_to(tree / "pretrain_gpt.py")
+    (folder / "pretrain_packed.py").write_text(script(layout))
+    command = [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(layout.ranks)),
+        *("--master_port", str(free_port()), str(LAUNCHERS / "launch_mds.py")),
+        *MODEL,
+        *PACKED.split(),
+        *("--vocab-size", str(corpus.vocabulary), "--train-iters", str(layout.train_iters)),
+        *("--micro-batch-size", str(layout.micro_batch), "--global-batch-size", str(GLOBAL_BATCH)),
+        *data_flags(corpus, layout.data),
+        *engine_flags(layout, folder),
+        *layout.flags.split(),
+        *more,
+    ]
+    environment = {
+        **environment_of(tree, "hosts-mds"),
+        "HOST_RECORDS": str(folder),
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(layout.ranks),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    return finish(command, folder, environment, f"{layout.name} on {tree}")
 
 
 def test_the_guide_has_the_script_that_is_run() -> None:

@@ -9,7 +9,6 @@ positions and boundaries are right.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,6 @@ pytestmark = [
 ]
 
 Known = dict[Any, Any]
-
-
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    found = Host(request.param)
-    yield found
-    found.ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +178,7 @@ def test_full_validation_is_the_documents_one_by_one(
 def test_context_parallelism_that_cuts_whole_rows_is_refused(
     host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """RoPE takes the parts for parts of documents, with any dataset (test_whole_rows.py)."""
+    """RoPE takes the parts for parts of documents, with any dataset (test_megatron_parts.py)."""
     if host.release < (0, 19):
         pytest.skip("this release has no inter-document masking")
     flags = "--context-parallel-size 2 --dataloader-inter-document-masking"

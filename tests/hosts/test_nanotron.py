@@ -9,8 +9,6 @@ the boundaries of every layer are right.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ports import free_port
 
 from tests.hosts import matrix
 from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus
-from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
+from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
 
 TREES = trees_of("NANOTRON")
 HOST = "nanotron"
@@ -161,8 +158,7 @@ def command(layout: Layout, corpus: Corpus, folder: Path, saved: Path | None = N
     text = configuration(layout, corpus, saved or folder / "saved", saved is not None)
     (folder / "config.yaml").write_text(yaml.safe_dump(text))
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
-        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_nanotron.py")),
+        *torchrun(layout.ranks, "launch_nanotron.py"),
         *("--config-file", str(folder / "config.yaml"), "--data-path", corpus.path(layout.data)),
         *("--num-workers", str(layout.workers)),
     ]
@@ -252,14 +248,5 @@ def test_what_is_wrong_on_purpose_is_refused(
     wrong: str, layout: Layout, said: str, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Between the loader and the model, and what rows cannot be told."""
-    done = subprocess.run(
-        command(layout, corpus, tmp_path),
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong},
-    )
-    assert done.returncode != 0 and "ConfigError" in done.stderr
-    assert said in done.stderr
-    assert not list(tmp_path.glob("rank*.pt"))
+    around = environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong}
+    is_refused(command(layout, corpus, tmp_path), tmp_path, around, said)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from ports import free_port
 
 from megapack.errors import ConfigError
 from tests.hosts import matrix
 from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus, write_short
-from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
+from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
 
 TREES = trees_of("OLMO_CORE")
 HOST = "OLMo-core"
@@ -71,8 +69,7 @@ LAYOUTS = (
 
 def command(layout: Layout, corpus: Corpus, folder: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
-        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_olmo_core.py")),
+        *torchrun(layout.ranks, "launch_olmo_core.py"),
         *(corpus.path(layout.data), str(folder / "saved")),
         *("--vocabulary", str(corpus.vocabulary), "--width", "64", "--layers", str(LAYERS)),
         *("--sequence-length", str(ROW), "--step-rows", str(STEP_ROWS)),
@@ -206,15 +203,5 @@ def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
 def test_what_is_wrong_on_purpose_is_refused(
     wrong: str, said: str, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    done: Any = subprocess.run(
-        command(Layout(name="wrong"), corpus, tmp_path),
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong},
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode != 0 and "ConfigError" in told
-    assert said in " ".join(told.split())
-    assert not list(tmp_path.glob("rank*.pt"))
+    around = environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong}
+    is_refused(command(Layout(name="wrong"), corpus, tmp_path), tmp_path, around, said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM"),
 ]
-
-
-@pytest.fixture(scope="module", params=TREES or [None], ids=lambda tree: tree and tree.name)
-def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    found = Host(request.param)
-    yield found
-    found.ranks.close()
 
 
 def test_a_run_is_switched_in_its_middle_and_rolled_back(

@@ -9,20 +9,24 @@ labels, positions and the masks of every layer are right.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.hosts import matrix
 from tests.hosts.check import compare
 from tests.hosts.corpus import BUCKETS, Corpus, write_short
-from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+from tests.hosts.processes import (
+    ROOT,
+    environment_of,
+    finish,
+    is_refused,
+    torchrun,
+    trees_of,
+)
 
 TREES = trees_of("TORCHTITAN")
 HOST = "torchtitan"
@@ -101,8 +105,7 @@ def sizes(tree: Path, layout: Layout) -> list[str]:
 
 def command(tree: Path, layout: Layout, corpus: Corpus, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)),
-        *("--master-port", str(free_port()), str(LAUNCHERS / "launch_torchtitan.py")),
+        *torchrun(layout.ranks, "launch_torchtitan.py"),
         *("--module", "torchtitan_packed", "--config", "packed_debugmodel"),
         *("--dataloader.data_path", corpus.path(layout.data)),
         *("--validator.dataloader.data_path", corpus.path(layout.data)),
@@ -212,14 +215,4 @@ def test_what_is_wrong_on_purpose_is_refused(
     """Between the loader and the model; a window is refused at start."""
     layout = Layout(name="wrong", data="program.json" if wrong == "window" else "web.json")
     around = environment(tree, layout, corpus, tmp_path) | {"HOST_SABOTAGE": wrong}
-    done = subprocess.run(
-        command(tree, layout, corpus),
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=around,
-    )
-    assert done.returncode != 0 and "ConfigError" in done.stderr
-    assert said in done.stderr
-    assert not list(tmp_path.glob("rank*.pt"))
+    is_refused(command(tree, layout, corpus), tmp_path, around, said)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megapack.integrations.manifest import Manifest
 from megapack.integrations.open_rows import open_rows, open_sources
 from megapack.integrations.rows import RowDataset, RowOptions
 from tests.hosts.chats import Chats, losses_one_by_one, write_chats
-from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+from tests.hosts.processes import ROOT, environment_of, finish, torchrun, trees_of
 
 FOLDERS = trees_of("MEGAPACK_VERL")
 ROWS_PER_STEP, ROW, STEPS = 8, 256, 3
@@ -74,9 +73,7 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
         "HOST_RECORDS": str(folder),
         "HYDRA_FULL_ERROR": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += [str(LAUNCHERS / "launch_verl.py"), fault]
+    command = [*torchrun(ranks, "launch_verl.py"), fault]
     command += [f"{key}={value}" for key, value in options.items()]
     return finish(command, folder, environment, "verl's SFT trainer")
 

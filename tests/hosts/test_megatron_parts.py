@@ -1,25 +1,88 @@
-"""A plan as Megatron's hybrid (in its branch dev: dynamic) context parallelism takes it.
+"""Parts of Megatron-LM asked in a process of their own, without a run.
 
-Its own functions make the groups of ranks, cut the documents between them and pack the rows; what
-they give is what ``rank_micro_batches`` says. Process groups are torch's fakes: nothing is sent.
+- Mamba layers are told where segments are, or refused at start (the mixer itself is CUDA code).
+- RoPE gives wrong positions to whole rows that ranks cut: why that is refused.
+- A step plan as hybrid (in the branch dev: dynamic) context parallelism takes it.
 """
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.layouts import environment, release_of
+from tests.hosts.processes import LAUNCHERS, is_refused, last_line
 from tests.hosts.test_megatron_lm import TREES
 
 pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
 
-PROGRAM = """
-import typing, typing_extensions
-typing.override = typing_extensions.override
+# ---- Mamba layers
+
+SEQ_IDX = """
+import torch
+from megapack.integrations.megatron import to_packed_seq_params
+bounds = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+params = to_packed_seq_params(bounds, 8, total_tokens=16)
+print(getattr(params, "seq_idx", None) is not None and params.seq_idx.tolist())
+"""
+
+
+def test_segments_are_numbered_where_the_release_has_a_place_for_it(tree: Path) -> None:
+    numbered = [[0] * 3 + [1] * 5 + [2] * 8]
+    expected = str(numbered) if release_of(tree) >= (0, 17) else "False"
+    assert last_line(SEQ_IDX, environment(tree)) == expected
+
+
+def test_a_hybrid_script_is_refused_where_there_is_none(tree: Path, tmp_path: Path) -> None:
+    if release_of(tree) >= (0, 17):
+        pytest.skip("this release has seq_idx")
+    command = [sys.executable, str(LAUNCHERS / "launch.py"), str(tmp_path)]
+    command += [str(tree / "pretrain_mamba.py")]
+    around = environment(tree) | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    is_refused(command, tmp_path, around, "Train hybrid models with 0.17")
+
+
+# ---- Whole rows cut between ranks: when this fails, they need not be refused
+
+# Two documents, of 4 and 12 tokens; two ranks hold quarters 0 and 3, and 1 and 2, of the row.
+BOUNDS = [0, 4, 16]
+HELD = [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+TRUE = [*range(4), *range(12)]
+ROPE = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+bounds = torch.tensor(json.loads(sys.argv[1]), dtype=torch.int32)
+angles = torch.arange(12.0).reshape(-1, 1, 1, 1).expand(-1, 1, 1, 2) / 10
+found = []
+for rank in range(2):
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+    tokens = torch.tensor([1.0, 0.0]).expand(8, 1, 2)
+    turned = _apply_rotary_pos_emb_thd(tokens, bounds, angles, cp_group=group)[:, 0]
+    found.append((10 * torch.atan2(turned[:, 1], turned[:, 0])).round().int().tolist())
+print(json.dumps(found))
+"""
+
+
+def test_rope_takes_parts_of_a_row_for_parts_of_its_documents(tree: Path) -> None:
+    if release_of(tree) < (0, 19):
+        pytest.skip("this release has no inter-document masking")
+    given = json.loads(last_line(ROPE, environment(tree), json.dumps(BOUNDS)))
+    expected = [[TRUE[i] for i in held] for held in HELD]
+    assert given != expected
+    # What it gives are the positions of parts of documents: chunks r and 3 - r of each.
+    assert given == [[0, 3, 0, 1, 2, 9, 10, 11], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+# ---- A step plan: Megatron's own functions make groups of ranks, cut the documents between them
+# and pack the rows; what they give is what ``rank_micro_batches`` says. Process groups are torch's
+# fakes: nothing is sent.
+
+PLAN = """
 import numpy as np, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import parallel_state
@@ -95,19 +158,10 @@ print(sorted(seen), kind if build_packed_microbatches else "unpacked")
 """
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_groups_parts_and_rows_are_those_that_megatron_makes(tree: Path) -> None:
     if release_of(tree) < (0, 19):
         pytest.skip("this release cuts batches of hybrid context parallelism in another way")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment(tree),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *sizes, how = done.stdout.splitlines()[-1].split()
+    *sizes, how = last_line(PLAN, environment(tree)).split()
     assert sizes == ["[1,", "2,", "4,", "8]"], "the step has groups of every size"
     packs = (tree / "megatron" / "core" / "datasets" / "data_schedule_utils.py").exists()
     assert (how != "unpacked") == packs, "rows were compared where the release makes some"
