@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from megapack.data.batch import Buffers, ReusedBuffers
 from megapack.integrations import rows as integration
 from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rows import RowDataset, RowOptions
 from tests.integrations.samples import make_dataset
 
@@ -29,7 +29,7 @@ def rows(tmp_path: Path) -> RowDataset:
     make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
     manifest = Manifest(sources=(Source(prefix=str(tmp_path / "web")),), buckets=(16, 32, 64))
     options = RowOptions(sequence_length=ROW, rows_per_block=8, seed=3)
-    return open_rows(manifest, open_sources(manifest), options, num_rows=160)
+    return open_data_path(manifest, options, num_rows=160)
 
 
 # In order, across blocks of 8 rows, and backwards.

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, Stage
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -58,7 +58,7 @@ def finite(datasets: list[IndexedDataset], rows_per_block: int, **more: Any) -> 
         max_epochs=1.0,
     )
     options = RowOptions(sequence_length=ROW, rows_per_block=rows_per_block, seed=3)
-    return open_rows(manifest, open_sources(manifest), options, finite=True, **more)
+    return open_data_path(manifest, options, finite=True, **more)
 
 
 @given(web=Lengths, code=Lengths, rows_per_block=st.integers(1, 9), data=st.data())

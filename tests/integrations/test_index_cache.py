@@ -19,8 +19,7 @@ from megapack.integrations.open_rows import (
     Recipe,
     build_index,
     cached_index,
-    open_rows,
-    open_sources,
+    open_data_path,
 )
 from megapack.integrations.rows import RowOptions
 from megapack.packing import SampleIndex
@@ -193,9 +192,8 @@ def test_index_command_builds_what_a_run_then_finds(
     stamps = {Path(line[2]): Path(line[2]).stat().st_mtime_ns for line in listed}
     assert set(stamps) == set((tmp_path / "cache").iterdir())
     manifest = Manifest.read(dataset.prefix)
-    rows = open_rows(
+    rows = open_data_path(
         manifest,
-        open_sources(manifest),
         RowOptions(sequence_length=64, rows_per_block=4, seed=5),
         split=(0.0, 0.9),
         cache_directory=tmp_path / "cache",

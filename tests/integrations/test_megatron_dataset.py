@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,6 @@ from megapack.integrations.megatron.dataset import (
 )
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import Tokenizer, make_dataset
-from tests.integrations.stock_sampler import SingleSampler
 
 ROW = 64
 BUCKETS = (16, 32, 64)
@@ -73,6 +74,32 @@ def build(settings: GPTDatasetConfig, sizes: list[int | None], builder: Any = No
     chosen = builder or BlendedMegatronDatasetBuilder
     built: list[Any] = chosen(PackedGPTDataset, sizes, lambda: True, settings).build()
     return built
+
+
+def taken(rows: int, consumed: int, micro_batch: int, rank: int, ranks: int) -> list[list[int]]:
+    """By one rank under Megatron-LM's ``single`` sampler, which the package megatron-core lacks:
+    micro step t of all ranks takes the next micro_batch x ranks numbers, rank r the r-th run of
+    micro_batch; what is left at the end is dropped."""
+    stride, first = micro_batch * ranks, consumed + rank * micro_batch
+    begins = range(first, first + (rows - consumed) // stride * stride, stride)
+    return [list(range(begin, begin + micro_batch)) for begin in begins]
+
+
+@contextmanager
+def batch_sizes(micro_batch: int = 1, ranks: int = 1, rampup: Any = None) -> Iterator[None]:
+    """Megatron's micro batch calculator knows them meanwhile."""
+    calculator.init_num_microbatches_calculator(
+        rank=0,
+        rampup_batch_size=rampup,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=micro_batch,
+        data_parallel_size=ranks,
+        decrease_batch_size_if_needed=False,
+    )
+    try:
+        yield
+    finally:
+        calculator.destroy_num_microbatches_calculator()
 
 
 def test_a_row_is_what_the_packed_sequence_path_reads(corpus: Path, tmp_path: Path) -> None:
@@ -148,11 +175,8 @@ def test_a_weighted_data_path_is_blended_inside(
 ) -> None:
     paths = [str(corpus / "web"), str(corpus / "code")]
     settings = config(str(paths[0]), tmp_path, blend=(paths, weights))
-    _init_calculator(micro_batch_size=1, data_parallel_size=1)
-    try:
+    with batch_sizes():
         train, _, _ = build(settings, [400, 0, 0], PackedDatasetBuilder)
-    finally:
-        calculator.destroy_num_microbatches_calculator()
     assert type(train) is PackedGPTDataset and not isinstance(train, BlendedDataset)
     assert [d.prefix for d in train.rows.packed.datasets] == paths
     assert train.rows.packed.samples.mixture.weights == weights
@@ -172,35 +196,18 @@ def test_separate_paths_for_each_split(corpus: Path, tmp_path: Path) -> None:
         None,
     ]
     settings = config("unused", tmp_path, blend=None, split=None, blend_per_split=per_split)
-    _init_calculator(micro_batch_size=1, data_parallel_size=1)
-    try:
+    with batch_sizes():
         train, valid, test = build(settings, [80, 16, 0], PackedDatasetBuilder)
-    finally:
-        calculator.destroy_num_microbatches_calculator()
     assert len(train.rows.packed.datasets) == 2 and len(valid.rows.packed.datasets) == 1
     assert test is None
-
-
-def _init_calculator(micro_batch_size: int, data_parallel_size: int, **more: Any) -> None:
-    calculator.init_num_microbatches_calculator(
-        rank=0,
-        rampup_batch_size=more.get("rampup"),
-        global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=micro_batch_size,
-        data_parallel_size=data_parallel_size,
-        decrease_batch_size_if_needed=False,
-    )
 
 
 def test_the_block_is_the_global_batch_or_what_a_ramp_up_shares(
     corpus: Path, tmp_path: Path
 ) -> None:
     for rampup, expected in ((None, 8), ([2, 2, 100], 2), ([4, 4, 100], 4)):
-        _init_calculator(1, 2, rampup=rampup)
-        try:
+        with batch_sizes(1, 2, rampup):
             train, _, _ = build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
-        finally:
-            calculator.destroy_num_microbatches_calculator()
         assert train.rows.options.rows_per_block == expected
         assert train.rows.options.cu_seqlens == "exact", "one row per micro batch"
 
@@ -209,12 +216,9 @@ def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_pa
     (tmp_path / "odd.json").write_text(
         f'{{"sources": [{{"prefix": "{corpus}/web"}}], "buckets": [64], "rows_per_block": 2}}'
     )
-    _init_calculator(2, 2)
-    try:
-        with pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4"):
-            build(config(str(tmp_path / "odd.json"), tmp_path), [16, 0, 0])
-    finally:
-        calculator.destroy_num_microbatches_calculator()
+    refused = pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4")
+    with batch_sizes(2, 2), refused:
+        build(config(str(tmp_path / "odd.json"), tmp_path), [16, 0, 0])
     with pytest.raises(ConfigError, match='give "rows_per_block"'):
         build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
 
@@ -249,12 +253,12 @@ def _build_and_read(
 ) -> tuple[list[str], list[list[int]]]:
     """What rank r of a data-parallel group reads in 10 micro steps of 2 rows, and its buckets."""
     parallel_state.initialize_model_parallel()
-    _init_calculator(2, world_size)
-    train, _, _ = build(config(data_path, Path(cache)), sizes)
-    sampler = SingleSampler(len(train), 0, 2, parallel_state.get_data_parallel_rank(), world_size)
-    loader = DataLoader(train, batch_sampler=list(sampler)[:10], num_workers=0)
+    with batch_sizes(2, world_size):
+        train, _, _ = build(config(data_path, Path(cache)), sizes)
+    mine = taken(len(train), 0, 2, parallel_state.get_data_parallel_rank(), world_size)[:10]
+    loader = DataLoader(train, batch_sampler=mine, num_workers=0)
     digests = [str(hash(tuple(batch["tokens"].flatten().tolist()))) for batch in loader]
-    buckets = [[train.bucket_of(i) for i in batch] for batch in list(sampler)[:10]]
+    buckets = [[train.bucket_of(i) for i in batch] for batch in mine]
     return digests, buckets
 
 
@@ -292,9 +296,9 @@ def test_a_resume_with_other_ranks_reads_on_where_the_run_stopped(
     for (mbs, dp), begin, end in ((before, 0, consumed), (after, consumed, 200)):
         # Every rank of every launch opens the dataset anew, as a restarted process does.
         parts = [build(settings, [200, 0, 0])[0] for _ in range(dp)]
-        samplers = [iter(SingleSampler(200, begin, mbs, rank, dp)) for rank in range(dp)]
-        for _ in range((end - begin) // (mbs * dp)):
-            step = [(part, next(sampler)) for part, sampler in zip(parts, samplers, strict=True)]
+        of_ranks = [taken(200, begin, mbs, rank, dp) for rank in range(dp)]
+        for batches in list(zip(*of_ranks, strict=True))[: (end - begin) // (mbs * dp)]:
+            step = list(zip(parts, batches, strict=True))
             assert len({part.bucket_of(i) for part, batch in step for i in batch}) == 1
             read += [part[i]["tokens"].tolist() for part, batch in step for i in batch]
     assert read == reference

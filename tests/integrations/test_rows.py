@@ -16,11 +16,13 @@ import torch
 from megapack.data import PackedDataset, Schedule, Stage, load_blend, open_blend
 from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
-from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.manifest import Manifest, Source, is_manifest
+from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.packing import pack
+from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from tests.data.corpora import packed_lengths, random_documents, write_documents
 from tests.integrations.samples import make_dataset
 
 ROW = 64
@@ -39,7 +41,7 @@ def rows_of(
 ) -> RowDataset:
     manifest = {"buckets": (16, 32, 64), **(manifest or {})}
     manifest = Manifest(sources=(Source(prefix=corpus.prefix),), **manifest)
-    return open_rows(manifest, open_sources(manifest), options, **more)
+    return open_data_path(manifest, options, **more)
 
 
 def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any) -> RowDataset:
@@ -57,7 +59,7 @@ def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any)
         stages=stages,
     )
     manifest = Manifest.read(manifest.to_json())  # as a host has it
-    return open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=400, **options)
+    return open_data_path(manifest, OPTIONS, num_rows=400, **options)
 
 
 def test_stages_count_blocks_and_leave_the_rows_before_them(
@@ -107,7 +109,7 @@ def test_rows_keep_groups_of_documents_together(corpus: IndexedDataset, tmp_path
     index.save(path, source=corpus)
     source = Source(prefix=corpus.prefix, index=str(path))
     manifest = Manifest(sources=(source,), attention="group")
-    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=64)
+    rows = open_data_path(manifest, OPTIONS, num_rows=64)
     together, apart = (PackedDataset(corpus, index, attention=a) for a in ("group", "document"))
     fewer = 0
     for number in range(64):
@@ -282,7 +284,7 @@ def test_blend_gives_sources_their_share_inside_every_bucket(
         buckets=(16, 32, 64),
         cache_directory=str(tmp_path / "cache"),
     )
-    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=2000)
+    rows = open_data_path(manifest, OPTIONS, num_rows=2000)
     first = rows.packed.samples.bases[1]
     tokens = np.zeros(2)
     for number in range(2000):
@@ -330,7 +332,7 @@ def test_rows_hold_documents_with_their_middle_last(corpus: IndexedDataset, tmp_
         "cache_directory": str(tmp_path),
     }
     manifest = Manifest.read(json.dumps(tree))
-    rows = open_rows(manifest, open_sources(manifest), OPTIONS, num_rows=240)
+    rows = open_data_path(manifest, OPTIONS, num_rows=240)
     assert {index.fim_room for index in rows.packed.samples.indices} == {3}
     turned = 0
     for block in (0, 7, 19, 20):
@@ -347,7 +349,7 @@ def test_rows_hold_documents_with_their_middle_last(corpus: IndexedDataset, tmp_
     assert turned > 20
     copied = pickle.loads(pickle.dumps(rows))
     assert torch.equal(copied.micro_batch([3, 60])["tokens"], rows.micro_batch([3, 60])["tokens"])
-    held_out = open_rows(manifest, open_sources(manifest), OPTIONS, split=(0.5, 1.0))
+    held_out = open_data_path(manifest, OPTIONS, split=(0.5, 1.0))
     assert {index.fim_room for index in held_out.packed.samples.indices} == {0}
     assert held_out.schedule.step(0).fim is None
 
@@ -361,7 +363,7 @@ def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_
     with pytest.raises(
         ConfigError, match=r"'web' has loss weights per token .* token_weights: none"
     ):
-        open_rows(manifest, open_sources(manifest), OPTIONS)
+        open_data_path(manifest, OPTIONS)
 
 
 def test_labels_of_every_source_of_a_blend_are_its_own(
@@ -379,7 +381,7 @@ def test_labels_of_every_source_of_a_blend_are_its_own(
         buckets=(ROW,),
         cache_directory=str(tmp_path),
     )
-    rows = open_rows(manifest, open_sources(manifest), OPTIONS)
+    rows = open_data_path(manifest, OPTIONS)
     labelled = [bool(rows[i]["loss_mask"].any()) for i in range(40)]
     assert labelled.count(True) == labelled.count(False) == 20
 
@@ -393,7 +395,7 @@ def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
         json.dumps({"sources": [{"prefix": corpus.prefix, "index": "d.samples", "name": "web"}]})
     )
     manifest = Manifest.read(str(tmp_path / "mix.json"))
-    rows = open_rows(manifest, open_sources(manifest), OPTIONS, cache_directory=tmp_path / "cache")
+    rows = open_data_path(manifest, OPTIONS, cache_directory=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     packed_here = rows_of(corpus)
     for number in (0, 9, 77):
@@ -403,8 +405,49 @@ def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
     assert packed.samples.names == rows.packed.samples.names == ["web"]
     assert packed.samples.fingerprints == rows.packed.samples.fingerprints
     with pytest.raises(ConfigError, match="has all its documents, and the host asks for a part"):
-        open_rows(manifest, open_sources(manifest), OPTIONS, split=(0.0, 0.9))
+        open_data_path(manifest, OPTIONS, split=(0.0, 0.9))
     with pytest.raises(ConfigError, match="no room for segments at multiples of 4: pack it with"):
-        open_rows(manifest, open_sources(manifest), replace(OPTIONS, align=4))
+        open_data_path(manifest, replace(OPTIONS, align=4))
     with pytest.raises(ConfigError, match="hold no tokens"):
-        open_rows(manifest, open_sources(manifest), OPTIONS, split=(1.0, 1.0))
+        open_data_path(manifest, OPTIONS, split=(1.0, 1.0))
+
+
+# ---- A data path that is a shard manifest: its rows are those of the dataset it stands for
+
+SHARDED = RowOptions(sequence_length=ROW, rows_per_block=4, seed=1)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """One dataset whose samples are those of the only shard, which is the simplest law."""
+    dataset = write_documents(tmp_path / "a", random_documents(packed_lengths(300, 64)))
+    pack(dataset.document_lengths, buckets=[16, 32, 64]).save(
+        tmp_path / "a.samples", source=dataset
+    )
+    manifest = str(tmp_path / "web.shards.json")
+    plan = plan_packing(manifest, [str(tmp_path / "a")], {"buckets": [16, 32, 64]})
+    pack_shards(plan, lambda _: None)
+    return manifest
+
+
+def test_rows_of_a_shard_manifest(shards: str, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    blend.write_text("sources: [{prefix: a, index: a.samples}]\n")
+    ours, theirs = open_data_path(shards, SHARDED), open_data_path(str(blend), SHARDED)
+    assert not is_manifest(shards) and len(ours) == len(theirs) > 20
+    for i in range(0, len(theirs), 5):
+        assert all(torch.equal(ours[i][name], theirs[i][name]) for name in theirs[i])
+    tokens = IndexedDataset(tmp_path / "a").tokens
+    seen = np.concatenate([ours[i]["tokens"].numpy() for i in range(len(ours))])
+    assert np.isin(np.unique(tokens), seen).all()
+
+
+def test_rows_of_a_blend_of_shard_manifests_and_prefixes(shards: str) -> None:
+    manifest = Manifest.of_blend([shards, "b"], [0.5, 0.5])
+    assert [source.title for source in manifest.sources] == [shards, "b"]
+    assert Manifest.read(manifest.to_json()) == manifest
+
+
+def test_rows_of_a_part_of_a_shard_manifest_are_refused(shards: str) -> None:
+    with pytest.raises(ConfigError, match=r"names index .*shards\.json, which has all its docum"):
+        open_data_path(shards, SHARDED, split=(0.0, 0.9))

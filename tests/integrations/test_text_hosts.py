@@ -28,6 +28,7 @@ from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import (
     SIDE_KEYS,
     EvaluationLoss,
+    TextRowDataset,
     build_text_rows,
     manifest_of_list,
     shared_rows,
@@ -57,19 +58,20 @@ def manifest(prefix: str, labels: str | None = None, fim: FimConfig | None = Non
     return Manifest(sources=(Source(prefix=prefix, labels=labels),), buckets=(16, 32), fim=fim)
 
 
+def text_rows(source: Manifest, num_rows: int | None, **how: Any) -> TextRowDataset:
+    how = {"split": (0.0, 1.0), "varlen": True, "dialect": GPT_NEOX, **how}
+    rows = build_text_rows(source, OPTIONS, num_rows=num_rows, **how)
+    assert rows is not None
+    return rows
+
+
 @pytest.mark.parametrize("fim", [None, FIM])
 def test_text_and_label_shift_into_tokens_and_labels(
     corpus: IndexedDataset, fim: FimConfig | None
 ) -> None:
-    rows = build_text_rows(
-        manifest(corpus.prefix, fim=fim),
-        OPTIONS,
-        GPT_NEOX_LABELS,
-        split=(0.0, 1.0),
-        num_rows=64,
-        varlen=False,
-    )
-    assert rows is not None and len(rows) == 64
+    source = manifest(corpus.prefix, fim=fim)
+    rows = text_rows(source, 64, dialect=GPT_NEOX_LABELS, varlen=False)
+    assert len(rows) == 64
     turned = sum(int((rows[number]["text"] == 60_000).sum()) for number in range(64))
     assert turned > 10 if fim else turned == 0
     for number in range(64):
@@ -86,15 +88,7 @@ def test_text_and_label_shift_into_tokens_and_labels(
 def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
     corpus: IndexedDataset, fim: FimConfig | None
 ) -> None:
-    rows = build_text_rows(
-        manifest(corpus.prefix, fim=fim),
-        OPTIONS,
-        GPT_NEOX,
-        split=(0.0, 1.0),
-        num_rows=64,
-        varlen=True,
-    )
-    assert rows is not None
+    rows = text_rows(manifest(corpus.prefix, fim=fim), 64)
     wrong = 0
     for number in range(64):
         sample, row = rows[number], rows.rows[number]
@@ -110,13 +104,11 @@ def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
 
 def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
     cut = replace(manifest(corpus.prefix), attention_window=8)
-    how: dict[str, Any] = {"split": (0.0, 1.0), "num_rows": 8}
     with pytest.raises(
         ConfigError, match=r"windows \[8\], and attention in these rows is one caus"
     ):
-        build_text_rows(cut, OPTIONS, GPT_NEOX, varlen=False, **how)
-    rows = build_text_rows(cut, OPTIONS, GPT_NEOX, varlen=True, **how)
-    assert rows is not None
+        text_rows(cut, 8, varlen=False)
+    rows = text_rows(cut, 8)
     assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
 
 
@@ -141,15 +133,8 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
         for number in range(len(corpus)):
             tokens = corpus[number].astype(np.int64)
             builder.add_document(np.where(np.arange(len(tokens)) % 2, tokens, -100))
-    rows = build_text_rows(
-        manifest(corpus.prefix, labels=str(tmp_path / "labels")),
-        OPTIONS,
-        GPT_NEOX_LABELS,
-        split=(0.0, 1.0),
-        num_rows=32,
-        varlen=False,
-    )
-    assert rows is not None
+    source = manifest(corpus.prefix, labels=str(tmp_path / "labels"))
+    rows = text_rows(source, 32, dialect=GPT_NEOX_LABELS, varlen=False)
     for number in range(32):
         row = rows.rows[number]
         predicts_odd = (row["position_ids"] % 2 == 0) & (row["loss_mask"] == 1)
@@ -161,12 +146,10 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
 def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
     corpus: IndexedDataset,
 ) -> None:
-    how: dict[str, Any] = {"num_rows": None, "varlen": True, "times": 2}
     large, small = (
-        build_text_rows(manifest(corpus.prefix), OPTIONS, GPT_NEOX, split=split, **how)
+        text_rows(manifest(corpus.prefix), None, split=split, times=2)
         for split in ((0.0, 0.5), (0.9, 1.0))
     )
-    assert large is not None and small is not None
     assert len(small.rows) < len(large.rows) == whole_sets((large, None, small)) * 8
     assert len(small) == len(large) == 2 * len(large.rows) == 2 * len(small.rows)
     expected = np.concatenate([corpus[i] for i in range(540, 600)])

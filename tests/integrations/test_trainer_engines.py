@@ -1,7 +1,8 @@
 """Trainer's other engines on two gloo processes: FSDP2 and DeepSpeed's ZeRO.
 
-Each must give the losses and the weights of one process, also when it stops and resumes. And what
-Trainer offers that would cut or deal micro batches a second time is refused.
+Each must give the losses and the weights of one process, also when it stops and resumes, and of a
+planned step those of the padded batch. And what Trainer offers that would cut or deal micro batches
+a second time is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 from accelerate import DistributedType, PartialState
 from accelerate.parallelism_config import ParallelismConfig
+from datasets import Dataset
 from ports import free_port
+from trl import SFTConfig
 
 from megapack import attention
 from megapack.errors import ConfigError
 from megapack.integrations.transformers import PackedTrainer
+from tests.integrations import test_planned as planned
 from tests.integrations.harness import run_ranks
 from tests.integrations.test_transformers import (
     MICRO,
@@ -139,3 +143,38 @@ def _cut_by_accelerate(rank: int, world_size: int, folder: str, out: str) -> str
 def test_rows_that_accelerate_would_cut_are_refused(folder: Path, tmp_path: Path) -> None:
     for answer in run_ranks(_cut_by_accelerate, 2, free_port(), str(folder), str(tmp_path)):
         assert "tensor, context and sequence parallel sizes are [1, 2, 1]" in answer
+
+
+# ---- A planned step of SFTTrainer
+
+
+def _planned_step(rank: int, world_size: int, folder: str, engine: str) -> Any:
+    changes = {"optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.1}
+    args = SFTConfig(**{**planned.options(folder, max_length=64), **ENGINES[engine], **changes})
+    if "fsdp" in ENGINES[engine]:  # Accelerate shards on devices only; torch on a CPU, too
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = planned.PlannedSFT(
+        args=args,
+        model=planned.tiny_model(),
+        train_dataset=Dataset.from_list(planned.documents()),
+        processing_class=planned.tokenizer(),
+        documents_per_step=22,
+        max_tokens_per_rank=planned.CAP,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, type(trainer.model_wrapped).__name__, _weights(trainer)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sft_trainer_has_the_step_of_the_padded_batch_under(tmp_path: Path, engine: str) -> None:
+    losses, used, weights = run_ranks(_planned_step, 2, free_port(), str(tmp_path), engine)[0]
+    expected, gradients = planned.padded_step("token_mean")
+    assert used == engine.split(",", maxsplit=1)[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    before = dict(planned.tiny_model().named_parameters())
+    for name, gradient in gradients.items():
+        moved = before[name].detach().numpy() - weights[name]
+        first = 0.1 * gradient / (np.abs(gradient) + 1)  # AdamW's first step, its epsilon 1
+        np.testing.assert_allclose(moved, first, atol=1e-5, rtol=0)
