@@ -32,6 +32,7 @@ def test_help_shows_a_command_and_every_status(capsys: pytest.CaptureFixture[str
         (["nowhere.py"], "there is no script nowhere.py"),
         (["--ranks", "2x0", __file__], "--ranks is '2x0'"),
         (["--ranks", "8 GPUs", __file__], "8x2x1x1"),
+        (["--steps", "0", __file__], "--steps is 0; it must be 1 or more"),
         ([__file__], "cannot be imported"),
     ],
 )

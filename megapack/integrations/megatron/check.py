@@ -224,7 +224,8 @@ def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankRepor
             numbers, batch = next(pairs)
             report.drawn.append(_measure(step, train, numbers, batch))
         consumed += counts.get_current_global_batch_size()
-    report.documents = list(_first_documents(train, report.drawn[0].rows[0]))
+    if report.drawn:  # with --train-iters 0 nothing is
+        report.documents = list(_first_documents(train, report.drawn[0].rows[0]))
 
 
 def _measure(step: int, train: Any, numbers: list[int], batch: dict[str, Any]) -> Drawn:
@@ -277,6 +278,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not Path(args.script).is_file():
             raise ConfigError(f"there is no script {args.script}")
+        if args.steps < 1:
+            raise ConfigError(f"--steps is {args.steps}; it must be 1 or more")
         worlds = [_world(text) for text in args.ranks] or [_default_world(args.arguments)]
         sys.path.insert(0, str(Path(args.script).resolve().parent))
         importlib.import_module("megatron.training")  # once, for all ranks
