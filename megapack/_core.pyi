@@ -80,7 +80,7 @@ def frame_documents_int32(
     vocab_size: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]: ...
 
-# --- register_lengths.cpp, register_packing.cpp -------------------------------------------------
+# --- register_packing.cpp -----------------------------------------------------------------------
 # A strategy gives a dict of the arrays of SampleIndex, "dropped_tokens" and "repeated_tokens".
 # Wrong scalars and names are ValueErrors that name the argument and what it may be.
 
@@ -112,7 +112,7 @@ class Run:
         progress: Callable[[int, int], None] | None = None,
     ) -> None: ...
 
-# By the name of the core's pack_<strategy>; bindings/strategies.cpp says which rules it has.
+# By the name of the core's pack_<strategy>; register_packing.cpp says which rules it has.
 def pack(strategy: str, lengths: DocumentLengths, rules: dict[str, Any], run: Run) -> _Packing: ...
 
 # Rules of "seamless"; what its first stage makes of the documents.
@@ -126,7 +126,7 @@ def length_histogram(
 # Samples per bucket if a pool of counts[l] documents of length l is drained by rules of "bucket".
 def count_bucket_samples(counts: NDArray[np.int64], rules: dict[str, Any]) -> list[int]: ...
 
-# --- register_samples.cpp -----------------------------------------------------------------------
+# --- register_index.cpp -------------------------------------------------------------------------
 _Index = NDArray[np.int32] | NDArray[np.int64]
 
 # SampleIndex.segment_arrays, then the lengths; check_laws takes bucket_capacity before them. All

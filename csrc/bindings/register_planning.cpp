@@ -5,29 +5,22 @@
 namespace megapack {
 namespace {
 
-Balance balance_named(const std::string& name) {
-    if (name == "micro_batches") return Balance::kMicroBatches;
-    if (name == "step") return Balance::kStep;
-    check(name == "pipeline", "balance is '", name,
-          "'; it must be micro_batches, step or pipeline");
-    return Balance::kPipeline;
-}
-
 py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double>& costs,
                           const Array<double>& max_costs, const Array<std::int64_t>& groups,
-                          const std::string& balance, const py::object& num_ranks,
+                          const py::object& balance, const py::object& num_ranks,
                           const py::object& max_tokens_per_rank,
                           const py::object& max_documents_per_rank, const py::object& max_degree,
                           const py::object& linear_length, const py::object& multiple) {
-    constexpr std::int64_t kMostRanks = std::int64_t{1} << 20;
-    constexpr std::int64_t kMostTokens = std::int64_t{1} << 40;
-    const StepRules rules{integer(num_ranks, "num_ranks", 1, kMostRanks),
-                          integer(max_tokens_per_rank, "max_tokens_per_rank", 1, kMostTokens),
-                          integer(max_documents_per_rank, "max_documents_per_rank", 1),
-                          integer(max_degree, "max_degree", 1, kMostRanks),
-                          integer(linear_length, "linear_length", 0),
-                          balance_named(balance),
-                          integer(multiple, "micro_batch_multiple", 1, kMostRanks)};
+    const StepRules rules{integer(num_ranks, "num_ranks"),
+                          integer(max_tokens_per_rank, "max_tokens_per_rank"),
+                          integer(max_documents_per_rank, "max_documents_per_rank"),
+                          integer(max_degree, "max_degree"),
+                          integer(linear_length, "linear_length"),
+                          choice<Balance>(balance, "balance",
+                                          {{"micro_batches", Balance::kMicroBatches},
+                                           {"step", Balance::kStep},
+                                           {"pipeline", Balance::kPipeline}}),
+                          integer(multiple, "micro_batch_multiple")};
     const auto lengths_view = view(lengths, "lengths");
     const auto costs_view = view(costs, "costs");
     const auto caps_view = view(max_costs, "max_costs_per_rank");
@@ -37,11 +30,8 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
     check(groups_view.empty() || groups_view.size() == lengths_view.size(), "groups has ",
           groups_view.size(), " numbers for ", lengths_view.size(),
           " documents; give one for each");
-    StepPlan plan;
-    {
-        const py::gil_scoped_release release;
-        plan = plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules);
-    }
+    StepPlan plan = unlocked(
+        [&] { return plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules); });
     return py::make_tuple(plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
                           to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch)));
 }

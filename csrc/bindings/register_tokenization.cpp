@@ -15,44 +15,35 @@ py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& 
                                             {"scalars", JsonValues::scalars},
                                             {"lists", JsonValues::lists},
                                             {"any", JsonValues::any}});
-    JsonlTexts texts;
-    {
-        const py::gil_scoped_release release;
-        texts = extract_jsonl(bytes, name, wanted);
-    }
+    JsonlTexts texts = unlocked([&] { return extract_jsonl(bytes, name, wanted); });
     return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
                           to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
 }
 
 // What `measure` gives for every document.
-template <typename Result, typename Measure>
-py::array_t<Result> per_document(const Array<std::uint8_t>& text,
-                                 const Array<std::int64_t>& offsets, Measure measure) {
+template <typename Measure>
+auto per_document(const Array<std::uint8_t>& text, const Array<std::int64_t>& offsets,
+                  Measure measure) {
     const auto bytes = view(text, "text");
     const auto bounds = view(offsets, "offsets");
-    std::vector<Result> result;
-    {
-        const py::gil_scoped_release release;
-        result = measure(bytes, bounds);
-    }
-    return to_numpy(std::move(result));
+    return computed([&] { return measure(bytes, bounds); });
 }
 
 py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
                                         const Array<std::int64_t>& offsets) {
-    return per_document<std::uint8_t>(text, offsets, valid_utf8);
+    return per_document(text, offsets, valid_utf8);
 }
 
 py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
                                          const Array<std::int64_t>& offsets) {
-    return per_document<std::int64_t>(text, offsets, count_words);
+    return per_document(text, offsets, count_words);
 }
 
 py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
                                             const Array<std::int64_t>& offsets,
                                             const Array<std::int64_t>& ranges) {
     const auto pairs = view(ranges, "ranges");
-    return per_document<std::uint8_t>(text, offsets, [&](auto bytes, auto bounds) {
+    return per_document(text, offsets, [&](auto bytes, auto bounds) {
         return has_characters(bytes, bounds, pairs);
     });
 }
@@ -66,12 +57,10 @@ py::tuple py_frame_documents(const Array<Id>& ids, const Array<std::int64_t>& of
     const std::vector<std::int64_t> before = integer_list(prefix, "prefix");
     const std::vector<std::int64_t> behind = integer_list(suffix, "suffix");
     const std::int64_t size = integer(vocab_size, "vocab_size");
-    FramedDocuments<Stored> framed;
-    {
-        const py::gil_scoped_release release;
-        framed = frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
-                                         Span<const std::int64_t>(behind), size);
-    }
+    FramedDocuments<Stored> framed = unlocked([&] {
+        return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
+                                       Span<const std::int64_t>(behind), size);
+    });
     return py::make_tuple(to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
                           framed.max_token);
 }

@@ -27,6 +27,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -88,11 +89,10 @@ class StepPlanner:
         balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches",
         micro_batch_multiple: int = 1,
     ) -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if isinstance(window, bool) or not isinstance(window, Integral) or window < 1:
             raise ValueError(f"window is {window!r}; a whole number of documents, at least 1")
-        self._window = window
         caps = None if max_costs_per_rank is None else np.ravel(max_costs_per_rank).tolist()
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "num_ranks": num_ranks,
             "max_tokens_per_rank": max_tokens_per_rank,
             "max_degree": max_degree,
@@ -102,7 +102,10 @@ class StepPlanner:
             "balance": balance,
             "micro_batch_multiple": micro_batch_multiple,
         }
-        plan_step([], **self._options)  # refuses what has no meaning
+        plan_step([], **options)  # refuses what has no meaning
+        # Numbers of Python, which JSON can hold.
+        plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
+        self._options, self._window = plain, int(window)
         # Kinds of room in a micro batch, and how much of each a rank has.
         rooms = {"tokens": max_tokens_per_rank, "documents": max_documents_per_rank}
         rooms |= {f"of cost (kind {k})": cap for k, cap in enumerate(caps or ())}
@@ -216,10 +219,12 @@ class StepPlanner:
                     f"{name} has shape {array.shape} and dtype {array.dtype}; there are {len(ids)} "
                     "documents: give an integer for each"
                 )
+        if (ids.astype(np.int64) != ids).any():
+            raise ValueError(f"document_id is {ids.max()}; the largest is 2^63 - 1")
         costs, capped = None, self._options["max_costs_per_rank"]
         if cost is not None:
             costs = np.asarray(cost, np.float64)
-            if costs.ndim > 2 or costs.size % max(len(ids), 1):
+            if costs.ndim > 2 or costs.size % max(len(ids), 1) or costs.size < len(ids):
                 raise ValueError(f"cost has shape {costs.shape}; there are {len(ids)} documents")
             costs = costs.reshape(len(ids), costs.size // max(len(ids), 1))
         elif capped is not None:
@@ -240,14 +245,11 @@ class StepPlanner:
                 f"documents come with {kinds} kinds of cost and {'no' if groups is None else 'a'} "
                 f"group; those that wait have {waiting} and {'a' if self._groups else 'no'} group"
             )
-        for bad, what, array in (
-            (lengths < 1, "length", lengths),
-            (~(np.isfinite(costs) & (costs >= 0)).all(axis=1), "cost", costs)
-            if costs is not None
-            else (np.zeros(0, bool), "", ids),
-        ):
-            if bad.any():
-                i = int(np.flatnonzero(bad)[0])
+        amounts = {"length": lengths} if costs is None else {"length": lengths, "cost": costs}
+        for what, array in amounts.items():
+            sound = np.isfinite(array) & (array >= (1 if what == "length" else 0))
+            if not sound.all():
+                i = int(np.argwhere(~sound)[0, 0])
                 raise ValueError(
                     f"document {ids[i]} has the {what} {array[i].tolist()}; leave it out, or give "
                     "tokens from 1 and costs from 0 on"
@@ -278,12 +280,11 @@ class StepPlanner:
 
     def _amounts_of(self, lengths: Integers, costs: NDArray[np.float64] | None) -> Any:
         """(documents, kinds of room) float64."""
-        capped = self._options["max_costs_per_rank"] is not None
         columns = [np.asarray(lengths, np.float64)]
         if "documents" in self._rooms:
             columns.append(np.ones(len(lengths)))
-        if capped:
-            columns += list(np.zeros((len(self._rooms), 0)) if costs is None else costs.T)
+        if self._options["max_costs_per_rank"] is not None and costs is not None:
+            columns += list(costs.T)
         return np.stack(columns, axis=1) if len(lengths) else np.zeros((0, len(self._rooms)))
 
     # ---- what waits -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -285,11 +286,14 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
+    if not math.isfinite(linear_length):
+        raise ValueError(f"linear_length is {linear_length}; it must be a number of tokens")
     priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
     grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
     caps = np.zeros(0) if max_costs_per_rank is None else np.ravel(max_costs_per_rank)
-    for name, array, shapes in (("costs", priced, (1, 2)), ("groups", grouped, (1,))):
-        if array.size and (array.ndim not in shapes or len(array) != len(tokens)):
+    for name, asked, array, most in (("costs", costs, priced, 2), ("groups", groups, grouped, 1)):
+        shaped = 0 < array.ndim <= most and len(array) == len(tokens) <= array.size
+        if asked is not None and not shaped:
             raise ValueError(
                 f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
                 "for each"

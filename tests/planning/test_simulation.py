@@ -196,20 +196,6 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
 # ---- Ranks that meet -----------------------------------------------------------------------------
 
 
-def test_equal_ranks_never_wait() -> None:
-    dealt = DealtStep.of_attention(np.full((6, 16), 5.0), tokens=3)
-    found = simulate_step(dealt, Cluster(data_parallel=16), linear_length=2)
-    assert found.over_ideal == pytest.approx(1) and found.waiting == 0
-    assert found.time == pytest.approx(6 * (5 + 2 * 3))
-
-
-def test_one_rank_is_ideal_whatever_it_holds() -> None:
-    plan = plan_step(lognormal(50), num_ranks=1, max_tokens_per_rank=40_000)
-    found = simulate_step(DealtStep.of_plan(plan), Cluster(), linear_length=LINEAR_LENGTH)
-    assert found.over_ideal == pytest.approx(1)
-    assert found.extra + found.bubble + found.waiting == pytest.approx(0)
-
-
 def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
     """Two ranks, one unit and three, then the other way round."""
     dealt = DealtStep.of_attention([[1.0, 3.0], [3.0, 1.0]])

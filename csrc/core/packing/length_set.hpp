@@ -35,10 +35,6 @@ class LengthSet {
             i /= 64;
         }
     }
-    bool contains(std::int64_t x) const {
-        const auto i = static_cast<std::size_t>(x);
-        return (levels_[0][i / 64] >> (i % 64)) & 1;
-    }
     bool empty() const { return levels_.back()[0] == 0; }
 
     // The largest member, or -1.

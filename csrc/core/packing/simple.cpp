@@ -10,7 +10,8 @@
 namespace megapack {
 namespace {
 
-// ---- Streams: documents joined, per bucket, and cut at its capacity
+// ---- Streams: documents joined, per bucket, in their order, and cut at its capacity; the last
+// sample may be short
 
 std::int64_t smallest_that_holds(const std::vector<std::int64_t>& capacities, std::int64_t length) {
     std::int64_t b = 0;  // no branch to mispredict: there are few buckets
@@ -66,6 +67,7 @@ Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std:
     return out;
 }
 
+// Every document goes to the smallest bucket that holds it, or to the largest.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
                                       const std::vector<std::int64_t>& capacities, const Run& run) {
@@ -105,15 +107,6 @@ Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
         });
     });
     return out;
-}
-
-// Every document goes to the smallest bucket that holds it, or to the largest; the documents of a
-// bucket are joined in their order and cut at its capacity; the last sample may be short.
-template <typename Id, typename Length>
-Samples<Id, Length> pack_streams(const Documents<Id, Length>& documents,
-                                 const std::vector<std::int64_t>& capacities, const Run& run) {
-    if (capacities.size() == 1) return pack_one_stream(documents, capacities[0], run);
-    return pack_many_streams(documents, capacities, run);
 }
 
 // ---- Atoms of a stream or of documents, in seeded order
@@ -303,7 +296,7 @@ Samples<Id, Length> pack_concat(const Lengths<Length>& lengths, const ConcatRule
     const AtomSize& sizes = rules.sizes;
     sizes.check_sizes();
     return pack_in_order<Id>(lengths, rules.shuffle, run, [&](const auto& documents) {
-        auto samples = pack_streams(documents, {sizes.unit()}, run);
+        auto samples = pack_one_stream(documents, sizes.unit(), run);
         if (sizes.atom_size != sizes.capacity) samples = shuffle_atoms(samples, sizes, run);
         if (rules.drop_last) samples.drop_partial_sample();
         return samples;
@@ -315,7 +308,8 @@ Samples<Id, Length> pack_bucket_naive(const Lengths<Length>& lengths, const Buck
                                       const Run& run) {
     check_capacities(rules.capacities);
     return pack_in_order<Id>(lengths, rules.shuffle, run, [&](const auto& documents) {
-        return pack_streams(documents, rules.capacities, run);
+        return rules.capacities.size() == 1 ? pack_one_stream(documents, rules.capacities[0], run)
+                                            : pack_many_streams(documents, rules.capacities, run);
     });
 }
 

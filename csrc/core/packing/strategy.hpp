@@ -33,7 +33,8 @@ namespace megapack {
 
 // ---- What every strategy gives
 
-// Samples grouped by bucket; `design.md` names the arrays. segment_* have one entry per segment.
+// Samples grouped by bucket, in the arrays of megapack's SampleIndex (docs/file_formats.md);
+// segment_* have one entry per segment.
 template <typename Id, typename Length>
 struct Samples {
     std::vector<std::int64_t> bucket_capacity;

@@ -1,11 +1,11 @@
-#include "core/planning/balance.hpp"
-
+// Items exchanged between bins until ranks have equal work.
 #include <algorithm>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "core/base/random.hpp"
+#include "core/planning/dealing.hpp"
 
 namespace megapack {
 namespace {

@@ -101,4 +101,22 @@ class Dealing {
     std::vector<std::int64_t> cost_, amount_;  // of bin b and kind k, of all its ranks
 };
 
+// ---- With ranks that share (sharing.cpp)
+
+// Deals items, longest first, to groups of ranks opened in all micro batches: long ones so that
+// ranks have equal attention, short ones so that ranks have equal tokens. Also where ranks are
+// nearly full: by sums of lengths that fit exactly. False where one has room nowhere.
+bool deal_shared(Dealing& dealing);
+
+// Every item in a micro batch of its own, on as many ranks as hold it.
+void deal_apart(Dealing& dealing);
+
+// ---- Until ranks have equal work (balance.cpp)
+
+// Makes small, by exchanging items as long as that pays, at most so many exchanges being looked at,
+// what ranks wait for each other: of every kind of cost its path (`Balance`), and of the paths the
+// longest. Then, the paths being as they are, the busiest rank of the step. Returns a number that
+// is smaller for a better arrangement of the same items.
+std::int64_t balance(Dealing& dealing, std::int64_t looks);
+
 }  // namespace megapack

@@ -1,5 +1,4 @@
-#include "core/planning/sharing.hpp"
-
+// Documents that several ranks share: groups of ranks opened for the longest, filled with the rest.
 #include <algorithm>
 #include <limits>
 #include <queue>
@@ -7,6 +6,7 @@
 #include <vector>
 
 #include "core/base/span.hpp"
+#include "core/planning/dealing.hpp"
 
 namespace megapack {
 namespace {

@@ -8,9 +8,7 @@
 #include <utility>
 
 #include "core/base/check.hpp"
-#include "core/planning/balance.hpp"
 #include "core/planning/dealing.hpp"
-#include "core/planning/sharing.hpp"
 
 namespace megapack {
 namespace {
@@ -23,19 +21,22 @@ constexpr std::int64_t kMostKinds = 64;
 constexpr std::int64_t kLooks = std::int64_t{1} << 18;
 
 void check_rules(const StepRules& rules) {
-    check(rules.num_ranks >= 1, "num_ranks is ", rules.num_ranks, "; at least 1 is needed");
-    check(rules.max_tokens >= 1, "max_tokens_per_rank is ", rules.max_tokens,
-          "; at least 1 is needed");
+    constexpr std::int64_t kMost = std::int64_t{1} << 20;
+    const auto within = [](const char* name, std::int64_t value, std::int64_t low,
+                           std::int64_t high) {
+        check(value >= low && value <= high, name, " is ", value, "; it must be from ", low, " to ",
+              high);
+    };
+    within("num_ranks", rules.num_ranks, 1, kMost);
+    within("max_tokens_per_rank", rules.max_tokens, 1, std::int64_t{1} << 40);
+    within("linear_length", rules.linear_length, 0, std::int64_t{1} << 28);
+    within("micro_batch_multiple", rules.multiple, 1, kMost);
     check(rules.max_documents >= 1, "max_documents_per_rank is ", rules.max_documents,
           "; at least 1 is needed");
-    check(rules.linear_length >= 0 && rules.linear_length <= std::int64_t{1} << 28,
-          "linear_length is ", rules.linear_length, "; it must be from 0 to 2^28 tokens");
     const std::int64_t degree = rules.max_degree;
     check(degree >= 1 && (degree & (degree - 1)) == 0 && degree <= rules.num_ranks,
           "max_degree is ", degree, "; it must be a power of two, at most num_ranks (",
           rules.num_ranks, ")");
-    check(rules.multiple >= 1, "micro_batch_multiple is ", rules.multiple,
-          "; at least 1 is needed");
 }
 
 void check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
