@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,12 +48,13 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
 
     Raises:
         ConfigError: there is no such dataset, or not one id for each document.
+        DataError: an id is above 2^63 - 1.
         FormatError, OSError: a file is damaged or cannot be read.
     """
     if groups != "auto":
         try:
             ids = np.load(Path(groups), allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, EOFError, BadZipFile) as error:
             raise ConfigError(f"{groups} is no .npy of group ids: {error}") from error
         return check_groups(ids, num_documents, groups)
     name = prefix + GROUPS
@@ -70,7 +72,8 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
 
 
 def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Ids:
-    """Group ids as int64. Raises ConfigError: not one whole number per document."""
+    """Group ids as int64. Raises ConfigError: not one whole number per document; DataError: one
+    is above 2^63 - 1."""
     found = np.asarray(ids)
     if found.shape != (num_documents,) or (found.size and found.dtype.kind not in "iu"):
         raise ConfigError(

@@ -127,8 +127,10 @@ def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int3
     return int(np.where(same, np.minimum(ends, reached) - begins, 0).clip(0).sum())
 
 
-# A histogram of 8 bytes per token of the largest capacity is kept for every pool in work.
+# The core's limits. A histogram of 8 bytes per token of the largest capacity is kept for every pool
+# in work.
 MAX_CAPACITY = 1 << 24
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +188,10 @@ def check_packing(
         resolved["alignment"] = alignment
     if _integer("fim_room", fim_room, 0, capacities[-1]):
         resolved["fim_room"] = int(fim_room)
-    if not 0 < match_repetition <= 1:
+    if not isinstance(match_repetition, numbers.Real) or not 0 < match_repetition <= 1:
         raise ConfigError(
-            f"match_repetition is {match_repetition}; it must be above 0 and at most 1: tokens of "
-            "the proxy run / tokens of the run it stands for"
+            f"match_repetition is {match_repetition!r}; it must be above 0 and at most 1: tokens "
+            "of the proxy run / tokens of the run it stands for"
         )
     if match_repetition < 1:
         resolved["match_repetition"] = float(match_repetition)
@@ -250,20 +252,20 @@ def pack(
         DataError: lengths that are no integers of one dimension, a negative length, or more than
             2**62 tokens in all.
     """
-    ids = None if groups is None else check_groups(groups, len(np.asarray(lengths)))
     method = check_packing(
         strategy,
         buckets=buckets,
         alignment=alignment,
         fim_room=fim_room,
         match_repetition=match_repetition,
-        groups=ids is not None,
+        groups=groups is not None,
         preset=preset,
         parameters=parameters,
     )
     seed = _integer("seed", seed, 0, (1 << 64) - 1)
-    threads = _integer("threads", threads, 1, _INT32_MAX)
+    threads = _integer("threads", threads, 1, MAX_THREADS)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
+    ids = None if groups is None else check_groups(groups, len(documents))
     # The array may be the caller's, who may change it later: these totals are all that is kept.
     totals = DocumentTotals.of(documents, checked)
     decisions: dict[str, str] = {}
@@ -285,12 +287,9 @@ def pack(
         if documents.max(initial=0) > _INT32_MAX - step:
             documents, with_room = documents.astype(np.int64), with_room.astype(np.int64)
         rounded = (with_room + (step - 1)) // step * step
-    units = None
-    if ids is not None:
-        units = Units.of(ids, rounded, method.buckets[-1])
-        checked = _core.DocumentLengths(units.lengths, capacity=method.buckets[-1])
-    elif step > 1 or room:
-        checked = _core.DocumentLengths(rounded)
+    units = None if ids is None else Units.of(ids, rounded, method.buckets[-1])
+    if units is not None or step > 1 or room:
+        checked = _core.DocumentLengths(rounded if units is None else units.lengths)
     arrays = method.strategy.run(
         Request(
             lengths=checked,

@@ -185,7 +185,7 @@ class SampleIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Fingerprint of the documents it was packed from."""
+        """Of the documents it was packed from."""
         return self.documents.num_tokens
 
     @property
@@ -214,23 +214,26 @@ class SampleIndex:
 
     def sample(self, i: int) -> tuple[int, list[tuple[int, int, int]]]:
         """(bucket, [(document, begin, length), ...]) of sample ``i``. Raises IndexError."""
-        if not -self.num_samples <= i < self.num_samples:
-            raise IndexError(f"sample {i} of an index with {self.num_samples} samples")
-        i %= self.num_samples
-        bucket = int(np.searchsorted(self.bucket_sample_offsets, i, side="right")) - 1
-        segments = slice(*self.sample_segment_offsets[i : i + 2].tolist())
+        segments = self._segments_of(i)
+        bucket = int(np.searchsorted(self.bucket_sample_offsets, i % len(self), side="right")) - 1
         columns = (self.segment_document, self.segment_begin, self.segment_length)
         return bucket, list(zip(*(column[segments].tolist() for column in columns), strict=True))
 
     def groups_of(self, sample: int) -> list[int]:
         """Of every segment of a sample the number of its group, counted in the sample: segments of
-        one number see each other with attention ``group``."""
-        first, end = self.sample_segment_offsets[sample : sample + 2].tolist()
+        one number see each other with attention ``group``. Raises IndexError."""
+        segments = self._segments_of(sample)
         if self.segment_joined is None:
-            return list(range(end - first))
-        alone = np.asarray(self.segment_joined[first:end]) == 0
+            return list(range(segments.stop - segments.start))
+        alone = np.asarray(self.segment_joined[segments]) == 0
         numbers: list[int] = (np.cumsum(alone) - 1).tolist()
         return numbers
+
+    def _segments_of(self, sample: int) -> slice:
+        if not -self.num_samples <= sample < self.num_samples:
+            raise IndexError(f"sample {sample} of an index with {self.num_samples} samples")
+        i = sample % self.num_samples
+        return slice(*self.sample_segment_offsets[i : i + 2].tolist())
 
     def segment_arrays(self) -> tuple[NDArray[Any], ...]:
         """The arrays in the order in which the C++ core takes them."""
@@ -435,6 +438,17 @@ class SampleIndex:
             _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.path is not None:  # worker processes map the same file
-            return SampleIndex.load, (str(self.path),)
+        if self.path is not None:  # worker processes, wherever they run, map the same file
+            return _load_again, (self.path.absolute(), self.fingerprint)
         return partial(SampleIndex, **{f.name: getattr(self, f.name) for f in fields(self)}), ()
+
+
+def _load_again(path: Path, fingerprint: str) -> SampleIndex:
+    """A pickled index. Raises IndexMismatchError: its file holds other samples by now."""
+    index = SampleIndex.load(path)
+    if index.fingerprint != fingerprint:
+        raise IndexMismatchError(
+            f"{path} holds other samples than when it was opened: it was packed again; start the "
+            "run again"
+        )
+    return index

@@ -22,7 +22,7 @@ import xxhash
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.executors import Counted, Report, carry_out
 from megapack.packing.groups import identity_of, read_groups
-from megapack.packing.pack import check_packing, pack
+from megapack.packing.pack import pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs
 from megapack.packing.sharded import (
     PLAN,
@@ -92,16 +92,9 @@ def plan_packing(
     path = manifest_path(manifest)
     if not is_shard_manifest(path):
         raise ConfigError(f"{path}: several datasets become one source by a file NAME{SUFFIX}")
-    given = dict(options)
-    seed, strategy = given.pop("seed", 0), given.pop("strategy", "bucket")
-    names = ("buckets", "alignment", "fim_room", "match_repetition", "groups", "preset")
-    shape = {name: given.pop(name) for name in names if name in given}
-    method = check_packing(strategy, **shape, parameters=given)
     none = np.zeros(0, np.int32)
-    of_pack = {**options, "groups": none if options.get("groups") else None}
-    nothing = pack(none, **of_pack)
-    values = (strategy, method.parameters, method.buckets, seed, nothing.bucket_capacity.tolist())
-    how = dict(zip(PLAN, values, strict=True))
+    packed = pack(none, **{**options, "groups": none if options.get("groups") else None})
+    how = {name: plain(getattr(packed, name)) for name in PLAN}
     there: ShardedIndex | None = None
     with local_output_file(path) as local:
         difference = "it is replaced" if overwrite else None

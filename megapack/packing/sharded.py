@@ -175,7 +175,7 @@ class ShardedIndex:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Fingerprint of all documents."""
+        """Of the documents of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     def verify(self) -> None:

@@ -244,6 +244,7 @@ _ATOM_SIZE = Parameter(
     "tokens per atom, which is what is shuffled: a divisor or a multiple of the capacity "
     "(the default)",
     minimum=1,
+    maximum=(1 << 31) - 1,
 )
 _LAST = Parameter(
     "last", "pad", "what becomes of the last, partial sample", choices=("pad", "drop")
