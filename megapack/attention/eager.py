@@ -18,9 +18,20 @@ from megapack.attention.problem import Backend, Forward, ScoreRule, Segments, ac
 _BLOCK_ROWS = 512
 
 
-def bounds(segments: Segments) -> Iterator[tuple[int, int]]:
-    """The ``(begin, end)`` of every non-empty segment; entries repeated as padding are skipped."""
-    return ((a, b) for a, b in itertools.pairwise(segments.cu_seqlens.tolist()) if b > a)
+def bounds(segments: Segments, num_tokens: int) -> list[tuple[int, int]]:
+    """The ``(begin, end)`` of every non-empty segment; entries repeated as padding are skipped.
+
+    Raises:
+        ValueError: the segments are not those of a stream of so many tokens, some of which would
+            have no result.
+    """
+    ends = segments.cu_seqlens.tolist()
+    if [*ends[:1], *ends[-1:]] != [0, num_tokens] or ends != sorted(ends):
+        raise ValueError(
+            f"cu_seqlens is {ends!s:.80}; it must ascend from 0 to {num_tokens}, the tokens of "
+            "the stream (padding is a segment)"
+        )
+    return [(a, b) for a, b in itertools.pairwise(ends) if b > a]
 
 
 def forward(
@@ -28,7 +39,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
-    for rows, keys in _blocks(segments, rule):
+    for rows, keys in _blocks(segments, len(q), rule):
         scores, _ = _scores(q[rows], k[keys], rows.start - keys.start, rule)
         log_sum = scores.logsumexp(-1)
         weights = (scores - log_sum.unsqueeze(-1)).exp()
@@ -45,7 +56,7 @@ def backward(
     grad_q = q.new_empty(q.shape)
     grad_k = k.new_zeros(k.shape, dtype=wide)
     grad_v = v.new_zeros(v.shape, dtype=wide)
-    for rows, keys in _blocks(segments, rule):
+    for rows, keys in _blocks(segments, len(q), rule):
         scores, slope = _scores(q[rows], k[keys], rows.start - keys.start, rule)
         weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
         d_out = grad_out[rows].transpose(0, 1).to(wide)
@@ -61,9 +72,9 @@ def backward(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _blocks(segments: Segments, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
+def _blocks(segments: Segments, num_tokens: int, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
     """Row blocks of every segment, each with the keys its rows can see."""
-    for begin, end in bounds(segments):
+    for begin, end in bounds(segments, num_tokens):
         for first in range(begin, end, _BLOCK_ROWS):
             last = min(first + _BLOCK_ROWS, end)
             low = max(begin, first - rule.window + 1) if rule.window else begin

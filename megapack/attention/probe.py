@@ -91,7 +91,7 @@ def probe(
 
     Raises:
         ConfigError: what leaked, from where to where; a loss that counts and must not, or does not
-            and must; or the outputs do not depend on the tokens at all.
+            and must; outputs that do not depend on the tokens at all, or are no numbers.
     """
     began = time.perf_counter()
     tokens = batch["tokens"].flatten()
@@ -115,7 +115,13 @@ def probe(
     seen = []
     for changed in (of % 2 == 1, of % 2 == 0, middle):
         other, still = run(changed)
-        difference = (other - plain).abs().amax(dim=1)
+        same = other == plain  # also where both are infinite, as of ids that no token has
+        difference = (other - plain).masked_fill(same, 0).abs().amax(dim=1)
+        if not (difference.isfinite() | of.isnan()).all():
+            raise ConfigError(
+                f"{host} gives outputs that are not finite: whether documents of a batch see each "
+                "other cannot be seen; look at its weights and its precision"
+            )
         # Where the host cannot be told the same labels any more, losses change by themselves.
         must_not = ~(behind if changed is middle else changed) & ~of.isnan() & (counts == still)
         # A loss that does not count, as all of padding, is 0 whatever the tokens are.

@@ -33,7 +33,7 @@ def forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
     bias = _bias(q, segments.max_seqlen, rule)
-    for begin, end in bounds(segments):
+    for begin, end in bounds(segments, len(q)):
         o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _rows(q, begin, end),
             _repeated(k, begin, end, q.shape[1]),
@@ -54,7 +54,7 @@ def backward(
     q, k, v, out, lse = done
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     bias = _bias(q, segments.max_seqlen, rule)
-    for begin, end in bounds(segments):
+    for begin, end in bounds(segments, len(q)):
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _rows(grad_out, begin, end),
             _rows(q, begin, end),

@@ -111,7 +111,8 @@ def varlen_attention(
         ``[T, H, D]`` in the dtype of ``query``.
 
     Raises:
-        ValueError: shapes that do not fit, or a rule that ``backend`` cannot honour.
+        ValueError: shapes that do not fit, a rule that ``backend`` cannot honour, or, where reading
+            it does not wait for a device, ``cu_seqlens`` of another stream.
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -20,10 +20,11 @@ from megapack.attention.model_check import (
     Row,
     tiny_configuration,
 )
-from megapack.attention.transformers_interface import _attention_function
+from megapack.attention.transformers_interface import _attention_function, tell_recurrent_layers
 from megapack.errors import ConfigError
 
 CPU = torch.device("cpu")
+SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def build(configuration: Any, implementation: str) -> Any:
@@ -161,6 +162,16 @@ def test_gradients_that_are_not_of_the_loss_are_found() -> None:
         )
 
 
+def test_recurrent_layers_of_a_class_of_somebodys_own_are_told_segments() -> None:
+    """Also where the class has no source, as in a notebook."""
+    tiny = tiny_configuration(AutoConfig.for_model("bamba"))
+    own = type("Own", (type(build(tiny, "eager")),), {"__module__": "somewhere"})
+    for kind, told in ((own, True), (type("Plain", (LlamaForCausalLM,), {}), False)):
+        model = kind(tiny if told else AutoConfig.for_model("llama", **SMALL))
+        tell_recurrent_layers(model)
+        assert hasattr(model.base_model, "_tells_segments") is told
+
+
 # --- what it leaves alone ---
 
 
@@ -174,8 +185,7 @@ def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> N
 
 
 def test_a_model_smaller_than_the_tiny_one_is_tried_as_well() -> None:
-    small = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    check("qwen3", "megapack", **small, num_key_value_heads=1, head_dim=16)
+    check("qwen3", "megapack", **SMALL, num_key_value_heads=1, head_dim=16)
 
 
 # --- the tiny model ---

@@ -139,6 +139,20 @@ def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
         probe(lambda _: fixed, make_batch())
 
 
+def test_outputs_that_are_not_finite_hide_nothing() -> None:
+    """Logits of ids that no token has are -inf in some hosts; a model that diverged gives nan."""
+
+    def masked(spoil: Spoil) -> Callable[[dict[str, Any]], Tensor]:
+        model = logits_of(spoil)
+        return lambda batch: nn.functional.pad(model(batch), (0, 2), value=-torch.inf)
+
+    assert probe(masked(lambda ends: ends), make_batch()) >= 0
+    with pytest.raises(ConfigError, match="another document"):
+        probe(masked(lambda ends: ends[::2]), make_batch())
+    with pytest.raises(ConfigError, match="a host gives outputs that are not finite"):
+        probe(lambda batch: logits_of()(batch) * torch.nan, make_batch(), host="a host")
+
+
 def test_losses_of_padding_alone_do_not_have_to_change() -> None:
     batch = make_batch()
     batch["cu_seqlens"] = torch.tensor([0, 19, 24], dtype=torch.int32)

@@ -87,6 +87,7 @@ void test_random_steps() {
         }
         check_plan(lengths, rules, plan);
         check_costs(costs, caps, plan);
+        if (round % 4 > 0) continue;
         const StepPlan again = plan_step(lengths, {costs, caps}, groups, rules);
         require(plan.first_rank == again.first_rank && plan.degree == again.degree &&
                     plan.micro_batch == again.micro_batch,

@@ -76,7 +76,7 @@ std::vector<std::int32_t> sorted_draws(const std::vector<std::int64_t>& counts,
 void test_orders() {
     using Times = CycleOrder::Times;
     for (const std::vector<std::int64_t>& counts : std::vector<std::vector<std::int64_t>>{
-             {0, 700, 1, 31}, {1, 0, 0, 0}, {40, 1, 3000, 7}, {0, 0, 0, 0}}) {
+             {0, 300, 1, 31}, {1, 0, 0, 0}, {40, 1, 500, 7}, {0, 0, 0, 0}}) {
         for (const std::vector<double>& odds : std::vector<std::vector<double>>{
                  {1.0, 1e12, 100.0, 1e-6}, {1.0, 1.0, 1.0, 1.0}, {1e30, 1e20, 1e10, 1.0}}) {
             for (const Times times : {Times::kSpread, Times::kRandom, Times::kConsecutive}) {
