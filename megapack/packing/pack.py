@@ -188,9 +188,10 @@ def check_packing(
         resolved["alignment"] = alignment
     if _integer("fim_room", fim_room, 0, capacities[-1]):
         resolved["fim_room"] = int(fim_room)
-    if not isinstance(match_repetition, numbers.Real) or not 0 < match_repetition <= 1:
+    share: Any = match_repetition
+    if not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
         raise ConfigError(
-            f"match_repetition is {match_repetition!r}; it must be above 0 and at most 1: tokens "
+            f"match_repetition is {share!r}; it must be above 0 and at most 1: tokens "
             "of the proxy run / tokens of the run it stands for"
         )
     if match_repetition < 1:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -89,7 +88,7 @@ class StepPlanner:
         balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches",
         micro_batch_multiple: int = 1,
     ) -> None:
-        if isinstance(window, bool) or not isinstance(window, Integral) or window < 1:
+        if isinstance(window, bool) or not isinstance(window, (int, np.integer)) or window < 1:
             raise ValueError(f"window is {window!r}; a whole number of documents, at least 1")
         caps = None if max_costs_per_rank is None else np.ravel(max_costs_per_rank).tolist()
         options: dict[str, Any] = {
