@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -151,31 +152,28 @@ def _needs(**changes: object) -> AttentionNeeds:
     return AttentionNeeds(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_the_cpu_takes_sdpa_and_says_why_not_the_faster_ones() -> None:
+def test_a_backend_is_chosen_with_the_reason() -> None:
     choice = choose_backend(_needs())
     assert choice.name == "sdpa"
     assert "flash2: it runs on CUDA devices, not on cpu" in choice.reason
     assert "eager" not in choice.reason  # only what would have been preferred
-
-
-def test_a_soft_cap_on_the_cpu_takes_the_formula() -> None:
     choice = choose_backend(_needs(softcap=True))
     assert choice.name == "eager" and "no soft cap" in choice.reason
-
-
-def test_a_backend_that_was_asked_for_is_taken_or_refused_with_the_able_ones() -> None:
     assert choose_backend(_needs(), "eager").name == "eager"
-    with pytest.raises(ConfigError, match=r"flash2.*not on cpu; able here: sdpa, eager"):
-        choose_backend(_needs(), "flash2")
-    with pytest.raises(ConfigError, match=r"'sdpa' cannot serve .*softcap.*able here: eager"):
-        choose_backend(_needs(softcap=True), "sdpa")
-    with pytest.raises(ConfigError, match=r"'flush' is unknown; choose one of auto, flash3"):
-        choose_backend(_needs(), "flush")
 
 
-def test_flash3_never_serves_alibi() -> None:
-    with pytest.raises(ConfigError, match="flash-attn 3 has no ALiBi"):
-        choose_backend(_needs(alibi=True), "flash3")
+@pytest.mark.parametrize(
+    ("name", "needs", "message"),
+    [
+        ("flash2", {}, r"flash2.*not on cpu; able here: sdpa, eager"),
+        ("sdpa", {"softcap": True}, r"'sdpa' cannot serve .*softcap.*able here: eager"),
+        ("flash3", {"alibi": True}, "flash-attn 3 has no ALiBi"),
+        ("flush", {}, r"'flush' is unknown; choose one of auto, flash3"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused(name: str, needs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(_needs(**needs), name)
 
 
 def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from reference.common import (
     Sample,
     Segment,
     cut,
-    head_and_rest,
     joined,
     tokens,
     whole,
@@ -131,6 +130,3 @@ def seamless(
         samples, lost = without_partial(samples, capacity)
         dropped += lost
     return Packing({capacity: samples}, dropped, repeated)
-
-
-__all__ = ["best_fit_decreasing", "first_fit_decreasing", "head_and_rest", "seamless"]
