@@ -71,27 +71,6 @@ def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.Dat
         assert index.metrics()["num_documents_with_fim_room"] == len(roomy)
 
 
-def test_padding_counts_what_alignment_costs_and_labels_cross_the_cuts() -> None:
-    index = pack([5, 3, 9], "concat", buckets=[8], alignment=4, shuffle=False)
-    samples = [index.sample(i)[1] for i in range(index.num_samples)]
-    assert samples == [[(0, 0, 5)], [(1, 0, 3), (2, 0, 4)], [(2, 4, 5)]]
-    metrics = index.metrics()
-    assert metrics["padding_tokens"] == 3 * 8 - 17
-    assert metrics["num_truncated_documents"] == 1
-    assert index.label_tokens(np.array([5, 3, 9], np.int32)).tolist() == [4, 6, 4]
-
-
-def test_fim_room_that_is_cut_is_of_a_document_that_is_cut() -> None:
-    """A strategy may cut documents inside of their room, which then nobody has."""
-    index = pack([5, 10, 6], "concat", buckets=[15], fim_room=3, shuffle=False)
-    samples = [index.sample(i)[1] for i in range(index.num_samples)]
-    assert samples == [[(0, 0, 5), (1, 0, 7)], [(1, 7, 3), (2, 0, 6)]]
-    index = pack([2, 10, 4], "concat", buckets=[16], fim_room=3, shuffle=False)
-    samples = [index.sample(i)[1] for i in range(index.num_samples)]
-    assert samples == [[(0, 0, 2), (1, 0, 9)], [(1, 9, 1), (2, 0, 4)]]
-    assert index.metrics()["num_documents_with_fim_room"] == 2
-
-
 def test_fim_room_is_for_documents_that_the_largest_bucket_holds_with_it(tmp_path: Path) -> None:
     documents = [0, 1, 2, 13, 14, 40]
     plain, index = (pack(documents, buckets=[8, 16], fim_room=room) for room in (0, 3))

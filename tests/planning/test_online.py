@@ -142,15 +142,6 @@ def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever() -> N
     assert sorted(ids) == list(range(len(ids)))
 
 
-def test_a_document_is_added_by_itself_as_the_example_says() -> None:
-    planner = StepPlanner(num_ranks=2, max_tokens_per_rank=10, window=5)
-    assert planner.add([0, 1, 2, 3], [6, 4, 8, 1]) == []
-    [micro_batch] = planner.add(4, 5)
-    assert [ids.tolist() for ids in micro_batch.documents] == [[2, 3], [0, 1]]
-    [micro_batch] = planner.finish()
-    assert [ids.tolist() for ids in micro_batch.documents] == [[4], []]
-
-
 SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
 
 

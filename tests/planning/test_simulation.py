@@ -100,15 +100,6 @@ def test_a_document_on_two_ranks_by_hand() -> None:
     assert middle.indices.tolist() == [3, 4, 5, 6, 7, 8]
 
 
-def test_a_rank_without_documents_has_an_empty_row() -> None:
-    plan = plan_step([5], num_ranks=3, max_tokens_per_rank=8)
-    (empty,) = rank_micro_batches(plan, (int(plan.first_rank[0]) + 1) % 3)
-    assert empty.cu_seqlens.tolist() == empty.cu_seqlens_padded.tolist() == [0]
-    assert (empty.local_cp_size, empty.cp_rank, empty.max_seqlen) == (1, 0, 0)
-    assert empty.documents.size == empty.indices.size == 0
-    assert rank_micro_batches(plan_step([], num_ranks=1, max_tokens_per_rank=1), 0) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
