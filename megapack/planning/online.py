@@ -130,7 +130,7 @@ class StepPlanner:
         """Adds a document, or many.
 
         Args:
-            document_id: () or (documents,) integers, whatever the caller knows documents by.
+            document_id: () or (documents,) int64, whatever the caller knows documents by.
             length: as many integers, tokens.
             cost: as many numbers, or (documents, kinds), as in ``plan_step``; of all documents of
                 a stream or of none.
