@@ -17,7 +17,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -56,11 +56,10 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         tree = _read_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; it must be a mapping of keys")
-    return from_dict(cls, apply_overrides(tree, overrides), where=str(path))
+    tree = {} if tree is None else tree
+    if isinstance(tree, dict):
+        tree = apply_overrides(tree, overrides)
+    return from_dict(cls, tree, where=str(path))
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -87,17 +86,19 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return result
 
 
-def from_dict(cls: type[T], tree: Mapping[str, Any], *, where: str = "configuration") -> T:
+def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     """Build ``cls`` from nested mappings. Raises ConfigError (see ``load_config``).
 
     A field with ``metadata={"formerly": "x"}`` is what the error for an unknown key x suggests.
     """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
     values: dict[str, Any] = {}
+    check_known(where, "key", tree, fields, formerly)
     for key, value in tree.items():
-        check_known(where, "key", [key], fields, formerly)
         values[key] = _convert(hints[key], value, f"{where}: {key}")
     for name, field in fields.items():
         required = (
@@ -115,10 +116,7 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, where: str = "configurat
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The inverse of ``from_dict``: plain dicts, lists and scalars, ready for YAML or JSON."""
-    result: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        result[field.name] = _plain(getattr(config, field.name))
-    return result
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def _plain(value: Any) -> Any:
@@ -138,10 +136,12 @@ def _copy_mapping(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice: the second would silently win."""
+    """Refuses a key that comes twice: the second would silently win. As it is written, before
+    merges (``<<``) are laid beside it."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
@@ -149,7 +149,7 @@ class _Loader(yaml.SafeLoader):
                         None, None, f"key {key.value!r} comes twice", key.start_mark
                     )
                 seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
+        return node
 
 
 def _read_yaml(text: str) -> Any:
@@ -206,8 +206,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}; it must be one of {known}")
         return value
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}; it must be a mapping of keys")
         return from_dict(typing.cast("type[Any]", hint), value, where=where)
     if origin in (tuple, list):
         return _convert_sequence(hint, value, where)

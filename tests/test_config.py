@@ -36,6 +36,13 @@ class Outer:
     weights: dict[str, float] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Anything:
+    a: dict[str, int]
+    b: dict[str, dict[str, int]]
+    c: dict[str, int]
+
+
 def test_unknown_key_names_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'bukets'; did you mean 'buckets'\?"):
         from_dict(Outer, {"bukets": [1]})
@@ -94,8 +101,9 @@ def test_malformed_overrides_are_refused(text: str) -> None:
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "list.yaml"
     path.write_text("- 1\n- 2\n")
-    with pytest.raises(ConfigError, match="it must be a mapping"):
-        load_config(Outer, path)
+    for overrides in ([], ["seed=1"]):
+        with pytest.raises(ConfigError, match=r"list.yaml is \[1, 2\]; it must be a mapping"):
+            load_config(Outer, path, overrides)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,9 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "merged.yaml"
     path.write_text("optimizer: {<<: {schedule: linear}, learning_rate: 0.5}\nseed: 1\n")
     assert load_config(Outer, path).optimizer == Inner(learning_rate=0.5, schedule="linear")
+    # A merge of a mapping that has merged another one, which is read before that.
+    path.write_text("a: &a {one: 1}\nb: {deep: &b {<<: *a, one: 2}}\nc: {<<: *b, two: 3}\n")
+    assert load_config(Anything, path, []).c == {"one": 2, "two": 3}
 
 
 @given(
