@@ -180,7 +180,7 @@ shuffle_inverse_rounds: the steps of a sample, in large buckets
 - for (int i = 2 * kRounds; i > 0; i -= 2) {
 + for (int i = 2 * kRounds; i > 2; i -= 2) {
 
-megapack/data/bucket_order.py: schedule
+megapack/data/bucket_streams.py: schedule
 shuffle_key: buckets of as many samples are shuffled alike
 - key = fold_key(seed, 1, capacity)
 + key = fold_key(seed, 1)
@@ -273,8 +273,8 @@ limit_of_stage: a later stage may take again what the stages before it took of a
 - math.floor(own - share * taken)
 + math.floor(own)
 limit_of_rest: who is short is given the share of those who are not
-- rest, weight_of_rest, num_short = rest - own, weight_of_rest - weights[d]
-+ rest, weight_of_rest, num_short = rest - own, weight_of_rest
+- rest, weight_of_rest = rest - own, weight_of_rest - weights[d]
++ rest, weight_of_rest = rest - own, weight_of_rest
 
 # Groups.
 

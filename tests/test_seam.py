@@ -119,6 +119,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
             lambda: gatherer(label_boundary="file"),
             "label_boundary is 'file'; it must be one of docu",
         ),
+        (lambda: gatherer(attention="token"), "attention is 'token'; it must be one of "),
         (lambda: gatherer(loss="mean"), "loss is 'mean'; it must be one of token_mean"),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: gatherer(alignment=2.0), "alignment is 2.0; it must be an integer"),

@@ -131,7 +131,12 @@ class BatchLayout:
     cu_seqlens_per_row: bool = False
 
     def __post_init__(self) -> None:
-        check_positive("layout", micro_batch_tokens=self.micro_batch_tokens)
+        check_positive(
+            "layout",
+            micro_batch_tokens=self.micro_batch_tokens,
+            row_tokens=self.row_tokens,
+            num_cu_seqlens=self.num_cu_seqlens,
+        )
         if self.kind not in ("stream", "rows"):
             raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
         if self.cu_seqlens not in ("exact", "padded"):

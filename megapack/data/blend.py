@@ -2,6 +2,7 @@
 
 - ``BlendConfig``, ``load_blend``: the manifest. ``Source``: one dataset of it.
 - ``Stage``, ``Ramp``: what changes from a step on.
+- ``Mixture``: the same beside sources that are open; ``PackedDataset`` is given its fields.
 - ``HostOptions``: keys that only hosts ask for.
 
     sources:                       # YAML or JSON; paths are relative to this file
@@ -39,6 +40,7 @@ from typing import Any, Literal
 from megapack.config import check_positive, check_range, load_config
 from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
+from megapack.data.step_config import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.remote.address import joined
@@ -311,6 +313,72 @@ class BlendConfig:
             stages=tuple(stage.relative_to(folder) for stage in self.stages),
             fim=self.fim and self.fim.relative_to(folder),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a run says of its sources, beside their documents and samples."""
+
+    weights: Sequence[float | None] | None = None
+    """Shares of tokens; None: in proportion to the tokens. A source of weight 0 is not drawn until
+    a stage gives it another."""
+    names: Sequence[str] | None = None
+    """For stages and reports; None: the files."""
+    stages: Sequence[Stage] = ()
+    """Changes at later steps."""
+    decided: Sequence[Stage] = ()
+    """Stages that the run appended by its own rules (``megapack.data.run.Decision``), by rising
+    from_step; each changes weights, skips steps, or both."""
+    scores: Sequence[Scores | None] | None = None
+    """Order by score, one per source; None, also in the list: shuffled."""
+    max_epochs: float | Sequence[float | None] | None = None
+    """How often a source is repeated at most, one for all or one per source; None: no limit."""
+    run_tokens: int | None = None
+    """Tokens for which weights keep to ``max_epochs``; None: a run that does not is refused."""
+    loss_weights: Sequence[float] | None = None
+    """Factors on the loss of every source's labels; None: 1 for all."""
+    loss: Loss = "token_mean"
+    """What a step's loss is the mean of (``megapack.data.sampler``)."""
+    attention_window: int | None = None
+    """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
+    fim: FimConfig | None = None
+    """Fill-in-the-middle (``megapack.data.fim``); None: none."""
+    fim_rates: Sequence[float | None] | None = None
+    """Share of every source's documents; None, also in the list: ``fim.rate``."""
+
+    def of(self, names: Sequence[str]) -> Mixture:
+        """The same with names where it has none. Raises ConfigError: not one of each per source."""
+        none, limits = [None] * len(names), self.max_epochs
+        given: dict[str, Sequence[Any]] = {
+            "names": self.names or names,
+            "weights": none if self.weights is None else self.weights,
+            "scores": self.scores or none,
+            "max_epochs": limits if isinstance(limits, Sequence) else [limits] * len(names),
+            "loss_weights": none if self.loss_weights is None else self.loss_weights,
+            "fim_rates": none if self.fim_rates is None else self.fim_rates,
+        }
+        for what, of_sources in given.items():
+            if len(of_sources) != len(names):
+                raise ConfigError(
+                    f"{len(of_sources)} {what} for {len(names)} indices; give one for each"
+                )
+        weights = [None if weight is None else float(weight) for weight in given["weights"]]
+        usual = 0.0 if self.fim is None else self.fim.rate
+        return replace(
+            self,
+            names=list(given["names"]),
+            weights=None if self.weights is None else weights,
+            scores=list(given["scores"]),
+            max_epochs=list(given["max_epochs"]),
+            fim_rates=[usual if rate is None else float(rate) for rate in given["fim_rates"]],
+        )
+
+    @property
+    def largest_fim_rates(self) -> list[float]:
+        """Of every source the largest rate that it has in some stage."""
+        begin = zip(self.names or (), self.fim_rates or (), strict=True)
+        later = [stage.fim_rates or {} for stage in self.stages]
+        return [max([rate or 0.0, *(of.get(name, 0.0) for of in later)]) for name, rate in begin]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from megapack.data.batch import (
     allocate,
     cut_bounds,
 )
-from megapack.data.blend import BlendConfig
+from megapack.data.blend import BlendConfig, Mixture
 from megapack.data.documents import (
     Documents,
     Index,
@@ -39,7 +39,6 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.fim import Fim, FimDraw, FimDraws, check_fim, open_fim
-from megapack.data.program import Mixture
 from megapack.data.sources import (
     Exclusions,
     LabelTotals,
@@ -318,9 +317,8 @@ class PackedDataset(Dataset[Batch]):
 
         bounds = self.remote_reads.read(ids, gather)
         if attention_window:
-            num_lists = rows if layout.cu_seqlens_per_row else 1
-            whole = Bounds(*bounds)
-            bounds = cut_bounds(whole, attention_window, num_lists=num_lists, entries=entries)
+            of_rows = {"num_lists": rows if layout.cu_seqlens_per_row else 1, "entries": entries}
+            bounds = cut_bounds(Bounds(*bounds), attention_window, **of_rows)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
@@ -476,7 +474,8 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
         )
     chosen = [labels for labels in data.label_datasets if labels is not None]
     for dataset in [*data.datasets, *chosen]:
-        if np.iinfo(dataset.dtype).max < vocab_size:
+        has_labels = isinstance(dataset, ShardedDocuments) and dataset.has_labels  # of int32
+        if np.iinfo(dataset.dtype).max < vocab_size and not has_labels:
             continue
         largest = _largest_token_id(dataset)
         if largest >= vocab_size:

@@ -34,6 +34,7 @@ from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, cut_sl
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
+from megapack.data.resume import OPTIONAL
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, IndexMismatchError, RankMismatchError
@@ -433,7 +434,7 @@ class RankChecker:
             "check_ranks_every": every,
             **sampler.launch,
             "last_step": sampler.start_step + sampler.num_steps,
-            "stages": [],  # the same fields on all ranks, whatever each was given
+            **dict.fromkeys(OPTIONAL),  # the same fields on all ranks, whatever each was given
             **sampler.schedule.identity(),
         }
 

@@ -1,6 +1,5 @@
 """A run as a program: its stages in full, and from which step on each of them holds.
 
-- ``Mixture``: what a run says of its sources, beside their documents and samples.
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
 - ``within_epochs``: the same with weights that repeat no source too often (UniMax).
 - ``Window``: an attention window, which may grow.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
@@ -30,11 +29,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapack.config import check_positive, check_range
-from megapack.data.blend import Ramp, Stage
-from megapack.data.bucket_order import order_named, whole_weights
-from megapack.data.fim import FimConfig
-from megapack.data.sample_order import Scores
-from megapack.data.step_config import Loss, ScheduleConfig
+from megapack.data.blend import Mixture, Ramp, Stage
+from megapack.data.bucket_order import order_named
+from megapack.data.bucket_streams import whole_weights
+from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
@@ -42,71 +40,6 @@ T = TypeVar("T")
 
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """What a run says of its sources, beside their documents and samples."""
-
-    weights: Sequence[float | None] | None = None
-    """Shares of tokens; None: in proportion to the tokens. A source of weight 0 is not drawn until
-    a stage gives it another."""
-    names: Sequence[str] | None = None
-    """For stages and reports; None: the files."""
-    stages: Sequence[Stage] = ()
-    """Changes at later steps."""
-    decided: Sequence[Stage] = ()
-    """Stages that the run appended by its own rules (``megapack.data.run.Decision``), by rising
-    from_step; each changes weights, skips steps, or both."""
-    scores: Sequence[Scores | None] | None = None
-    """Order by score, one per source; None, also in the list: shuffled."""
-    max_epochs: float | Sequence[float | None] | None = None
-    """How often a source is repeated at most, one for all or one per source; None: no limit."""
-    run_tokens: int | None = None
-    """Tokens for which weights keep to ``max_epochs``; None: a run that does not is refused."""
-    loss_weights: Sequence[float] | None = None
-    """Factors on the loss of every source's labels; None: 1 for all."""
-    loss: Loss = "token_mean"
-    """What a step's loss is the mean of (``megapack.data.sampler``)."""
-    attention_window: int | None = None
-    """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
-    fim: FimConfig | None = None
-    """Fill-in-the-middle (``megapack.data.fim``); None: none."""
-    fim_rates: Sequence[float | None] | None = None
-    """Share of every source's documents; None, also in the list: ``fim.rate``."""
-
-    def of(self, names: Sequence[str]) -> Mixture:
-        """The same with names where it has none. Raises ConfigError: not one of each per source."""
-        of_sources: dict[str, Sequence[Any] | None] = {
-            "weights": self.weights,
-            "loss weights": self.loss_weights,
-            "rates of fim": self.fim_rates,
-        }
-        for what, given in of_sources.items():
-            if given is not None and len(given) != len(names):
-                raise ConfigError(
-                    f"{len(given)} {what} for {len(names)} indices; give one for each"
-                )
-        weights = self.weights and [None if w is None else float(w) for w in self.weights]
-        scores = self.scores or [None] * len(names)
-        limits = self.max_epochs
-        if not isinstance(limits, Sequence):
-            limits = [limits] * len(names)
-        if len(limits) != len(names):
-            raise ConfigError(
-                f"{len(limits)} max_epochs for {len(names)} indices; give one for each"
-            )
-        usual = 0.0 if self.fim is None else self.fim.rate
-        rates = [usual if r is None else float(r) for r in self.fim_rates or [None] * len(names)]
-        known = replace(self, weights=weights, names=list(self.names or names), scores=scores)
-        return replace(known, max_epochs=list(limits), fim_rates=rates)
-
-    @property
-    def largest_fim_rates(self) -> list[float]:
-        """Of every source the largest rate that it has in some stage."""
-        begin = zip(self.names or (), self.fim_rates or (), strict=True)
-        later = [stage.fim_rates or {} for stage in self.stages]
-        return [max([rate or 0.0, *(of.get(name, 0.0) for of in later)]) for name, rate in begin]
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
@@ -589,23 +522,18 @@ def _limited(
     """Shares of ``tokens`` by weight, of no source more than its room; whether none is short."""
     shares = [Fraction(0)] * len(weights)
     rest, weight_of_rest = Fraction(tokens), sum(weights)
-    drawn = [d for d, weight in enumerate(weights) if weight]
-    limited = [(Fraction(own, weights[d]), own, d) for d in drawn if (own := room[d]) is not None]
-    num_short = 0
+    open_ = {d for d, weight in enumerate(weights) if weight}
+    limited = [(Fraction(own, weights[d]), own, d) for d in open_ if (own := room[d]) is not None]
+    short = False
     for ratio, own, d in sorted(limited):  # those that reach their limits first
         if ratio * weight_of_rest >= rest:
             break
-        shares[d] = Fraction(own, tokens)
-        rest, weight_of_rest, num_short = rest - own, weight_of_rest - weights[d], num_short + 1
-    short = {d for _, _, d in sorted(limited)[:num_short]}
-    if len(short) == len(drawn):  # together they do not hold so many
-        all_room = sum(shares)
-        return [share / all_room for share in shares] if all_room else _by_weight(weights), False
-    for d in drawn:
-        if d not in short:
-            shares[d] = rest / tokens * Fraction(weights[d], weight_of_rest)
+        shares[d], short = Fraction(own, tokens), True
+        rest, weight_of_rest = rest - own, weight_of_rest - weights[d]
+        open_.remove(d)
+    for d in open_:
+        shares[d] = rest / tokens * Fraction(weights[d], weight_of_rest)
+    if not open_:  # together they do not hold so many
+        shares = shares if any(shares) else [Fraction(weight) for weight in weights]
+        shares = [share / sum(shares) for share in shares]
     return shares, not short
-
-
-def _by_weight(weights: Sequence[int]) -> list[Fraction]:
-    return [Fraction(weight, sum(weights)) for weight in weights]

@@ -400,11 +400,11 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
     mixture = schedule.samples.mixture
     assert isinstance(mixture.max_epochs, Sequence)
     limits = [math.inf if limit is None else limit for limit in mixture.max_epochs]
-    if num_steps == 0 or min(limits) == math.inf:
+    if schedule.finite or num_steps == 0 or min(limits) == math.inf:
         return
     sources = zip(plan_run(schedule, num_steps).datasets, limits, strict=True)
     worst, limit = max(sources, key=lambda pair: pair[0].epochs / pair[1])
-    slack = sum(len(stage.buckets) for stage in schedule.stages) / num_steps
+    slack = sum(len(stage.buckets) for stage, _ in schedule.spans(num_steps)) / num_steps
     if worst.epochs > limit * (1 + slack):
         total, planned = schedule.tokens_before(num_steps), mixture.run_tokens
         remedy = f"Lower its weight ({worst.weight:.4g})"

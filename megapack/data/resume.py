@@ -47,6 +47,8 @@ _WHOLE_RUN = (
 )
 # Of the whole run, written only where there are some, and not of the order of samples either.
 _OF_LOSS = ("loss", "token_weights")
+# What an identity may lack.
+OPTIONAL = (*_TRAINING, *_OF_LOSS, "stages")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
@@ -143,7 +145,10 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
     differing = list(_whole_run(current, state, done))
     changes = list(_stages(current, state, done))
     past = [change for change in changes if change[0] < done]
-    differing += past[0][1] if past else []
+    rewritten = dict(past[0][1]) if past else {}
+    for _, found in past[1:]:  # stages that begin elsewhere differ there already
+        rewritten = {name: text for name, text in found if name != "from_step"} | rewritten
+    differing += rewritten.items()
     refused = [(name, text) for name, text in differing if name not in allow_change]
     if refused:
         names = ", ".join(name for name, _ in refused)
@@ -152,7 +157,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             remedy = "Continue with the version of megapack that began the run"
         elif past and past[0][0] > 0:
             remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
-        elif past and len(refused) == len(past[0][1]):
+        elif past and len(refused) == len(rewritten):
             remedy += f", make the change a stage from step {step} on"
         trained = {name for name, _ in refused} <= {*_TRAINING, *_OF_LOSS}
         differs = "train otherwise on" if trained else "not see"

@@ -3,7 +3,7 @@
 - ``Epochs``: which sample a cursor takes, and which cursor took a sample.
 - ``BlockOrder``: of an arranged source, straight through once, then by shuffled blocks.
 - ``ScoreOrder``, ``Scores``: by a number per document (quality, perplexity, ...).
-- ``Move``: cursors that a window of cost (``megapack.data.bucket_order``) has put in order anew.
+- ``Move``: cursors that a window of cost (``megapack.data.bucket_streams``) has put in order anew.
 
 A cursor counts the samples that were taken: in a bucket of n samples cursor c stands at place
 ``c mod n`` of epoch ``c div n``, and takes the sample that the order of that epoch has there: a
@@ -133,15 +133,15 @@ class Scores:
             FormatError, OSError: not such a file; the message names it.
         """
         try:
-            found = np.load(Path(self.path), allow_pickle=False)
-        except ValueError as error:
+            found = np.lib.format.open_memmap(Path(self.path), mode="r")
+        except (ValueError, EOFError) as error:
             raise FormatError(f"{self.path} is no .npy file of numbers: {error}") from error
         if found.shape != (num_documents,) or found.dtype.kind not in "fiu":
             raise FormatError(
                 f"{self.path} holds {found.dtype} of shape {found.shape}; scores are numbers, one "
                 f"for each of {num_documents} documents"
             )
-        values: NDArray[np.float64] = found.astype(np.float64)
+        values = np.array(found, np.float64)
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
             raise FormatError(

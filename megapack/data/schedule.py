@@ -10,7 +10,7 @@
 All ranks compute the same without talking to each other. Steps hold a constant number of tokens;
 what a step holds does not depend on the number of ranks, the micro batch size or the number of
 workers, so a run may stop at any step and continue with others. Nothing is dropped: a bucket is an
-endless stream (``megapack.data.bucket_order``) of which every draw takes the next ``k`` samples,
+endless stream (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples,
 and a draw that reaches the end of an epoch continues with the next one.
 
 Every bucket of every source has one cursor, the number of its samples that were taken since the run
@@ -43,21 +43,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data import resume
-from megapack.data.blend import Stage
-from megapack.data.bucket_order import (
+from megapack.data.blend import Mixture, Stage
+from megapack.data.bucket_order import DrawOrder, fold_key, order_named
+from megapack.data.bucket_streams import (
     CostWindows,
     Cursors,
-    DrawOrder,
     FiniteStream,
     Moves,
     bucket_streams,
-    fold_key,
-    order_named,
     shuffle_keys,
 )
 from megapack.data.fim import FimDraws
 from megapack.data.program import (
-    Mixture,
     Program,
     StageSettings,
     resolve,
@@ -180,7 +177,7 @@ class StageDraws:
         self.fim_rates = settings.fim_rates
         self.samples = samples
         order, seed = order_named(self.config.order), self.config.seed
-        if samples.score_orders and not order.shuffled and not finite:
+        if any(samples.mixture.scores or ()) and not order.shuffled and not finite:
             raise ConfigError(
                 f"order {self.config.order} takes samples as the index has them, and a source has "
                 "scores to order them by: leave out one of the two"
@@ -438,6 +435,11 @@ class Schedule:
         finite: bool = False,
         **fields: Any,
     ) -> None:
+        if config is not None and fields:
+            raise ConfigError(
+                f"config says what a step contains, and {', '.join(fields)} too: give one of the "
+                "two (dataclasses.replace changes a config)"
+            )
         self.config = config or ScheduleConfig(**fields)
         if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
             indices = index if isinstance(index, Sequence) else [index]
@@ -541,7 +543,7 @@ class Schedule:
         first = self.samples.exclusions.first_list(source, document)
         if first is None:
             return None
-        return next(stage.begin for stage in self.stages if stage.num_lists >= first)
+        return next((stage.begin for stage in self.stages if stage.num_lists >= first), None)
 
     # --- resume ---------------------------------------------------------------------------------
 

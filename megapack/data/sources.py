@@ -25,10 +25,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.blend import Stage
-from megapack.data.bucket_order import Bucket, Place, buckets_of
+from megapack.data.blend import Mixture, Stage
+from megapack.data.bucket_streams import Bucket, Place, buckets_of
 from megapack.data.fim import Fim, FimDraws
-from megapack.data.program import Mixture, numbered
+from megapack.data.program import numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.data.step_config import Attention
 from megapack.errors import ConfigError
@@ -341,25 +341,18 @@ class SampleSource:
         ]
 
     @cached_property
-    def score_orders(self) -> dict[Place, ScoreOrder]:
-        """(number of the index, capacity) -> the order of its samples, where it has scores."""
-        return {
-            (source, capacity): order
-            for source, (orders, _) in self._scored.items()
-            for capacity, order in orders.items()
-        }
-
-    @cached_property
     def orders(self) -> dict[Place, ScoreOrder | BlockOrder]:
         """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
         result: dict[Place, ScoreOrder | BlockOrder] = {}
         for source, index in enumerate(self.indices):
-            if not (isinstance(index, ShardedIndex) and index.arranged):
-                continue
-            for capacity, sources, _, sizes in self.buckets:
-                for size in sizes[sources == source].tolist():
-                    result[source, capacity] = BlockOrder(size, capacity, index.arranged)
-        return {**result, **self.score_orders}
+            if source in self._scored:
+                orders, _ = self._scored[source]
+                result |= {(source, capacity): order for capacity, order in orders.items()}
+            elif isinstance(index, ShardedIndex) and index.arranged:
+                for capacity, sources, _, sizes in self.buckets:
+                    for size in sizes[sources == source].tolist():
+                        result[source, capacity] = BlockOrder(size, capacity, index.arranged)
+        return result
 
     @cached_property
     def _scored(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
@@ -444,13 +437,14 @@ class SampleSource:
         Reads all of the ``segment_document`` of the shards that have them, 4 bytes per segment, and
         takes a byte per document. Raises ConfigError for a document that the index does not have.
         """
-        last, num_documents = int(np.max(documents, initial=0)), self.indices[source].num_documents
-        if last >= num_documents:
-            raise ConfigError(
-                f"document {last} of {self.names[source]}: it has {num_documents} documents, "
-                "counted from 0"
-            )
-        samples: list[int] = self.shards.holding(source, np.unique(documents)).tolist()
+        wanted, num_documents = np.unique(documents), self.indices[source].num_documents
+        for document in wanted[[0, -1]].tolist() if len(wanted) else ():
+            if not 0 <= document < num_documents:
+                raise ConfigError(
+                    f"document {document} of {self.names[source]}: it has {num_documents} "
+                    "documents, counted from 0"
+                )
+        samples: list[int] = self.shards.holding(source, wanted).tolist()
         return samples
 
     def segment_lengths(self, ids: Ids, num_lists: int = 0) -> Ids:

@@ -47,7 +47,7 @@ class StepConfig:
     ``tokens_per_step``."""
     cost_window: int = 1
     """The samples that a source gives to this many consecutive draws of a bucket are put in order
-    of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_order``);
+    of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_streams``);
     for draws with one sample per rank, which no dealing can balance. Costs of steps differ as much
     more as those of ranks differ less, and sources of unlike costs stay unlike, since every draw
     has its exact share of each. 1: off."""
@@ -84,11 +84,12 @@ class StepConfig:
         tokens, row = self.draw_tokens, self.row_tokens
         if row is None:
             if tokens % capacity:
+                above = tokens - tokens % capacity + capacity
+                near = f"{above - capacity} or {above}" if above > capacity else f"{above}"
                 raise ConfigError(
                     f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
-                    f"multiple of {capacity} ({tokens // capacity * capacity} or "
-                    f"{(tokens // capacity + 1) * capacity}), or set row_tokens: a row holds as "
-                    "many whole samples as fit, the rest of it is padding"
+                    f"multiple of {capacity} ({near}), or set row_tokens: a row holds as many "
+                    "whole samples as fit, the rest of it is padding"
                 )
             return tokens // capacity
         if tokens % row:
@@ -113,10 +114,10 @@ class StepConfig:
                 message names sizes that do.
         """
         if tokens < 1 or self.draw_tokens % tokens:
+            shared, rest = divmod(self.draw_tokens, 1 if uneven == "pad" else num_ranks)
             raise ConfigError(
                 f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
-                f"of a draw; with {num_ranks} ranks {_divisors(self.draw_tokens // num_ranks)} "
-                "would"
+                f"of a draw; with {num_ranks} ranks {'none' if rest else _divisors(shared)} would"
             )
         count = self.draw_tokens // tokens
         if count % num_ranks and uneven != "pad":
@@ -140,9 +141,9 @@ class ScheduleConfig(StepConfig):
 
 
 def _divisors(number: int) -> str:
-    """A few divisors, largest last, for a message."""
+    """A few divisors of a number of 1 or more, largest last, for a message."""
     found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return ", ".join(map(str, found[-6:])) or "none"
+    return ", ".join(map(str, found[-6:]))
 
 
 def check_group(size: int, num_ranks: int) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 
+from megapack.data.blend import Mixture
 from megapack.data.dataset import open_blend
 from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.fim import open_fim
-from megapack.data.program import Mixture
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.manifest import Manifest, Source, default_buckets

@@ -157,8 +157,8 @@ class ShardedIndex:
 
     @property
     def has_groups(self) -> bool:
-        """Whether its shards were packed with groups of documents."""
-        return bool(self.parameters.get("groups"))
+        """Whether its shards know groups of documents; those of an arranged source do not."""
+        return bool(self.parameters.get("groups")) and self.arranged is None
 
     @cached_property
     def bucket_sample_offsets(self) -> Ids:

@@ -29,6 +29,16 @@ def write_documents(
     return IndexedDataset(prefix)
 
 
+def packed_documents(
+    prefix: Path, documents: Sequence[Sequence[int]], buckets: Sequence[int]
+) -> IndexedDataset:
+    """Documents, and beside them PREFIX.samples."""
+    dataset = write_documents(prefix, documents)
+    index = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
+    index.save(prefix.with_name(f"{prefix.name}.samples"), source=dataset)
+    return dataset
+
+
 def random_documents(lengths: Sequence[int], seed: int = 0, high: int = 120) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(1, high, int(length)).tolist() for length in lengths]
@@ -91,13 +101,16 @@ def _offsets(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
+def of_rank(rank: int = 0, size: int = 1, micro: int = 128, **options: Any) -> dict[str, Any]:
+    """Arguments of ``BucketBatchSampler`` and ``build_loader``."""
+    ranks = {"data_parallel_rank": rank, "data_parallel_size": size}
+    return {**ranks, "micro_batch_tokens": micro, **options}
+
+
 def small_loader(
     packed: PackedDataset, rank: int = 0, size: int = 2, **options: Any
 ) -> PackedLoader:
     """Six steps of STEP_TOKENS tokens, in micro batches of 128 unless said."""
     schedule = options.pop("schedule", None)
     schedule = schedule or Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
-    arguments: dict[str, Any] = {"micro_batch_tokens": 128, "num_steps": 6, **options}
-    return build_loader(
-        packed, schedule, data_parallel_rank=rank, data_parallel_size=size, **arguments
-    )
+    return build_loader(packed, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import pickle
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from reference import blends
 from megapack import _core
 from megapack.data import (
     BlendConfig,
-    BucketBatchSampler,
     PackedDataset,
     Schedule,
     Source,
@@ -30,12 +28,15 @@ from megapack.data import (
     load_blend,
     open_blend,
 )
-from megapack.data.bucket_order import bucket_streams, buckets_of, whole_shares
-from megapack.data.program import Mixture
-from megapack.data.sources import SampleSource
+from megapack.data.bucket_streams import bucket_streams, buckets_of, whole_shares
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex, pack
-from tests.data.corpora import packed_index, packed_lengths, write_documents
+from tests.data.corpora import (
+    of_rank,
+    packed_documents,
+    packed_index,
+    packed_lengths,
+    write_documents,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,66 +81,28 @@ GOLDEN_STEP = [496, 348, 522, 231, 330, 462, 303, 524, 319, 238, 457, 344, 547, 
 GOLDEN_FAR = [6190572696060434, 2816626558680558]
 
 
-def test_a_source_that_would_repeat_too_often_is_refused_by_name() -> None:
-    mixture = Mixture(weights=[0.2, 0.8], names=["web", "code"], max_epochs=2)
-    schedule = Schedule(SampleSource(INDICES, mixture), tokens_per_step=64)
-
-    def sampler(num_steps: int) -> BucketBatchSampler:
-        return BucketBatchSampler(
-            schedule,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            micro_batch_tokens=64,
-            num_steps=num_steps,
-        )
-
-    sampler(20)
-    with pytest.raises(ConfigError, match=r"repeat source code \d+.* times; max_epochs is 2"):
-        sampler(2000)
-
-
-def test_a_tiny_weight_is_realised_and_never_zero() -> None:
-    schedule = blended([1.0, 1e-9])
-    for stream in schedule.stages[0].buckets[1:]:
-        assert stream.blend.taken_of(1, 10**11) > 0
-    with pytest.raises(ConfigError, match="positive"):
-        blended([1.0, 0.0])
-    with pytest.raises(ConfigError, match="3 weights for 2"):
-        blended([1.0, 1.0, 1.0])
-
-
 def _write(folder: Path, seed: int, count: int, value: int) -> Path:
     """A dataset whose tokens say which one it is."""
-    lengths = packed_lengths(count, 32, seed)
-    dataset = write_documents(folder / f"d{value}", [[value] * n for n in lengths.tolist()])
-    index = pack(dataset.document_lengths, "bucket", buckets=[16, 32])
-    index.save(folder / f"d{value}.samples", source=dataset)
+    documents = [[value] * n for n in packed_lengths(count, 32, seed).tolist()]
+    packed_documents(folder / f"d{value}", documents, [16, 32])
     return folder / f"d{value}"
 
 
-@pytest.mark.parametrize("dump", [yaml.safe_dump, json.dumps])
-def test_batches_of_a_manifest_name_their_sources(tmp_path: Path, dump: Any) -> None:
+def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
     for seed, (value, count) in enumerate([(5, 200), (6, 90), (7, 150)]):
         _write(tmp_path, seed, count, value)
     entries = [
         {"name": f"n{v}", "prefix": f"d{v}", "index": f"d{v}.samples", "weight": w}
         for v, w in ((5, 0.5), (6, 0.3), (7, 0.2))
     ]
-    (tmp_path / "blend.yaml").write_text(dump({"sources": entries, "max_epochs": 9}))
+    (tmp_path / "blend.yaml").write_text(json.dumps({"sources": entries, "max_epochs": 9}))
     config = load_blend(tmp_path / "blend.yaml", ["max_epochs=8"])
     assert config.max_epochs == 8
     packed = open_blend(config)
     assert packed.samples.names == ["n5", "n6", "n7"]
     schedule = Schedule(packed, tokens_per_step=256, seed=1)
     found = set()
-    for batch in build_loader(
-        packed,
-        schedule,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        micro_batch_tokens=128,
-        num_steps=20,
-    ):
+    for batch in build_loader(packed, schedule, **of_rank(num_steps=20)):
         cu_seqlens = batch["cu_seqlens"].tolist()
         owners = batch["dataset_ids"].tolist()
         assert len(owners) == len(cu_seqlens) - 1
@@ -195,11 +158,9 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
             PackedDataset([one, one], [f"{one}.samples"] * 2, label_dataset=labels)
 
 
-BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/bucket_order.py
+BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/bucket_streams.py
 FAR = 2**53
 SMALL = packed_index(40, (16, 32), 5)
-BUCKETS = [(16, 32, 64), (32, 64), (16, 64)]
-FEW = [packed_index(30 + 40 * i, BUCKETS[i % 3], i) for i in range(5)]
 
 whole_weights = st.lists(
     st.one_of(st.integers(0, 9), st.integers(1, 2**53)), min_size=1, max_size=40
@@ -280,7 +241,7 @@ def worst_error(source: NDArray[np.int64], weights: NDArray[np.float64]) -> floa
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "equal", "giant", "fibonacci"])
-@pytest.mark.parametrize("count", [1, 2, 3, 1000, 20_000, 100_000])
+@pytest.mark.parametrize("count", [3, 20_000])
 def test_every_source_is_near_its_weight_at_every_position(kind: str, count: int) -> None:
     weights = weights_of(kind, count)
     [stream, *_] = bucket_streams(buckets_of([SMALL] * count), weights.tolist(), seed=1)
@@ -290,35 +251,6 @@ def test_every_source_is_near_its_weight_at_every_position(kind: str, count: int
     units = whole_shares([int(Fraction(weight) * 2**1074) for weight in weights]).tolist()
     for d in range(0, count, max(1, count // 50)):
         assert abs(stream.blend.taken_of(d, FAR) - Fraction(units[d] * FAR, 2**62)) < BOUND
-
-
-@given(data=st.data(), seed=st.integers(0, 99), num_steps=st.integers(0, 40))
-def test_runs_keep_weights_in_every_bucket(data: st.DataObject, seed: int, num_steps: int) -> None:
-    """Dataset d has the weight weight[d] * tokens[d, b] / tokens[d] in bucket b."""
-    indices = FEW[: data.draw(st.integers(1, 5))]
-    numbers = st.floats(1e-9, 1e9) | st.integers(1, 7).map(float)
-    weights = data.draw(st.lists(numbers, min_size=len(indices), max_size=len(indices)))
-    schedule = Schedule(indices, weights=weights, tokens_per_step=256, seed=seed)
-    tables = [table_of(index) for index in indices]
-    drawn: Counter[int] = Counter()
-    taken: Counter[tuple[int, int]] = Counter()
-    for step in map(schedule.step, range(num_steps)):
-        drawn[step.capacity] += len(step.sample_ids)
-        found = np.searchsorted(schedule.samples.bases, step.sample_ids, side="right") - 1
-        taken.update((int(d), step.capacity) for d in found)
-        parts = [
-            Fraction(weight) * table.get(step.capacity, 0) / sum(table.values())
-            for weight, table in zip(weights, tables, strict=True)
-        ]
-        for d, part in enumerate(parts):
-            wanted = part / sum(parts) * drawn[step.capacity]
-            assert abs(taken[d, step.capacity] - wanted) < BOUND
-
-
-def table_of(index: SampleIndex) -> dict[int, int]:
-    """Capacity -> tokens."""
-    counts = np.diff(index.bucket_sample_offsets).tolist()
-    return {c: c * n for c, n in zip(index.bucket_capacity.tolist(), counts, strict=True) if n}
 
 
 def test_weights_far_apart_are_taken_as_they_are() -> None:
@@ -351,7 +283,7 @@ def test_sources_cost_numbers_and_no_objects() -> None:
     """100,000 of them are opened in twenty times what 5,000 take: nothing is kept per source that
     the garbage collector would have to look at, again and again."""
     tracked = []
-    for count in (500, 1500):
+    for count in (200, 800):
         names, weights = [f"s{i}" for i in range(count)], [1.0 + i % 7 for i in range(count)]
         indices = [SMALL] * count
         gc.collect()

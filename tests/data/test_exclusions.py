@@ -27,9 +27,11 @@ from megapack.data import (
     open_blend,
 )
 from megapack.errors import ConfigError, FormatError, ResumeError
-from megapack.packing import SampleIndex, pack
+from megapack.packing import SampleIndex
 from megapack.storage.dataset import read_documents
 from tests.data.corpora import (
+    of_rank,
+    packed_documents,
     packed_index,
     packed_lengths,
     write_documents,
@@ -146,9 +148,7 @@ def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDatas
         lengths = packed_lengths(120, 32, seed=number)
         if not (folder / f"{name}.idx").exists():
             ids = [[number * 1000 + d + 1] * int(n) for d, n in enumerate(lengths)]
-            dataset = write_documents(folder / name, ids)
-            index = pack(dataset.document_lengths, "bucket", buckets=[16, 32])
-            index.save(folder / f"{name}.samples", source=dataset)
+            packed_documents(folder / name, ids, [16, 32])
         sources.append({"name": name, "prefix": name, "index": f"{name}.samples"})
     (folder / "blend.yaml").write_text(yaml.safe_dump({"sources": sources, "stages": [*stages]}))
     return open_blend(load_blend(folder / "blend.yaml"), **options)
@@ -171,11 +171,7 @@ def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: An
     begins = {"web": 5, "code": 9}
     seen_before: set[str] = set()
     for rank in range(2):
-        loader = build_loader(
-            data, schedule, data_parallel_rank=rank, data_parallel_size=2, micro_batch_tokens=64
-        )
-        loader.sampler.num_steps = 30
-        for batch in loader:
+        for batch in build_loader(data, schedule, **of_rank(rank, 2, 64, num_steps=30)):
             tokens = set(batch["tokens"].flatten().tolist()) - {0}
             for number, (name, documents) in enumerate(gone.items()):
                 shown = {t - 1 - number * 1000 for t in tokens} & documents
@@ -193,12 +189,7 @@ def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: An
 def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
     """Ids of batches, micro batches, logs and draws are those of samples, whatever is masked; and
     a DataLoader of torch's own masks what our loader masks."""
-    arguments: Any = {
-        "data_parallel_rank": 0,
-        "data_parallel_size": 1,
-        "micro_batch_tokens": 64,
-        "num_steps": 30,
-    }
+    arguments = of_rank(micro=64, num_steps=30)
     sampler = BucketBatchSampler(schedule, **arguments)
     theirs = DataLoader(data, batch_sampler=sampler, collate_fn=list)
     for batch, items, micro in zip(

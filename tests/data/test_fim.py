@@ -29,14 +29,21 @@ from megapack.data import (
     open_blend,
     plan_run,
 )
-from megapack.data.fim import Fim, FimConfig, FimDraws, Sentinels, character_tables, open_fim
+from megapack.data.fim import Fim, FimConfig, Sentinels, character_tables, open_fim
+from megapack.data.sampler import weigh_step
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset
 from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
-from tests.data.corpora import packed_lengths, random_documents, small_loader, write_documents
+from tests.data.corpora import (
+    of_rank,
+    packed_lengths,
+    random_documents,
+    small_loader,
+    write_documents,
+)
 
 EOD, PRE, SUF, MID, END = 0, 125, 126, 127, 128
 FIM = FimConfig(rate=0.6, sentinels=Sentinels(prefix=PRE, suffix=SUF, middle=MID, end=END), eod=EOD)
@@ -62,7 +69,6 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
     folder = tmp_path_factory.mktemp("fim")
     web, code = corpus(folder / "web"), corpus(folder / "code", 1)
     write_weights(folder / "code", [[t % 5 / 4 for t in d.tolist()] for d in documents_of(code)])
-    options: dict[str, Any] = {"max_epochs": None}
     sources = tuple(
         Source(
             name=Path(data.prefix).name,
@@ -74,7 +80,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
         for data, weight, rate in ((web, 1, 0), (code, 2, None))
     )
     stages = (Stage(from_step=4, fim_rates={"web": 1.0}, skip_steps=20),)
-    return BlendConfig(sources=sources, fim=FIM, stages=stages, **options)
+    return BlendConfig(sources=sources, fim=FIM, stages=stages)
 
 
 def documents_of(dataset: IndexedDataset) -> list[np.ndarray]:
@@ -86,17 +92,19 @@ def schedule_of(data: PackedDataset, **options: Any) -> Schedule:
     return Schedule(data, tokens_per_step=512, seed=SEED, **options)
 
 
-def expected_documents(data: PackedDataset, step: Any) -> list[list[int]]:
-    """What the step shows of every document, by the definition."""
+def expected_documents(
+    data: PackedDataset, step: Any, documents: list[list[np.ndarray]]
+) -> list[list[int]]:
+    """What a step, or a draw, shows of every document, given those of every source: by the
+    definition."""
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
     found = []
     for sample, epoch, rate in zip(
         step.sample_ids.tolist(), step.fim.epochs.tolist(), step.fim.rates.tolist(), strict=True
     ):
         source, segments = data.samples.segments(sample)
-        documents = {d: documents_of(data.documents(source))[d].tolist() for d, _, _ in segments}
         for document, begin, length in segments:
-            own = documents[document]
+            own = documents[source][document].tolist()
             key = definition.key_of(SEED, epoch, document)
             whole = 1 < length == len(own) <= max(BUCKETS) - 4
             told = own[begin : begin + length]
@@ -112,8 +120,9 @@ def documents_in(batch: dict[str, Any]) -> list[list[int]]:
     return [tokens[b:e] for b, e, d in zip(ends[:-1], ends[1:], ids, strict=True) if d >= 0]
 
 
-@pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
-@pytest.mark.parametrize("cost_window", [1, 4])
+@pytest.mark.parametrize(
+    ("loss", "cost_window"), [("token_mean", 4), ("sequence_mean", 1), ("longalign", 4)]
+)
 def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
     blend: BlendConfig, loss: str, cost_window: int
 ) -> None:
@@ -121,7 +130,7 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
     ranks, begun in the midst."""
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
-    turned = 0
+    turned, of_sources = 0, [documents_of(dataset) for dataset in data.datasets]
     for size in (1, 2, 4):
         found: dict[int, list[list[int]]] = {}
         masks: dict[int, float] = {}
@@ -138,20 +147,15 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
             assert masks  # every rank has some
         for step, documents in found.items():
             content = schedule.step(step)
-            assert sorted(documents) == sorted(expected_documents(data, content)), (size, step)
+            expected = expected_documents(data, content, of_sources)
+            assert sorted(documents) == sorted(expected), (size, step)
             turned += sum(document[0] == PRE for document in documents)
-            wanted = weigh(schedule, content, data)
+            wanted = weigh_step(schedule, content, data.samples).label_weight
             assert masks[step] == pytest.approx(wanted, rel=1e-6)
             if step == max(found):
                 assert weight == wanted
     assert turned > 100
     assert schedule.step(7).fim.epochs.max() > 0  # of a later pass
-
-
-def weigh(schedule: Schedule, content: Any, data: PackedDataset) -> float | None:
-    from megapack.data.sampler import weigh_step  # noqa: PLC0415
-
-    return weigh_step(schedule, content, data.samples).label_weight
 
 
 def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
@@ -167,14 +171,7 @@ def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
 
 def test_worker_processes_and_single_samples_are_turned_round_alike(blend: BlendConfig) -> None:
     data = open_blend(blend)
-    sampler = BucketBatchSampler(
-        schedule_of(data),
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        micro_batch_tokens=128,
-        num_steps=6,
-        weighted_loss=True,
-    )
+    sampler = BucketBatchSampler(schedule_of(data), **of_rank(num_steps=6, weighted_loss=True))
     copy = pickle.loads(pickle.dumps(data))
     batches = list(sampler)
     loaded = DataLoader(data, batch_sampler=batches, num_workers=1, collate_fn=list)
@@ -182,22 +179,6 @@ def test_worker_processes_and_single_samples_are_turned_round_alike(blend: Blend
         whole = copy.micro_batch(**batch.gathered_by)
         joined = torch.cat([sample["tokens"] for sample in samples])
         assert torch.equal(joined, whole["tokens"].flatten())
-
-
-def test_rates_are_those_asked_for_and_a_larger_one_has_the_same_documents(tmp_path: Path) -> None:
-    dataset = write_documents(tmp_path / "d", [[5, 6, 7, EOD]] * 4000)
-    data = PackedDataset(dataset, indexed(dataset), fim=FIM)
-    turned: dict[float, set[int]] = {}
-    for rate in (0.0, 0.3, 0.6, 1.0):
-        ids = np.arange(len(data))
-        by = FimDraws(np.zeros(len(ids), np.int64), np.full(len(ids), rate), SEED)
-        draws = data.fim_draws(ids, 0, by)
-        spm, found = sum(draw.spm for draw in draws), {draw.document for draw in draws}
-        turned[rate] = found
-        assert len(found) == pytest.approx(4000 * rate, abs=4 * (4000 * rate * (1 - rate)) ** 0.5)
-        half = len(found) / 2
-        assert spm == pytest.approx(half, abs=4 * (half / 2) ** 0.5)
-    assert turned[0.3] < turned[0.6] < turned[1.0]
 
 
 def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) -> None:
@@ -208,28 +189,11 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
     pack_shards(plan, lambda _: None)
     sharded = PackedDataset(None, tmp_path / "all.shards.json", fim=FIM)
     merge([str(part.prefix) for part in parts], tmp_path / "merged")
-    found = []
+    merged = [documents_of(IndexedDataset(tmp_path / "merged"))]
     for step in map(schedule_of(sharded).step, range(6)):
         for draw in step.draws:
             batch = sharded.micro_batch(draw.sample_ids, fim=draw.fim)
-            for sample in draw.sample_ids.tolist():
-                found.append(sharded.samples.segments(sample)[1])
-            told = documents_in(batch)
-            whole = [segment for sample in found[-len(draw.sample_ids) :] for segment in sample]
-            epochs = np.repeat(draw.fim.epochs, [len(s) for s in found[-len(draw.sample_ids) :]])
-            merged = documents_of(IndexedDataset(tmp_path / "merged"))
-            fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
-            for (document, begin, length), epoch, tokens in zip(whole, epochs, told, strict=True):
-                own = merged[document].tolist()
-                key = definition.key_of(SEED, int(epoch), document)
-                if (
-                    1 < length == len(own) <= max(BUCKETS) - 4
-                    and definition.unit(key, 0) < FIM.rate
-                ):
-                    own = [token for token, _ in definition.told(own, fim, key)]
-                    assert tokens == own
-                else:
-                    assert tokens == own[begin : begin + length]
+            assert documents_in(batch) == expected_documents(sharded, draw, merged)
 
 
 # ---- Resume --------------------------------------------------------------------------------------

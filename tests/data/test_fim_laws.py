@@ -18,7 +18,6 @@ from megapack.data import PackedDataset
 from megapack.data.fim import Fim, FimDraws, character_tables
 from megapack.packing import pack
 from tests.data.corpora import index_of, random_documents, write_documents
-from tests.reference.fim import key_of, unit
 
 PRE, SUF, MID, END, EOD = 200, 201, 202, 203, 0
 # Tokens 1 to 119: letters, words of them, halves of a character and whole ones.
@@ -94,14 +93,6 @@ def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None
     assert abs(same - count / 41) < 4 * (count / 41) ** 0.5
 
 
-def test_a_document_is_told_alike_in_any_order_and_company(many: PackedDataset) -> None:
-    ids = [3, 900, 17, 17, 2500]
-    found = rows(many, ids, draws(5, 0.5, epoch=2))
-    assert rows(many, ids[::-1], draws(5, 0.5, epoch=2)) == found[::-1]
-    assert [rows(many, [i], draws(1, 0.5, epoch=2))[0] for i in ids] == found
-    assert [row[0] == PRE for row in found] == [unit(key_of(7, 2, i), 0) < 0.5 for i in ids]
-
-
 @pytest.mark.parametrize("cuts", ["token", "character"])
 @pytest.mark.parametrize("end", [-1, END])
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
@@ -136,26 +127,6 @@ def test_the_inverse_restores_every_document(
 
 def text(tokens: list[int]) -> bytes:
     return b"".join(TEXTS[token] or b"<>" for token in tokens)
-
-
-def test_characters_are_cut_where_they_begin(tmp_path: Path) -> None:
-    """Of "ab" five times there are 11 places, and of two letters in halves three."""
-    word, low, high = TEXTS.index(b"ab"), TEXTS.index(b"\xc3"), TEXTS.index(b"\xa9")
-    documents = [[word] * 5, [low, high, low, high]]
-    packed = opened(tmp_path, documents, spm_rate=0.0, tables=character_tables(TEXTS))
-    body, found = text(documents[0]), set()
-    for epoch in range(300):
-        words, letters = rows(packed, [0, 1], draws(2, 1, epoch))
-        places = drawn(packed, 1, epoch)
-        _, first, second = places[0]
-        if first % 2 and first // 2 == second // 2:  # both in one token: the second at its end
-            second = 2 * (second // 2 + 1)
-        prefix, middle = words[1 : words.index(SUF)], words[words.index(MID) + 1 :]
-        assert text(prefix) == body[:first] and text(middle) == body[first:second]
-        found.update(("word", place) for place in places[0][1:])
-        found.update(("letter", place) for place in places[1][1:])
-        assert all(letters[at + 1] == high for at, token in enumerate(letters) if token == low)
-    assert found == {*(("word", at) for at in range(11)), *(("letter", at) for at in range(3))}
 
 
 SENTINELS = {"prefix": PRE, "suffix": SUF, "middle": MID, "spm_rate": 0.5}

@@ -28,12 +28,12 @@ from megapack.data import (
     plan_run,
     unseen_documents,
 )
+from megapack.data.blend import Mixture
 from megapack.data.fim import FimConfig, Sentinels
-from megapack.data.program import Mixture
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import SampleIndex
-from tests.data.corpora import index_of
+from tests.data.corpora import index_of, of_rank
 
 CAPACITIES = (4, 8, 16)
 TOKENS = (32, 48, 96, 144)
@@ -400,17 +400,12 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
 
 def check_ranks(schedule: Schedule, step: int) -> None:
     """Any world size and micro batch that fit: one bucket at a time, together the step."""
+    options = {"uneven": "pad", "num_steps": step + 1, "weighted_loss": True}
     for size, micro in ((1, 16), (3, 16)):
         ranks = [
-            BucketBatchSampler(
-                schedule,
-                data_parallel_rank=rank,
-                data_parallel_size=size,
-                micro_batch_tokens=micro,
-                uneven="pad",
-                num_steps=step + 1,
-                weighted_loss=True,
-            ).micro_batches(step)
+            BucketBatchSampler(schedule, **of_rank(rank, size, micro, **options)).micro_batches(
+                step
+            )
             for rank in range(size)
         ]
         for row in zip(*ranks, strict=True):
@@ -448,7 +443,7 @@ def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
     ways = ("drop", "move", "skip", "order", "tokens", "window")
     words = ("weights twice as large", "a stage that changes nothing")
     allowed: Counter[tuple[str, bool]] = Counter()
-    for number in range(max(40, PROGRAMS // 4)):
+    for number in range(max(24, PROGRAMS // 4)):
         run = edited_run(number, 6)
         past = [k for k, stage in enumerate(run.stages) if stage.from_step < run.step]
         schedule = run.schedule()
@@ -485,7 +480,7 @@ def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
 
 def test_questions_about_a_run_are_answered_as_going_through_it_does() -> None:
     """Which steps hold a sample, which documents are unseen, what excluded lists do."""
-    for number in range(40):
+    for number in range(24):
         run = edited_run(number, num_edits=4 + number % 3)
         schedule, until = run.schedule(), run.step + 10
         check_steps_of(schedule, until)

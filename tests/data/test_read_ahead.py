@@ -8,6 +8,7 @@ import os
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from megapack.data.loader import fetching_ahead
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.data.corpora import (
-    STEP_TOKENS,
+    of_rank,
     packed_index,
     packed_lengths,
     random_documents,
@@ -103,10 +104,7 @@ def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
 def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -> None:
     """After its first batches, those of the next 16 are in memory or on their way."""
     schedule = Schedule(cold, tokens_per_step=4096, seed=1)
-    loader = build_loader(
-        cold, schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=4096
-    )
-    batches = iter(loader)
+    batches = iter(build_loader(cold, schedule, **of_rank(micro=4096)))
     for _ in range(6):
         next(batches)
     until = time.monotonic() + PATIENCE
@@ -116,11 +114,9 @@ def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -
         time.sleep(0.01)
 
 
-class Item:
-    """Of a micro batch, what reading ahead looks at."""
-
-    def __init__(self, number: int) -> None:
-        self.sample_ids = [number]
+def micro_batches(count: int) -> list[Any]:
+    """Of each what reading and fetching ahead look at."""
+    return [SimpleNamespace(sample_ids=np.array([number])) for number in range(count)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
@@ -134,15 +130,14 @@ def test_batches_are_asked_for_until_all_is_here(
         def read_exactly(self) -> None:
             pass
 
-        def will_need(self, ids: list[int]) -> None:
-            asked.extend(ids)
+        def will_need(self, ids: NDArray[np.int64]) -> None:
+            asked.extend(ids.tolist())
 
     monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
     given = []
     dataset: Any = Dataset()
-    items: Any = [Item(number) for number in range(1000)]
-    for item in read_ahead.reading_ahead(items, dataset, depth):
-        number = item.sample_ids[0]
+    for item in read_ahead.reading_ahead(micro_batches(1000), dataset, depth):
+        number = int(item.sample_ids[0])
         reach = min(depth, 2**number - 1)
         if number < 256:
             assert asked == list(range(number + reach + 1))
@@ -157,9 +152,7 @@ def test_batches_are_asked_for_until_all_is_here(
 def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
     """No gather waits then; that what is asked for was not in memory keeps it going."""
     schedule = Schedule(cold, tokens_per_step=4096)
-    sampler = BucketBatchSampler(
-        schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=4096
-    )
+    sampler = BucketBatchSampler(schedule, **of_rank(micro=4096))
     before = read_ahead._reads()
     assert sum(1 for _ in read_ahead.reading_ahead(sampler, cold, 4)) == 2000
     assert read_ahead._reads() - before > 0.9 * cold.datasets[0].tokens.nbytes / 512
@@ -169,38 +162,9 @@ def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
         time.sleep(0.01)
 
 
-def test_batches_do_not_depend_on_it(tmp_path: Path) -> None:
-    lengths = packed_lengths(400, 64)
-    documents = write_documents(tmp_path / "docs", random_documents(lengths))
-    data = PackedDataset(documents, packed_index())
-    schedule = Schedule(data, tokens_per_step=STEP_TOKENS)
-    found = [
-        [
-            batch["tokens"].tolist()
-            for batch in build_loader(
-                data,
-                schedule,
-                data_parallel_rank=1,
-                data_parallel_size=2,
-                micro_batch_tokens=128,
-                read_ahead=depth,
-            )
-        ]
-        for depth in (0, 1, 1000)
-    ]
-    assert found[0] and found[0] == found[1] == found[2]
-
-
 EACH = 1 << 20  # bytes that a micro batch needs
 MOST = 64 * EACH
 PORTION = MOST // 8
-
-
-class Coming:
-    """Of a micro batch, what fetching ahead looks at."""
-
-    def __init__(self, number: int) -> None:
-        self.sample_ids = np.array([number])
 
 
 class Reads:
@@ -224,7 +188,7 @@ class Reads:
 def asked_ahead(in_time: bool, count: int) -> list[int]:
     """Bytes asked for ahead of every micro batch when it is given."""
     reads: Any = Reads(in_time)
-    items: Any = [Coming(number) for number in range(count)]
+    items = micro_batches(count)
     found = []
     for number, item in enumerate(fetching_ahead(items, reads)):
         assert item is items[number]
@@ -244,9 +208,3 @@ def test_reading_ahead_grows_by_what_is_taken(in_time: bool, share: float) -> No
         room = min(PORTION + share * EACH * number, 7 * PORTION)
         assert room - PORTION <= ahead <= room + 2 * PORTION
     assert found[0] <= 2 * PORTION and max(found) <= MOST + PORTION
-
-
-def test_what_is_never_in_time_is_asked_for_sooner() -> None:
-    """After a portion was taken, what is waited for has four times the growth."""
-    slow, fast = asked_ahead(True, 200), asked_ahead(False, 200)
-    assert all(a <= b for a, b in zip(slow, fast, strict=True)) and slow[40] + MOST // 4 < fast[40]

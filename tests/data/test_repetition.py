@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,14 @@ import pytest
 from reference.programs import weights_within_epochs
 
 from megapack import pack
-from megapack.data import Schedule
-from megapack.data.blend import Ramp, Source, Stage, load_blend
-from megapack.data.program import Mixture, resolve, within_epochs
+from megapack.data import BucketBatchSampler, Schedule
+from megapack.data.blend import Mixture, Ramp, Source, Stage, load_blend
+from megapack.data.program import resolve, within_epochs
 from megapack.data.report import check_epochs, often_repeated, plan_run
 from megapack.data.sources import SampleSource
 from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
-from tests.data.corpora import packed_lengths
+from tests.data.corpora import of_rank, packed_lengths
 
 PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 SIZES = (100, 1000, 10_000)
@@ -117,8 +117,21 @@ def test_a_run_longer_than_run_tokens_is_refused_with_its_length() -> None:
         check_epochs(planned, 900)
     with pytest.raises(ConfigError, match=r"max_epochs is 4.* set run_tokens to the run's 102,400"):
         check_epochs(schedule(None, weights=[1, 1, 1], max_epochs=4), 200)
-    with pytest.raises(ConfigError, match=r"max_epochs is 1\b.*run fewer"):  # nothing is left over
-        check_epochs(schedule(900, weights=[1, 1, 1], max_epochs=1), 900)
+    once = schedule(900, weights=[1, 1, 1], max_epochs=1)  # nothing is left over
+    with pytest.raises(ConfigError, match=r"max_epochs is 1\b.*run fewer"):
+        BucketBatchSampler(once, **of_rank(micro=512, num_steps=900))
+
+
+def test_limits_are_those_of_what_is_drawn() -> None:
+    """Each stage may be a draw over, as far as the run gets; evaluation has every sample once."""
+    later = [Stage(from_step=900 + i, weights={"a": 1, "b": 1 + i}) for i in range(399)]
+    for stages in ((), later):
+        with pytest.raises(ConfigError, match="would repeat source a"):
+            check_epochs(schedule(None, weights=[1, 1, 1], max_epochs=4, stages=stages), 100)
+    samples = SampleSource(INDICES, Mixture(max_epochs=0.5))
+    check_epochs(finite := Schedule(samples, tokens_per_step=512, finite=True), finite.num_steps())
+    with pytest.raises(ConfigError, match="weight of index 1 is nan; it must be a positive number"):
+        schedule(200, weights=[1, math.nan, 1], max_epochs=4)
 
 
 def test_limits_are_of_the_resume_identity() -> None:
@@ -152,9 +165,3 @@ def test_a_manifest_says_max_epochs_for_all_and_for_each(tmp_path: Path) -> None
         load_blend(path)
     with pytest.raises(ConfigError, match="max_epochs"):
         Source(prefix="a", max_epochs=0)
-
-
-def test_shares_of_a_limited_stage_are_exact_fractions() -> None:
-    """The definition itself, by hand: 9,000 tokens, sources of SIZES, limit 4."""
-    [shares] = weights_within_epochs([(0, 100, (1.0, 1.0, 1.0))], [4.0] * 3, list(SIZES), 9000)
-    assert shares == [Fraction(400, 9000), Fraction(4000, 9000), Fraction(4600, 9000)]

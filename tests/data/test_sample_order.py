@@ -19,17 +19,21 @@ from megapack.data import (
     Schedule,
     Scores,
     Stage,
-    build_loader,
     load_blend,
     open_blend,
 )
-from megapack.data.program import Mixture
+from megapack.data.blend import Mixture
 from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
-from megapack.packing import SampleIndex, pack
+from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged
-from tests.data.corpora import packed_index, packed_lengths, random_documents, write_documents
+from tests.data.corpora import (
+    packed_documents,
+    packed_index,
+    packed_lengths,
+    random_documents,
+)
 
 
 def order_of(size: int, block: int, window: int) -> Epochs:
@@ -83,14 +87,14 @@ def test_ranges_are_as_defined(size: int, block: int, window: int, begin: int, c
 BLOCK, WINDOW = 64, 16
 
 
-@pytest.mark.parametrize("size", [BLOCK * 40, BLOCK * 40 + 17])
-def test_later_epochs_are_as_independent_as_shuffles_of_blocks(size: int) -> None:
+def test_later_epochs_are_as_independent_as_shuffles_of_blocks() -> None:
     """Permutation statistics of 200 epochs beside those of the ordinary shuffle.
 
     Where a sample stands is uniform. The rank correlation of two epochs scatters around 0 as that
     of n independent things, 1 / sqrt(n): of so many blocks here, of so many samples in a shuffle.
     """
-    order, num_epochs = order_of(size, BLOCK, WINDOW), 200
+    size, num_epochs = BLOCK * 40 + 17, 200
+    order = order_of(size, BLOCK, WINDOW)
     epochs = np.array([epoch_of(order, e) for e in range(1, num_epochs + 1)])
     shuffles = np.array([_core.permute_range(key_of(e), size, 0, size) for e in range(num_epochs)])
     for drawn, independent in ((epochs, size / BLOCK), (shuffles, size)):
@@ -206,14 +210,6 @@ def bounds(index: SampleIndex, capacity: int) -> tuple[int, int]:
     return begin, end
 
 
-def test_one_score_for_all_is_a_shuffle_of_its_own(tmp_path: Path) -> None:
-    schedule = schedule_of(tmp_path, np.zeros(300))
-    order = schedule.samples.score_orders[0, 16]
-    size = np.subtract(*bounds(schedule.samples.indices[0], 16)[::-1])
-    first = Epochs(int(size), 1, order).samples(0, int(size))
-    assert sorted(first.tolist()) == list(range(size)) != first.tolist()
-
-
 def test_scores_belong_to_what_a_checkpoint_keeps(tmp_path: Path) -> None:
     scores = np.arange(300.0)
     state = json.loads(json.dumps(schedule_of(tmp_path, scores).state_dict(4)))
@@ -227,9 +223,8 @@ def test_scores_belong_to_what_a_checkpoint_keeps(tmp_path: Path) -> None:
 
 
 def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
-    lengths = packed_lengths(120, 32)
-    dataset = write_documents(tmp_path / "web", random_documents(lengths))
-    pack(lengths, "bucket", buckets=[16, 32]).save(tmp_path / "web.samples", source=dataset)
+    documents = random_documents(packed_lengths(120, 32))
+    dataset = packed_documents(tmp_path / "web", documents, [16, 32])
     np.save(tmp_path / "quality.npy", np.random.default_rng(1).random(120).astype(np.float32))
     source = {"prefix": "web", "index": "web.samples", "scores": "quality.npy"}
     (tmp_path / "m.yaml").write_text(yaml.safe_dump({"sources": [source]}))
@@ -256,100 +251,13 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
         (np.zeros((300, 1)), "of shape (300, 1)"),
         (np.zeros(300, bool), "holds bool"),
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
+        (b"", "is no .npy file of numbers"),
+        (b"PK\x03\x04", "is no .npy file of numbers"),  # as an .npz begins
     ],
 )
-def test_files_without_scores_are_refused(tmp_path: Path, scores: np.ndarray, message: str) -> None:
+def test_files_without_scores_are_refused(tmp_path: Path, scores: Any, message: str) -> None:
+    file = tmp_path / "scores.npy"
+    file.write_bytes(scores) if isinstance(scores, bytes) else np.save(file, scores)
     with pytest.raises(FormatError) as caught:
-        schedule_of(tmp_path, scores)
+        Scores(path=str(file)).read(300)
     assert message in str(caught.value) and "scores.npy" in str(caught.value)
-
-
-# ---- Atom sizes (Chen et al., "Packing and shuffling strategies", A.3) through the loader
-#
-# Documents are cut in atoms of A tokens, atoms are shuffled, and merged or split to the sequence
-# length L: ``concat`` cuts the joined stream, ``pad`` every document by itself. The unit of
-# shuffling
-# is the atom: up to A = L the schedule shuffles samples as always; with A > L it keeps the packer's
-# order (``order="sequential"``), in which the samples of an atom follow each other.
-
-
-LENGTH = 64
-ATOMS = [16, 32, 64, 128, 256]  # 1/4, 1/2, 1, 2 and 4 times the length: the paper's five
-LENGTHS = packed_lengths(60, 200, seed=8)
-OFFSETS = np.concatenate([[0], np.cumsum(LENGTHS)])
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents whose tokens count up through the whole corpus, so that a token is its position."""
-    path = tmp_path_factory.mktemp("atoms") / "d"
-    spans = zip(OFFSETS[:-1].tolist(), OFFSETS[1:].tolist(), strict=True)
-    write_documents(path, [list(range(begin, end)) for begin, end in spans], "int32")
-    return path
-
-
-def one_epoch(prefix: Path, strategy: str, atom: int) -> tuple[list[np.ndarray], int, float]:
-    """Tokens of every sample without padding, in the order of training; steps; label tokens."""
-    index = pack(LENGTHS, strategy, buckets=[LENGTH], atom_size=atom, seed=42)
-    packed = PackedDataset(prefix, index, pad_token=-1)
-    order = "proportional" if atom <= LENGTH else "sequential"
-    schedule = Schedule(packed, tokens_per_step=4 * LENGTH, order=order)
-    samples: list[np.ndarray] = []
-    labels = 0.0
-    for batch in build_loader(
-        packed,
-        schedule,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        micro_batch_tokens=4 * LENGTH,
-        layout="rows",
-        dealing="in_order",
-    ):
-        rows = batch["tokens"].numpy()
-        fresh = index.num_samples - len(samples)  # the last step reaches into the next epoch
-        samples += [row[row >= 0].copy() for row in rows[:fresh]]
-        labels += float(batch["loss_mask"][:fresh].sum())
-    return samples, schedule.num_steps(), labels
-
-
-@pytest.mark.parametrize("atom", ATOMS)
-@pytest.mark.parametrize("strategy", ["concat", "pad"])
-def test_tokens_train_once_and_atoms_stay_whole(prefix: Path, strategy: str, atom: int) -> None:
-    samples, _, labels = one_epoch(prefix, strategy, atom)
-    stream = np.concatenate(samples)
-    assert sorted(stream.tolist()) == list(range(OFFSETS[-1]))
-    assert labels == OFFSETS[-1] - len(LENGTHS)  # no label is lost to a cut
-    assert all(0 < len(sample) <= LENGTH for sample in samples)
-    # Runs of consecutive tokens are atoms: they begin where an atom of the document (or of the
-    # joined documents, which may differ from their order on disk) begins, and are whole.
-    runs = np.split(stream, np.flatnonzero(np.diff(stream) != 1) + 1)
-    if strategy == "pad":
-        begins = np.array([run[0] for run in runs])
-        document = np.searchsorted(OFFSETS, begins, side="right") - 1
-        assert ((begins - OFFSETS[document]) % atom == 0).all()
-    assert max(map(len, runs)) >= min(atom, 2 * LENGTH)
-
-
-@pytest.mark.parametrize("strategy", ["concat", "pad"])
-def test_atoms_are_shuffled_and_small_ones_mix_more(prefix: Path, strategy: str) -> None:
-    mixed = {}
-    for atom in ATOMS:
-        samples, _, _ = one_epoch(prefix, strategy, atom)
-        documents = [np.searchsorted(OFFSETS, s, side="right") - 1 for s in samples]
-        mixed[atom] = np.mean([len(np.unique(d)) for d in documents])
-        firsts = np.array([d[0] for d in documents])
-        assert np.abs(np.corrcoef(firsts, np.arange(len(firsts)))[0, 1]) < 0.5
-    assert mixed[16] > mixed[32] > mixed[64]
-    # Atoms of one sequence length and more keep what belongs together in one sample.
-    assert mixed[128] == pytest.approx(mixed[64], rel=0.2)
-
-
-def test_padding_costs_steps_that_concatenation_does_not(prefix: Path) -> None:
-    steps = {
-        strategy: [one_epoch(prefix, strategy, atom)[1] for atom in ATOMS]
-        for strategy in ("concat", "pad")
-    }
-    assert set(steps["concat"]) == {-(-int(OFFSETS[-1]) // (4 * LENGTH))}
-    # A.10 (b): small atoms leave less to pad; from A = L on every document's tail is padded to L.
-    assert steps["pad"][0] <= steps["pad"][1] <= steps["pad"][2]
-    assert steps["pad"][2] == steps["pad"][3] == steps["pad"][4] > steps["concat"][0]

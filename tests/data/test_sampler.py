@@ -17,10 +17,10 @@ from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data import sampler as dealing
 from megapack.data.loader import _describe
-from megapack.data.sampler import MicroBatch, deal
+from megapack.data.sampler import deal
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex, pack
-from tests.data.corpora import index_of, packed_index, packed_lengths, small_loader, write_documents
+from tests.data.corpora import of_rank, packed_index, packed_lengths, small_loader, write_documents
 
 if TYPE_CHECKING:
     from tests.training.processes import Zygote
@@ -48,16 +48,8 @@ def launches(draw: st.DrawFn) -> dict[str, Any]:
 def samplers(
     schedule: Schedule, size: int, micro_batch_tokens: int, **options: Any
 ) -> list[BucketBatchSampler]:
-    return [
-        BucketBatchSampler(
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            micro_batch_tokens=micro_batch_tokens,
-            **options,
-        )
-        for rank in range(size)
-    ]
+    own = [of_rank(rank, size, micro_batch_tokens, **options) for rank in range(size)]
+    return [BucketBatchSampler(schedule, **arguments) for arguments in own]
 
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
@@ -159,24 +151,18 @@ def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first(
     assert plain.imbalance.attention == plain.imbalance.attention_undealt
 
 
-def test_padding_costs_attention_too() -> None:
-    index = index_of({4: [[(0, 0, 4)], [(1, 0, 2)]]}, [4, 2])
-    schedule = Schedule(index, tokens_per_step=8, order="sequential")
-    assert schedule.samples.attention_cost(np.array([0, 1]), 4).tolist() == [16, 8]
-
-
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * 12)
     for options, message in (
-        ({"micro_batch_tokens": 100}, "does not divide"),
+        ({"micro_batch_tokens": 100}, "does not divide .* with 1 ranks 96, 128, .* 768 would"),
+        ({"micro_batch_tokens": 100, "data_parallel_size": 5}, "with 5 ranks none would"),
         ({"micro_batch_tokens": 32}, "multiple of 64"),
         ({"micro_batch_tokens": 64, "data_parallel_size": 5}, "use 1, 2, 3, 4, 6, 12 ranks"),
         ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
         ({"start_step": -1}, "counted from 0"),
     ):
-        arguments = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": 64}
         with pytest.raises(ConfigError, match=message):
-            BucketBatchSampler(schedule, **{**arguments, **options})
+            BucketBatchSampler(schedule, **{**of_rank(micro=64), **options})
 
 
 def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them() -> None:
@@ -205,13 +191,6 @@ def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: l
     assert batch["cu_seqlens"].tolist() == [0, *dict.fromkeys(bounds)]
 
 
-def test_a_micro_batch_is_a_sequence_of_sample_ids() -> None:
-    [sampler] = samplers(Schedule(INDEX, tokens_per_step=128), 1, 128)
-    batch = next(iter(sampler))
-    assert isinstance(batch, MicroBatch)
-    assert list(batch) == [batch[i] for i in range(len(batch))] == batch.sample_ids.tolist()
-
-
 def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
     schedule = Schedule(index, tokens_per_step=128)
     [whole] = samplers(schedule, 1, 128)
@@ -231,9 +210,7 @@ def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch
 
     ranks = 512
     schedule = Schedule(INDEX, tokens_per_step=64 * 2 * ranks)
-    sampler = BucketBatchSampler(
-        schedule, data_parallel_rank=3, data_parallel_size=ranks, micro_batch_tokens=64
-    )
+    sampler = BucketBatchSampler(schedule, **of_rank(3, ranks, 64))
     monkeypatch.setattr(dealing, "_core", SimpleNamespace(deal_evenly=counted))
     assert len(sampler.micro_batches(1)) == 2
     assert calls == [ranks, 2]
@@ -258,18 +235,8 @@ def shared_launches(draw: st.DrawFn) -> dict[str, int]:
 def test_groups_share_only_what_is_too_long(launch: dict[str, int], dealing: str) -> None:
     group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
     schedule = Schedule(INDEX, tokens_per_step=launch["step"], seed=3)
-    ranks = [
-        BucketBatchSampler(
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
-            micro_batch_tokens=tokens,
-            sequence_parallel_size=group,
-            num_steps=4,
-            dealing=dealing,  # type: ignore[arg-type]
-        )
-        for rank in range(size)
-    ]
+    options = {"sequence_parallel_size": group, "num_steps": 4, "dealing": dealing}
+    ranks = samplers(schedule, size, tokens, **options)
     for step in range(4):
         content = schedule.step(step)
         shared = group if content.capacity > tokens else 1
@@ -354,11 +321,12 @@ dist.init_process_group("gloo")
 mine = options.get(str(rank), {})
 dataset = IndexedDataset(f"{folder}/d")
 index = pack(dataset.document_lengths, "concat", buckets=[32], seed=mine.get("pack_seed", 0))
-packed = PackedDataset(dataset, index)
+packed = PackedDataset(dataset, index, loss=mine.get("loss", "token_mean"))
 schedule = Schedule(packed, tokens_per_step=32 * 8, seed=mine.get("seed", 7))
 loader = build_loader(
     packed, schedule, data_parallel_rank=rank, data_parallel_size=4, micro_batch_tokens=64,
     start_step=mine.get("start_step", 0), num_steps=mine.get("num_steps", 9), check_ranks_every=3,
+    weighted_loss=True,
 )
 done = 0
 try:
@@ -391,20 +359,16 @@ def run_ranks(
 
 
 @pytest.mark.multiprocess
-def test_rank_of_another_seed_stops_all_by_name(zygote: Zygote, folder: Path) -> None:
-    for result in run_ranks(zygote, folder, {2: {"seed": 8}}):
-        assert not result["finished"] and result["step"] == 0
-        assert "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
-
-
-@pytest.mark.multiprocess
 def test_ranks_that_agree_end_and_others_are_named(zygote: Zygote, folder: Path) -> None:
     assert all(r["finished"] and r["step"] == 8 for r in run_ranks(zygote, folder, {}))
-    wrong = {1: {"pack_seed": 5}, 3: {"start_step": 4, "num_steps": 5}}
+    wrong: Any = {1: {"pack_seed": 5}, 2: {"loss": "longalign", "seed": 8}}
+    wrong[3] = {"start_step": 4, "num_steps": 5}
     for result in run_ranks(zygote, folder, wrong):
         assert not result["finished"]
+        assert result["step"] == 0 and "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
         assert "step is 4 on rank 3 and 0 on the other 3" in result["error"]
         assert "indices is #" in result["error"] and "on rank 1" in result["error"]
+        assert "loss is #" in result["error"]  # which the others do not have at all
 
 
 def test_a_message_names_at_most_eight_ranks() -> None:

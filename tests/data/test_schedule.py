@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 from math import ceil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.config import load_config
 from megapack.data import ORDERS, Schedule, ScheduleConfig, Stage, plan_run
 from megapack.data.bucket_order import DrawOrder
 from megapack.errors import ConfigError
@@ -38,14 +36,6 @@ schedules = st.fixed_dictionaries(
         "cost_window": st.sampled_from([1, 1, 4]),
     }
 )
-
-
-@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-def test_a_permutation_has_every_position_once(size: int, key: int) -> None:
-    whole = _core.permute_range(key, size, 0, size)
-    assert sorted(whole.tolist()) == list(range(size))
-    begin = size // 3
-    assert _core.permute_range(key, size, begin, size - begin).tolist() == whole[begin:].tolist()
 
 
 def test_permutations_of_different_keys_are_spread_evenly() -> None:
@@ -90,36 +80,6 @@ def test_samples_come_once_per_epoch(counts: dict[int, int], options: dict[str, 
         base += count
 
 
-@given(counts=bucket_counts(), seed=st.integers(0, 99), data=st.data())
-def test_windows_hold_proportions(counts: dict[int, int], seed: int, data: st.DataObject) -> None:
-    """Stratified draws: off by less than 2 + 2 B p per epoch that the window touches."""
-    schedule = Schedule(samples_of_buckets(counts), tokens_per_step=32, seed=seed)
-    epochs = 3
-    buckets = schedule.stages[0].draws.buckets(
-        1, schedule.num_steps(epochs)
-    )  # 0 is the largest bucket's
-    if len(buckets) < 2:
-        return
-    begin = data.draw(st.integers(0, len(buckets) - 2))
-    window = buckets[begin : data.draw(st.integers(begin + 1, len(buckets)))]
-    share = np.array([count * capacity for capacity, count in sorted(counts.items())], float)
-    share /= share.sum()
-    found = np.bincount(window, minlength=len(counts))
-    # Rounding of counts per epoch, strata cut at both ends, and draw 0's exchange.
-    slack = (2 + 2 * len(counts) * share) * epochs + 2 * epochs
-    assert (np.abs(found - share * len(window)) <= slack).all()
-
-
-def test_a_long_run_is_in_proportion_to_a_tenth_of_a_percent() -> None:
-    counts = {1: 60_000, 2: 50_000, 4: 20_000, 8: 3_000}
-    schedule = Schedule(samples_of_buckets(counts), tokens_per_step=16, seed=5)
-    buckets = schedule.stages[0].draws.buckets(0, schedule.num_steps())
-    share = np.array([count * capacity for capacity, count in counts.items()]) / 264_000
-    for window in np.array_split(buckets, 8):
-        found = np.bincount(window, minlength=4) / len(window)
-        assert np.abs(found - share).max() < 0.002
-
-
 @pytest.mark.parametrize("order", sorted(set(ORDERS) - {"sequential"}))
 def test_the_largest_bucket_comes_first(order: str) -> None:
     schedule = Schedule(
@@ -138,26 +98,8 @@ def test_a_curriculum_moves_from_one_end_to_the_other_in_every_cycle(order: str)
         assert begin < end if order.startswith("grow") else begin > end
     if order == "grow-p100":
         assert (np.diff(capacities[1:800]) >= 0).mean() > 0.98  # nearly sorted
-
-
-@given(
-    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
-    order=st.sampled_from(CURRICULA),
-    cycles=st.integers(1, 12),
-)
-def test_curricula_work_for_any_bucket_sizes(sizes: list[int], order: str, cycles: int) -> None:
-    """OLMo-core's Grow-Linear raises AssertionError for a quarter of such inputs and more."""
-    counts = {2**i: size for i, size in enumerate(sizes)}
-    schedule = Schedule(
-        samples_of_buckets(counts), tokens_per_step=2 ** (len(sizes) - 1) * 2, order=order,
-        num_cycles=cycles,
-    )  # fmt: skip
-    draws = schedule.stages[0].draws.buckets(0, schedule.num_steps())
-    expected = [
-        -(-size // per_draw)
-        for size, per_draw in zip(sizes, schedule.stages[0].samples_per_draw, strict=True)
-    ]
-    assert np.bincount(draws, minlength=len(sizes)).tolist() == expected
+    largest = ORDERS[order].odds(400)  # of as many buckets as anybody may have
+    assert max(largest) * 2**31 < float("inf") and sorted(largest) in (largest, largest[::-1])
 
 
 def test_the_order_is_the_same_for_ever() -> None:
@@ -179,27 +121,14 @@ def test_sequential_order_is_the_order_of_the_index() -> None:
     assert steps[0].sample_ids.tolist() == list(range(4))
 
 
-def test_the_next_epoch_has_another_order_and_another_seed_too() -> None:
-    index = samples_of_buckets({8: 64})
-    a, b = Schedule(index, tokens_per_step=512), Schedule(index, tokens_per_step=512, seed=1)
-    epochs = [a.step(0).sample_ids, a.step(1).sample_ids, b.step(0).sample_ids]
-    for left, right in ((0, 1), (0, 2), (1, 2)):
-        assert (epochs[left] == epochs[right]).mean() < 0.2
-
-
-def test_label_tokens_of_a_step_are_known_from_the_index() -> None:
-    lengths = [5, 12, 3, 40, 8]
-    schedule = Schedule(pack(lengths, "concat", buckets=[17]), tokens_per_step=17 * 4, seed=0)
-    assert schedule.num_steps() == 1
-    assert schedule.step(0).num_label_tokens == sum(lengths) - len(lengths)
-
-
 def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> None:
     index = samples_of_buckets({7: 10, 16: 10})
     with pytest.raises(ConfigError, match=r"multiple of 7 \(63 or 70\), or set row_tokens"):
         Schedule(index, tokens_per_step=64)
     schedule = Schedule(index, tokens_per_step=64, row_tokens=32)
     assert schedule.stages[0].samples_per_draw == [2 * 4, 2 * 2]
+    with pytest.raises(ConfigError, match=r"multiple of 7 \(7\), or set row_tokens"):
+        Schedule(index, tokens_per_step=4)
     with pytest.raises(ConfigError, match="cannot hold a sample of 16"):
         Schedule(index, tokens_per_step=64, row_tokens=8)
     with pytest.raises(ConfigError, match="does not divide"):
@@ -216,6 +145,8 @@ def test_settings_without_a_meaning_are_refused() -> None:
         ({"micro_step_tokens": 8}, "go together"),
         ({"mix": "micro_step", "micro_step_tokens": 48}, "does not divide"),
         ({"weights": [1.0, 2.0]}, "2 weights for 1 indices"),
+        ({"names": ["a", "b"]}, "2 names for 1 indices"),
+        ({"config": ScheduleConfig(tokens_per_step=64)}, "and tokens_per_step too: give one of"),
     ):
         with pytest.raises(ConfigError, match=message):
             Schedule(index, **{"tokens_per_step": 64, **options})
@@ -228,17 +159,6 @@ def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFix
     assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
     [first] = [step for i in range(6) if (step := schedule.step(i)).capacity == 16]
     assert sorted(set(first.sample_ids.tolist())) == [40, 41, 42]
-
-
-def test_a_configuration_file_makes_the_same_schedule(tmp_path: Path) -> None:
-    (tmp_path / "s.yaml").write_text("tokens_per_step: 64\norder: grow-p2\nseed: 5\n")
-    config = load_config(ScheduleConfig, tmp_path / "s.yaml", ["num_cycles=2"])
-    index = samples_of_buckets({8: 64, 16: 32})
-    made = Schedule(index, config)
-    same = Schedule(index, tokens_per_step=64, order="grow-p2", seed=5, num_cycles=2)
-    assert made.state_dict(3) == same.state_dict(3)
-    with pytest.raises(ConfigError, match="must be one of"):
-        load_config(ScheduleConfig, tmp_path / "s.yaml", ["order=sideways"])
 
 
 def test_micro_steps_of_one_step_have_buckets_of_their_own() -> None:
@@ -352,6 +272,6 @@ def test_draw_far_ahead_is_where_counting_arrives(draws: DrawOrder, far: int, ba
     counts = draws.counts(begin).tolist()
     for draw in range(begin, begin + 40):
         bucket, turn = draws.locate(draw)
-        assert turn == counts[bucket]
+        assert turn == counts[bucket] and draws.draw_at(bucket, turn) == draw
         counts[bucket] += 1
     assert draws.counts(begin + 40).tolist() == counts

@@ -35,7 +35,6 @@ from megapack.data.sample_order import Scores
 from megapack.data.sources import Shards
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError
 from megapack.packing import SampleIndex, pack
-from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import PackedShard, ShardedIndex, load_shards
 from megapack.packing.verify import verify_shard
@@ -44,7 +43,7 @@ from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from megapack.storage.metadata import own_metadata
 from megapack.storage.verify import has_errors, verify
-from tests.data.corpora import packed_lengths, random_documents, write_documents
+from tests.data.corpora import index_of, of_rank, packed_lengths, random_documents, write_documents
 
 BUCKETS = [16, 32, 64]
 SIZES = [40, 1, 90, 0, 33]  # documents of every shard; one has none
@@ -68,26 +67,7 @@ def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
             moved = [(first + document, begin, n) for document, begin, n in segments]
             samples[BUCKETS[bucket]].append(moved)
         first += shard.num_documents
-    flat = [segments for capacity in BUCKETS for segments in samples[capacity]]
-    columns = np.array([s for segments in flat for s in segments], np.int64).T
-    packed = pack(dataset.document_lengths, buckets=BUCKETS)
-    counts = [len(samples[capacity]) for capacity in BUCKETS]
-    return SampleIndex(
-        bucket_capacity=np.array(BUCKETS),
-        bucket_sample_offsets=np.cumsum([0, *counts]),
-        sample_segment_offsets=np.cumsum([0, *map(len, flat)]),
-        segment_document=columns[0].astype(np.int32),
-        segment_begin=columns[1].astype(np.int32),
-        segment_length=columns[2].astype(np.int32),
-        strategy="bucket",
-        parameters={},
-        buckets=BUCKETS,
-        seed=0,
-        decisions={},
-        documents=DocumentTotals(**vars(packed.documents)),
-        dropped_tokens=0,
-        repeated_tokens=0,
-    )
+    return index_of(samples, dataset.document_lengths)
 
 
 @pytest.mark.parametrize("sizes", [[0, 2], [2, 0], [0, 0, 1, 0], [0, 3, 0, 2]])
@@ -99,14 +79,7 @@ def test_shards_without_samples_may_stand_anywhere(tmp_path: Path, sizes: list[i
         write_documents(Path(prefix), own)
     data = PackedDataset(None, sharded(tmp_path / "web.shards.json", prefixes), names=["web"])
     schedule = Schedule(data, tokens_per_step=16 * len(data))
-    loader = build_loader(
-        data,
-        schedule,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        micro_batch_tokens=16 * len(data),
-    )
-    [batch] = loader
+    [batch] = build_loader(data, schedule, **of_rank(micro=16 * len(data)))
     kept = batch["loss_mask"] > 0
     seen = batch["tokens"][kept].tolist()
     assert sorted(seen) == sorted(t for own in documents for d in own for t in d[:-1])
@@ -194,16 +167,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def batches(packed: PackedDataset, num_steps: int = 12, **options: Any) -> list[dict[str, Any]]:
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=5)
-    loader = build_loader(
-        packed,
-        schedule,
-        data_parallel_rank=1,
-        data_parallel_size=2,
-        micro_batch_tokens=128,
-        num_steps=num_steps,
-        **options,
-    )
-    return list(loader)
+    return list(build_loader(packed, schedule, **of_rank(1, 2, num_steps=num_steps, **options)))
 
 
 def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -283,9 +247,7 @@ def test_no_file_of_a_shard_is_opened_before_a_sample_of_it_is_drawn(tmp_path: P
         moved(tmp_path, away, number)
     packed = PackedDataset(None, tmp_path / "web.shards.json")
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS)
-    sampler = BucketBatchSampler(
-        schedule, data_parallel_rank=0, data_parallel_size=1, micro_batch_tokens=128
-    )
+    sampler = BucketBatchSampler(schedule, **of_rank())
     assert len(sampler) > 10 and plan_run(schedule, 10).datasets[0].num_samples == len(packed)
     assert schedule.state_dict(3)["indices"] == [corpus.index.fingerprint]
     check_token_ids(packed, 120)
@@ -331,10 +293,14 @@ def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
         documents = random_documents(packed_lengths(30, 64, seed), seed)
         write_documents(Path(prefix), documents)
         chosen = [[t if t % 2 else -100 for t in document] for document in documents]
+        chosen[0][0] = 70_001  # nobody's label, and more than the tokens' type holds
         write_documents(Path(f"{prefix}.labels"), chosen, "int32")
     index = sharded(tmp_path / "chat.shards.json", prefixes)
     assert all(shard.labels for shard in index.shards)
     chosen, every = (PackedDataset(None, index, label_dataset=how) for how in ("auto", None))
+    check_token_ids(every, 70_001)
+    with pytest.raises(ConfigError, match="holds token id 70001"):
+        check_token_ids(chosen, 70_001)
     ids = np.arange(len(chosen))
     assert (chosen.count_labels(ids) < every.count_labels(ids)).all()
     labels = chosen[0]["labels"]
@@ -539,6 +505,19 @@ def test_what_stands_there_is_replaced_only_when_asked(source: str, tmp_path: Pa
         PackedDataset(None, output, positions="document")
 
 
+def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) -> None:
+    documents = random_documents(packed_lengths(40, 30))
+    write_documents(tmp_path / "a", documents)
+    write_documents(tmp_path / "a.groups", [[i // 4] for i in range(len(documents))], "int32")
+    manifest, output = str(tmp_path / "web.shards.json"), tmp_path / "new.shards.json"
+    plan = plan_packing(manifest, [str(tmp_path / "a")], {"buckets": BUCKETS, "groups": True})
+    pack_shards(plan, lambda _: None)
+    assert PackedDataset(None, manifest, attention="group").samples.groups_of(0)
+    arranged(manifest, output)
+    with pytest.raises(ConfigError, match="no source was packed with groups"):
+        PackedDataset(None, output, attention="group")
+
+
 def test_what_stays_true_of_the_meta_files_is_kept(tmp_path: Path) -> None:
     """Of what all say alike: the tokenizer, and not where documents end or who made the files."""
     told = {"tokenizer": {"digest": "t"}, "licence": "mit", "document_end_token": 0, "plan": "p"}
@@ -569,9 +548,6 @@ def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path
     assert facts["num_samples"] == load_shards(source).num_samples and facts["num_shards"] == 2
     packed = PackedDataset(None, output)
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS)
-    rank = {"data_parallel_rank": 0, "data_parallel_size": 1}
-    loader = build_loader(packed, schedule, micro_batch_tokens=128, weighted_loss=True, **rank)
-    assert (
-        sum(batch["tokens"].numel() for batch in loader)
-        >= IndexedDataset(load_shards(output).shards[0].prefix).num_tokens
-    )
+    loader = build_loader(packed, schedule, **of_rank(weighted_loss=True))
+    num_tokens = IndexedDataset(load_shards(output).shards[0].prefix).num_tokens
+    assert sum(batch["tokens"].numel() for batch in loader) >= num_tokens

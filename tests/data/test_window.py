@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.config import from_dict, to_dict
 from megapack.data import (
     BatchLayout,
-    BlendConfig,
     BucketBatchSampler,
     PackedDataset,
     Ramp,
@@ -32,8 +29,15 @@ from megapack.data.program import Window, ramp_pieces
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
-from tests.data.corpora import packed_lengths, random_documents, samples_of_buckets, write_documents
-from tests.data.test_stages import ids, schedule_of
+from tests.data.corpora import (
+    of_rank,
+    packed_documents,
+    packed_lengths,
+    random_documents,
+    samples_of_buckets,
+    write_documents,
+)
+from tests.data.test_stages import schedule_of
 
 
 def pieces(length: int, window: int) -> list[int]:
@@ -130,9 +134,8 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
     for cu_seqlens in ("exact", "padded"):
         batches, shapes = [], set()
         for rank in range(2):
-            options: dict[str, Any] = {"data_parallel_rank": rank, "data_parallel_size": 2}
-            options |= {"micro_batch_tokens": 128, "num_steps": 6, "cu_seqlens": cu_seqlens}
-            batches += list(build_loader(data, schedule, **options))
+            own = of_rank(rank, 2, num_steps=6, cu_seqlens=cu_seqlens)
+            batches += list(build_loader(data, schedule, **own))
         for batch in batches:
             shapes.add((batch["capacity"], batch["cu_seqlens"].shape))
             assert batch.get("attention_window") == (16 if batch["step"] in (2, 3) else None)
@@ -155,9 +158,7 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
                 lengths.append(padding)
                 parts = [p for n in lengths for p in (pieces(n, window) if window else [n])]
                 assert cost == sum(p * p for p in parts)
-    sampler = BucketBatchSampler(
-        schedule, data_parallel_rank=0, data_parallel_size=2, micro_batch_tokens=128
-    )
+    sampler = BucketBatchSampler(schedule, **of_rank(0, 2))
     assert sampler.imbalance(2)[0].attention <= 1.1
 
 
@@ -185,22 +186,6 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
     assert (values[0], values[-2], values[-1]) == (512, 7680, 8192)
 
 
-def test_windows_are_part_of_what_a_checkpoint_keeps() -> None:
-    def of(*windows: tuple[int, int]) -> Schedule:
-        return schedule_of(*(Stage(from_step=b, attention_window=w) for b, w in windows))
-
-    state = json.loads(json.dumps(of((3, 16)).state_dict(5)))
-    assert state["stages"][0]["attention_window"] == [16, 0, 0, 0]
-    assert of((3, 16)).check_state(state) == []
-    assert of((3, 16), (5, 0)).check_state(state) == [
-        "from step 5 on attention_window was [16, 0, 0, 0] and is None"
-    ]
-    for rewritten in (of(), of((3, 8)), of((4, 16))):
-        with pytest.raises(ResumeError, match=r"train otherwise on .*attention_window was"):
-            rewritten.check_state(state)
-    assert ids(of((3, 16)), range(9)) == ids(schedule_of(), range(9))
-
-
 def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no window before it to begin with"):
         schedule_of(Stage(from_step=2, attention_window=8, window_steps=7))
@@ -216,10 +201,7 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
-    documents = write_documents(tmp_path / "d", random_documents([9, 5, 7, 16]))
-    pack(documents.document_lengths, "bucket", buckets=[16]).save(
-        tmp_path / "d.samples", source=documents
-    )
+    packed_documents(tmp_path / "d", random_documents([9, 5, 7, 16]), [16])
     (tmp_path / "blend.yaml").write_text(
         "sources: [{prefix: d, index: d.samples}]\n"
         "attention_window: 4\n"
@@ -356,18 +338,6 @@ def test_a_ramp_to_what_there_is_already_changes_nothing() -> None:
     same = Stage(from_step=10, weights={"web": 0.25, "code": 0.75}, ramp=Ramp(until_step=50))
     later = Stage(from_step=60, weights={"math": 1})
     assert begins(ramped(same, later, weights=[0.25, 0.75, 0.0])) == [0, 60]
-
-
-def test_a_ramp_is_written_in_a_manifest() -> None:
-    tree = {
-        "sources": [{"prefix": "a", "weight": 1, "name": "a"}],
-        "stages": [
-            {"from_step": 3, "weights": {"a": 1}, "ramp": {"until_step": 9, "shape": "cosine"}}
-        ],
-    }
-    config = from_dict(BlendConfig, tree, where="manifest")
-    assert config.stages[0].ramp == Ramp(until_step=9, shape="cosine", pieces=32)
-    assert from_dict(BlendConfig, to_dict(config), where="manifest") == config
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from examples.online_mixing import ado, fit, new_weights
 from megapack.cli.main import main as build
-from megapack.data.blend import Stage
-from megapack.data.program import Mixture, resolve
+from megapack.data.blend import Mixture, Stage
+from megapack.data.program import resolve
 from megapack.data.run import Decision, Decisions, read_decisions
 from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError
