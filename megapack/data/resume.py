@@ -146,8 +146,10 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
     changes = list(_stages(current, state, done))
     past = [change for change in changes if change[0] < done]
     rewritten = dict(past[0][1]) if past else {}
-    for _, found in past[1:]:  # stages that begin elsewhere differ there already
-        rewritten = {name: text for name, text in found if name != "from_step"} | rewritten
+    for _, found in past[1:]:
+        for name, text in found:
+            if name != "from_step":  # a stage that begins elsewhere differs from there on
+                rewritten.setdefault(name, text)
     differing += rewritten.items()
     refused = [(name, text) for name, text in differing if name not in allow_change]
     if refused:

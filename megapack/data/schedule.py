@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -63,7 +63,7 @@ from megapack.data.program import (
     within_epochs,
 )
 from megapack.data.sample_order import Epochs
-from megapack.data.sources import HasSamples, SampleSource
+from megapack.data.sources import HasSamples, SampleSource, Shards
 from megapack.data.step_config import ScheduleConfig
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -388,19 +388,15 @@ def open_stages(
     return stages
 
 
-def _check_tokens_once(indices: Sequence[SourceIndex]) -> None:
+def _check_tokens_once(shards: Shards) -> None:
     """Refuse what a finite schedule cannot have: ConfigError names the index and the strategy."""
-    for index in indices:
-        parts: Iterable[SampleIndex] = (
-            [index] if isinstance(index, SampleIndex) else map(index.open, range(len(index.shards)))
-        )
-        for part in parts:
-            if part.dropped_tokens or part.repeated_tokens:
-                raise ConfigError(
-                    f"{part.path or 'the index'}: strategy {part.strategy!r} has dropped "
-                    f"{part.dropped_tokens:,} tokens and repeated {part.repeated_tokens:,}; "
-                    "evaluate with an index that places every token once (strategy bucket)"
-                )
+    for index in map(shards.index, range(len(shards))):
+        if index.dropped_tokens or index.repeated_tokens:
+            raise ConfigError(
+                f"{index.path or 'the index'}: strategy {index.strategy!r} has dropped "
+                f"{index.dropped_tokens:,} tokens and repeated {index.repeated_tokens:,}; evaluate "
+                "with an index that places every token once (strategy bucket)"
+            )
 
 
 class Schedule:
@@ -453,7 +449,7 @@ class Schedule:
             self.samples = index if isinstance(index, SampleSource) else index.samples
         mixture = self.samples.mixture
         if finite:
-            _check_tokens_once(self.samples.indices)
+            _check_tokens_once(self.samples.shards)
             mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
             mixture = replace(mixture, fim=None, fim_rates=None)  # documents as they are
         self.finite = finite

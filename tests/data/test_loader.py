@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megapack.data import (
-    BatchLayout,
     BucketBatchSampler,
     PackedDataset,
     Schedule,
@@ -236,17 +235,6 @@ def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(packed: PackedDat
     batches = iter(loader(packed, prefetch=1, reuse_buffers=True))
     kept = [batch["tokens"] for batch in batches]
     assert len({tokens.data_ptr() for tokens in kept}) == 3 < len(kept)
-
-
-def test_every_rank_row_and_layout_holds_the_same_tokens(packed: PackedDataset) -> None:
-    """Rows, streams and constant rows are three shapes of one thing."""
-    stream = list(loader(packed))
-    for options in ({"layout": "rows"}, {"layout": "rows", "row_tokens": 128}):
-        for a, b in zip(stream, loader(packed, **options), strict=True):
-            for name in ("tokens", "labels", "loss_mask", "position_ids"):
-                assert torch.equal(a[name].flatten(), b[name].flatten())
-            assert torch.equal(a["cu_seqlens"], b["cu_seqlens"])
-    assert BatchLayout(micro_batch_tokens=128, kind="rows").rows(32) == (4, 32)
 
 
 def _threads() -> list[str]:
