@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data import BucketBatchSampler, Schedule, Stage, plan_exclusions, plan_run
-from megapack.data.bucket_order import _cycle
 from megapack.data.bucket_streams import whole_shares
+from megapack.data.steps import _cycle
 from megapack.packing import SampleIndex, pack
 
 STEP_TOKENS = 4 << 20  # of the run of many sources

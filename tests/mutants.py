@@ -185,7 +185,7 @@ shuffle_key: buckets of as many samples are shuffled alike
 - key = fold_key(seed, 1, capacity)
 + key = fold_key(seed, 1)
 
-megapack/data/bucket_order.py: schedule
+megapack/data/steps.py: schedule
 draws_of_cycle: the last samples of an epoch come an epoch later
 - return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
 + return samples // (self.num_cycles * self.samples_per_draw[bucket])

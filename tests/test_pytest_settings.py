@@ -67,9 +67,7 @@ def test_that_never_lets_go_of_the_interpreter():
 
 
 def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
-    conftest, patience = (ROOT / "tests" / "conftest.py").read_text(), "settings.timeout + 10"
-    assert conftest.count(patience) == 1
-    (tmp_path / "conftest.py").write_text(conftest.replace(patience, "settings.timeout + 2"))
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_hanging.py").write_text(HANGING)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-n", "1", "--timeout", "3"],

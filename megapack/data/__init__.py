@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.blend import Source as Source
     from megapack.data.blend import Stage as Stage
     from megapack.data.blend import load_blend as load_blend
-    from megapack.data.bucket_order import ORDERS as ORDERS
     from megapack.data.dataset import PackedDataset as PackedDataset
     from megapack.data.dataset import check_token_ids as check_token_ids
     from megapack.data.dataset import open_blend as open_blend
@@ -41,7 +40,8 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.schedule import Draw as Draw
     from megapack.data.schedule import Schedule as Schedule
     from megapack.data.schedule import Step as Step
-    from megapack.data.step_config import ScheduleConfig as ScheduleConfig
+    from megapack.data.steps import ORDERS as ORDERS
+    from megapack.data.steps import ScheduleConfig as ScheduleConfig
 
 _HOME = {  # public name -> the module that has it
     name.name: node.module

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.bucket_order import fold_key
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import ShardedDocuments
 from megapack.data.sources import segments_of
+from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
 from megapack.executors import Counted, Report, carry_out
 from megapack.packing import SampleIndex
@@ -110,7 +110,7 @@ WINDOW_BLOCKS = 16
 _CHUNK_TOKENS = 1 << 22
 # What meta files say of documents that begin and end otherwise here, and of how files were made.
 _NOT_KEPT = {"document_begin_token", "document_end_token", "plan", "command", "imported_from"}
-_ORDER = 6  # what the key is for, beside those of megapack.data.bucket_order
+_ORDER = 6  # what the key is for, beside those of megapack.data.steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from typing import Any, Literal
 from megapack.config import check_positive, check_range, load_config
 from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
-from megapack.data.step_config import Loss
+from megapack.data.steps import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.remote.address import joined
@@ -192,7 +192,7 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``megapack.data.step_config.StepConfig``, like all down to ``micro_step_tokens``."""
+    """As in ``megapack.data.steps.StepConfig``, like all down to ``micro_step_tokens``."""
     order: str | None = None
     """How buckets follow each other from here on."""
     num_cycles: int | None = None

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.bucket_order import fold_key
 from megapack.data.sample_order import BlockOrder, Epochs, Move, ScoreOrder
+from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 

@@ -47,7 +47,7 @@ from megapack.data.sources import (
     check_has_groups,
     read_exclusions,
 )
-from megapack.data.step_config import Attention
+from megapack.data.steps import Attention
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset

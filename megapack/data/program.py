@@ -30,9 +30,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapack.config import check_positive, check_range
 from megapack.data.blend import Mixture, Ramp, Stage
-from megapack.data.bucket_order import order_named
 from megapack.data.bucket_streams import whole_weights
-from megapack.data.step_config import ScheduleConfig
+from megapack.data.steps import ScheduleConfig, order_named
 from megapack.errors import ConfigError
 
 T = TypeVar("T")

@@ -19,7 +19,6 @@ from dataclasses import fields
 from typing import Any
 
 from megapack.config import check_known, to_dict
-from megapack.data.bucket_order import order_named
 from megapack.data.program import (
     STAGE_FIELDS,
     Program,
@@ -28,7 +27,7 @@ from megapack.data.program import (
     drawn_by,
 )
 from megapack.data.sources import SampleSource
-from megapack.data.step_config import ScheduleConfig
+from megapack.data.steps import ScheduleConfig, order_named
 from megapack.errors import ResumeError
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.

@@ -29,7 +29,7 @@ from megapack.data.blend import BlendConfig, Stage, load_blend
 from megapack.data.fim import FimConfig
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
-from megapack.data.step_config import Attention, Loss, ScheduleConfig, StepConfig, check_group
+from megapack.data.steps import Attention, Loss, ScheduleConfig, StepConfig, check_group
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.storage.files import atomic_write

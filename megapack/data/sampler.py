@@ -40,7 +40,7 @@ from megapack.data.batch import MicroBatch
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
 from megapack.data.sources import SampleSource
-from megapack.data.step_config import check_group, ranks_per_micro_batch
+from megapack.data.steps import check_group, ranks_per_micro_batch
 from megapack.errors import ConfigError, ResumeError
 
 Ids = NDArray[np.int64]

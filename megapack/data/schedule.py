@@ -44,7 +44,6 @@ from numpy.typing import NDArray
 
 from megapack.data import resume
 from megapack.data.blend import Mixture, Stage
-from megapack.data.bucket_order import DrawOrder, fold_key, order_named
 from megapack.data.bucket_streams import (
     CostWindows,
     Cursors,
@@ -64,7 +63,7 @@ from megapack.data.program import (
 )
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
-from megapack.data.step_config import ScheduleConfig
+from megapack.data.steps import DrawOrder, ScheduleConfig, fold_key, order_named
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex

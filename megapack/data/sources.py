@@ -30,7 +30,7 @@ from megapack.data.bucket_streams import Bucket, Place, buckets_of
 from megapack.data.fim import Fim, FimDraws
 from megapack.data.program import numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
-from megapack.data.step_config import Attention
+from megapack.data.steps import Attention
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import ShardedIndex, SourceIndex

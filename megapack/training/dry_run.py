@@ -21,7 +21,7 @@ from megapack.data.program import Window
 from megapack.data.report import describe_fim, often_repeated, plan_run
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
-from megapack.data.step_config import ranks_per_micro_batch
+from megapack.data.steps import ranks_per_micro_batch
 from megapack.devices import peak_flops
 from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig

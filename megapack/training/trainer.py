@@ -23,8 +23,8 @@ import torch
 
 from megapack.attention.probe import probe
 from megapack.data import Batch, Schedule
-from megapack.data.bucket_order import fold_key
 from megapack.data.run import Decision, Decisions
+from megapack.data.steps import fold_key
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume

@@ -16,7 +16,7 @@ from megapack.data.blend import Mixture, Ramp, Source, Stage, load_blend
 from megapack.data.program import resolve, within_epochs
 from megapack.data.report import check_epochs, often_repeated, plan_run
 from megapack.data.sources import SampleSource
-from megapack.data.step_config import ScheduleConfig
+from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
 from tests.data.corpora import of_rank, packed_lengths
 

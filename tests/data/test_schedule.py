@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megapack import _core
 from megapack.data import ORDERS, Schedule, ScheduleConfig, Stage, plan_run
-from megapack.data.bucket_order import DrawOrder
+from megapack.data.steps import DrawOrder
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import packed_index, samples_of_buckets

@@ -20,7 +20,7 @@ from megapack.cli.main import main as build
 from megapack.data.blend import Mixture, Stage
 from megapack.data.program import resolve
 from megapack.data.run import Decision, Decisions, read_decisions
-from megapack.data.step_config import ScheduleConfig
+from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError
 from megapack.training.autopilot import (
     SourceReport,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.batch import cut_slice
-from megapack.data.step_config import ranks_per_micro_batch
+from megapack.data.steps import ranks_per_micro_batch
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig

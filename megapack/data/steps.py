@@ -1,0 +1,361 @@
+"""What a step consists of, and which bucket every draw of it takes.
+
+- ``ORDERS``: how buckets follow each other: in proportion, by a curriculum, one after the other.
+- ``StepConfig``, ``ScheduleConfig``: the section ``data:`` of a configuration and every
+  ``Schedule`` have their fields from here; what a stage changes are some of them (``blend.Stage``).
+- ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
+- ``DrawOrder``: the endless sequence of draws: which bucket when, and the n-th draw of a bucket;
+  pure values, any draw located by itself.
+
+    StepConfig(tokens_per_step=65_536, mix="micro_step", micro_step_tokens=16_384).draw_tokens
+    # -> 16384: four buckets in a step, one for every 16,384 tokens of all ranks
+    ranks_per_micro_batch(32_768, micro_batch_tokens=16_384, sequence_parallel_size=4)    # -> 4
+
+An epoch is ``num_cycles`` cycles. After c cycles bucket b has been drawn
+
+    drawn(b, c) = ceil(c * samples_per_epoch[b] / (num_cycles * samples_per_draw[b]))
+
+times, just enough to cover its samples of those cycles. So cycle c consists of the turns
+``[drawn(b, c), drawn(b, c + 1))`` of every bucket b, put in order by an ``Order``. With 5 samples
+of 16 tokens, 2 of 32 and draws of 64 tokens (4 and 2 samples), one cycle per epoch:
+
+    drawn(0, c) = ceil(5 c / 4), drawn(1, c) = c          # -> 2 and 1 draws, then 1 and 1, ...
+
+Which samples a draw takes of its bucket tells ``megapack.data.bucket_streams``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapack import _core
+from megapack.config import check_positive, check_range
+from megapack.errors import ConfigError
+
+# ---- How buckets follow each other ---------------------------------------------------------------
+
+Odds = Callable[[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One way to order buckets. All visit the same samples; they differ in when.
+
+    Inside a cycle every bucket has odds: with odds ``o`` it is used up after a share ``1 / o`` of
+    the time of a bucket with odds 1 (Dataset Decomposition, arXiv 2405.13226, "sampling odds").
+
+    Attributes:
+        meaning: one line for people.
+        odds: number of buckets -> odds of each, shortest first.
+        num_cycles: cycles per epoch unless the user says otherwise; each starts the order over.
+        times: of the draws: stratified, so that every window holds its share; plainly random; or
+            bucket after bucket.
+    """
+
+    meaning: str
+    odds: Odds = lambda num_buckets: [1.0] * num_buckets
+    num_cycles: int = 1
+    times: Literal["spread", "random", "consecutive"] = "spread"
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether samples are shuffled, and the largest bucket comes first."""
+        return self.times != "consecutive"
+
+    def cycle(
+        self, counts: NDArray[np.int64], key: int, *, largest_first: bool
+    ) -> _core.CycleOrder:
+        """One cycle, in which bucket b is drawn ``counts[b]`` times."""
+        odds = np.array(self.odds(len(counts)), np.float64)
+        return _core.CycleOrder(counts, odds, key, self.times, largest_first and self.shuffled)
+
+
+def _linear(num_buckets: int) -> list[float]:
+    return [float(num_buckets - i) for i in range(num_buckets)]
+
+
+_MOST_ODDS = 1 << 900  # times the draws of a cycle it is still a number
+
+
+def _power(base: int) -> Odds:
+    return lambda num_buckets: [
+        float(min(base ** (num_buckets - 1 - i), _MOST_ODDS)) for i in range(num_buckets)
+    ]
+
+
+def _reverse(odds: Odds) -> Odds:
+    return lambda num_buckets: odds(num_buckets)[::-1]
+
+
+ORDERS = {
+    "proportional": Order("every window holds the buckets in proportion to their tokens"),
+    "uniform": Order("all draws of an epoch in random order (odds 1:1:1)", times="random"),
+    "grow-linear": Order("short buckets earlier, odds ..., 3, 2, 1", _linear, 8),
+    "grow-p2": Order("short buckets earlier, odds ..., 4, 2, 1", _power(2), 8),
+    "grow-p100": Order("short buckets earlier, odds ..., 10000, 100, 1", _power(100), 8),
+    "shrink-linear": Order("long buckets earlier, odds 1, 2, 3, ...", _reverse(_linear), 8),
+    "shrink-p2": Order("long buckets earlier, odds 1, 2, 4, ...", _reverse(_power(2)), 8),
+    "shrink-p100": Order("long buckets earlier, odds 1, 100, ...", _reverse(_power(100)), 8),
+    "sequential": Order(
+        "bucket after bucket, samples as the index has them (debugging)", times="consecutive"
+    ),
+}
+
+
+def order_named(name: str) -> Order:
+    """The order of that name. Raises ConfigError with the names there are."""
+    if name not in ORDERS:
+        raise ConfigError(f"order is {name!r}; it must be one of {', '.join(ORDERS)}")
+    return ORDERS[name]
+
+
+# ---- What a step consists of ---------------------------------------------------------------------
+
+Attention = Literal["document", "group", "sample"]
+"""What a token attends to before it: of its document, of its group's documents, of the sample."""
+Loss = Literal["token_mean", "sequence_mean", "longalign"]
+"""What the loss of a step is the mean of (``megapack.data.sampler``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What a step consists of, and how steps follow each other; all of it but the seed."""
+
+    tokens_per_step: int
+    """Tokens of one optimizer step over all ranks, padding included."""
+    order: str = "proportional"
+    """How buckets follow each other; a name of ``ORDERS``."""
+    num_cycles: int | None = None
+    """Times per epoch that a curriculum starts over; null takes the order's own number."""
+    mix: Literal["step", "micro_step"] = "step"
+    """One bucket per optimizer step, or one per ``micro_step_tokens``."""
+    micro_step_tokens: int | None = None
+    """With ``mix: micro_step``: tokens that all ranks take from one bucket at a time. Fixed here,
+    not by the number of ranks, so that steps do not depend on it."""
+    row_tokens: int | None = None
+    """Rows of this many tokens hold ``n = row_tokens // capacity`` samples each, which begin at 0,
+    s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); what a sample leaves
+    of its s tokens, and the last one of the row, is padding. A row of 64 holds samples of 24 at 0
+    and 32, samples of 10 at 0, 10, 20, 30, 40 and 50. Needed only when a capacity does not divide
+    ``tokens_per_step``."""
+    cost_window: int = 1
+    """The samples that a source gives to this many consecutive draws of a bucket are put in order
+    of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_streams``);
+    for draws with one sample per rank, which no dealing can balance. Costs of steps differ as much
+    more as those of ranks differ less, and sources of unlike costs stay unlike, since every draw
+    has its exact share of each. 1: off."""
+
+    def __post_init__(self) -> None:
+        order_named(self.order)
+        check_positive(
+            "data",
+            tokens_per_step=self.tokens_per_step,
+            num_cycles=self.num_cycles,
+            micro_step_tokens=self.micro_step_tokens,
+            row_tokens=self.row_tokens,
+            cost_window=self.cost_window,
+        )
+        if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
+            raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
+        if self.tokens_per_step % self.draw_tokens:
+            raise ConfigError(
+                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
+                f"{self.tokens_per_step}"
+            )
+
+    @property
+    def draw_tokens(self) -> int:
+        """Tokens that come from one bucket at a time."""
+        return self.micro_step_tokens or self.tokens_per_step
+
+    @property
+    def draws_per_step(self) -> int:
+        return self.tokens_per_step // self.draw_tokens
+
+    def samples_per_draw(self, capacity: int) -> int:
+        """Samples of one bucket that a draw holds. Raises ConfigError: they do not fill it."""
+        tokens, row = self.draw_tokens, self.row_tokens
+        if row is None:
+            if tokens % capacity:
+                above = tokens - tokens % capacity + capacity
+                near = f"{above - capacity} or {above}" if above > capacity else f"{above}"
+                raise ConfigError(
+                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
+                    f"multiple of {capacity} ({near}), or set row_tokens: a row holds as many "
+                    "whole samples as fit, the rest of it is padding"
+                )
+            return tokens // capacity
+        if tokens % row:
+            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
+        if capacity > row:
+            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
+        return tokens // row * (row // capacity)
+
+    def check_micro_batches(
+        self, num_ranks: int, tokens: int, uneven: Literal["error", "pad"], where: str = ""
+    ) -> None:
+        """Refuse ranks among which the micro batches of a draw cannot be dealt.
+
+        Args:
+            num_ranks: data-parallel size.
+            tokens: of a micro batch, one forward of one rank.
+            uneven: ``pad`` gives some ranks an empty micro batch.
+            where: how the message begins.
+
+        Raises:
+            ConfigError: micro batches do not divide the draw, or ranks the micro batches; the
+                message names sizes that do.
+        """
+        if tokens < 1 or self.draw_tokens % tokens:
+            shared, rest = divmod(self.draw_tokens, 1 if uneven == "pad" else num_ranks)
+            raise ConfigError(
+                f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
+                f"of a draw; with {num_ranks} ranks {'none' if rest else _divisors(shared)} would"
+            )
+        count = self.draw_tokens // tokens
+        if count % num_ranks and uneven != "pad":
+            raise ConfigError(
+                f"{where}{num_ranks} ranks do not divide the {count} micro batches of {tokens} "
+                f"tokens in a draw of {self.draw_tokens}; use {_divisors(count)} ranks, another "
+                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(StepConfig):
+    """Everything, beside the samples, that decides what a step contains."""
+
+    seed: int = 0
+    """Seed of shuffles and of the order of buckets."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("run", at_least=0, seed=self.seed)
+
+
+def _divisors(number: int) -> str:
+    """A few divisors of a number of 1 or more, largest last, for a message."""
+    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return ", ".join(map(str, found[-6:]))
+
+
+def check_group(size: int, num_ranks: int) -> None:
+    """Refuse groups of ``size`` ranks that do not divide ``num_ranks``. Raises ConfigError."""
+    if size < 1 or num_ranks % size:
+        raise ConfigError(
+            f"sequence_parallel_size is {size}, and {num_ranks} ranks cannot be divided into "
+            "groups of it; choose a divisor"
+        )
+
+
+def ranks_per_micro_batch(
+    capacity: int, micro_batch_tokens: int, sequence_parallel_size: int
+) -> int:
+    """Ranks that share a micro batch of samples of ``capacity`` tokens: one, or a whole group.
+
+    A sample longer than the tokens of one rank's forward is held by a group of consecutive ranks,
+    which exchange what attention needs (``megapack.attention.sequence_parallel``): on short buckets
+    the ranks of a group work apart, on long ones together, always ``micro_batch_tokens`` each.
+    """
+    return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
+
+
+# ---- Which bucket every draw takes ---------------------------------------------------------------
+
+
+def fold_key(seed: int, *parts: int) -> int:
+    """One 64-bit key out of a seed and numbers that say what it is for.
+
+    The first says it of a run's or a packing's seed: 1 shuffles of samples, 2 cycles, 3 windows of
+    cost, 4 stages, 5 shuffles of packing, 6 arranged sources and fill-in-the-middle.
+    """
+    key = seed % (1 << 64)
+    for part in parts:
+        key = _core.random_bits(key, part)
+    return key
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawOrder:
+    """The endless sequence of draws; draws and turns are counted from 0.
+
+    Attributes:
+        samples_per_epoch: of every bucket, by rising capacity.
+        samples_per_draw: of every bucket.
+        order: of the draws inside a cycle.
+        num_cycles: per epoch.
+        seed: of the order.
+        largest_first: draw 0 takes the largest bucket, where the order is shuffled.
+    """
+
+    samples_per_epoch: tuple[int, ...]
+    samples_per_draw: tuple[int, ...]
+    order: Order
+    num_cycles: int
+    seed: int
+    largest_first: bool = True
+
+    def locate(self, draw: int) -> tuple[int, int]:
+        """(bucket of a draw, how often that bucket was drawn before)."""
+        cycle = self._cycle_of(draw)
+        bucket, rank = _cycle(self, cycle).at(draw - self.begin(cycle))
+        return bucket, self.drawn(bucket, cycle) + rank
+
+    def draw_at(self, bucket: int, turn: int) -> int:
+        """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
+        cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
+        cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
+        rank = turn - self.drawn(bucket, cycle)
+        return self.begin(cycle) + _cycle(self, cycle).position(bucket, rank)
+
+    def drawn(self, bucket: int, cycles: int) -> int:
+        """Draws of a bucket in the first ``cycles`` cycles."""
+        samples = cycles * self.samples_per_epoch[bucket]
+        return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
+
+    def begin(self, cycle: int) -> int:
+        """The first draw of a cycle: draws in all cycles before."""
+        return sum(self.drawn(b, cycle) for b in range(len(self.samples_per_draw)))
+
+    def buckets(self, begin: int, end: int) -> NDArray[np.int32]:
+        """The bucket of draws ``[begin, end)``."""
+        parts = [np.zeros(0, np.int32)]
+        while begin < end:
+            cycle = self._cycle_of(begin)
+            first, order = self.begin(cycle), _cycle(self, cycle)
+            last = min(end, first + len(order))
+            parts.append(order.range(begin - first, last - first))
+            begin = last
+        return np.concatenate(parts)
+
+    def counts(self, end: int) -> NDArray[np.int64]:
+        """(num_buckets,) how often every bucket is drawn in draws ``[0, end)``."""
+        cycle = self._cycle_of(end)
+        before = [self.drawn(b, cycle) for b in range(len(self.samples_per_draw))]
+        return np.array(before, np.int64) + _cycle(self, cycle).counts(end - sum(before))
+
+    def _cycle_of(self, draw: int) -> int:
+        """The cycle of a draw: the largest c with begin(c) <= draw."""
+        need = sum(
+            samples / (self.num_cycles * per_draw)
+            for samples, per_draw in zip(self.samples_per_epoch, self.samples_per_draw, strict=True)
+        )
+        # begin(c) lies in [need * c, need * c + num_buckets).
+        low = max(0, int((draw - len(self.samples_per_draw)) / need) - 1)
+        high = int((draw + 1) / need) + 2
+        return low + bisect_right(range(low, high), draw, key=self.begin) - 1
+
+
+@lru_cache(maxsize=8)  # random times are sorted once; a run needs one at a time, a look back two
+def _cycle(draws: DrawOrder, cycle: int) -> _core.CycleOrder:
+    buckets = range(len(draws.samples_per_draw))
+    counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
+    key = fold_key(draws.seed, 2, cycle)
+    return draws.order.cycle(counts, key, largest_first=cycle == 0 and draws.largest_first)
