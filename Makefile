@@ -5,14 +5,16 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 3
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# pip would compile on one core, and what nobody imports: sixty megabytes of others' tests.
+# Bytecode is written when a module is imported first, and pip would write that of all others, too.
 INSTALL := $(PIP) --no-compile -c constraints.txt
-BYTECODE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 # Commands of the virtual environment first, whatever the shell has on its PATH.
 export PATH := $(abspath $(BIN)):$(PATH)
-# Images often say that none is written; tests start hundreds of processes that would compile anew.
+# Images often say that none is written; hundreds of processes of the tests would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
+# The extension is compiled while pip fetches what tests need.
+MAKEFLAGS += --jobs=2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo docs test test-all test-data test-hosts test-cluster test-clouds wheel
@@ -27,15 +29,12 @@ $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
 	$(INSTALL) torch numpy
-	$(BYTECODE)
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
 	MEGAPACK_NO_EXTENSION=1 $(INSTALL) --no-build-isolation -e '.[train,plot,gigatoken]'
-	$(BYTECODE)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
 	MEGAPACK_NO_EXTENSION=1 $(INSTALL) --no-build-isolation -e '.[dev]'
-	$(BYTECODE)
 	touch $@
 
 venv: $(VENV)/.dev ## the environment of the tests, in .venv
@@ -46,7 +45,8 @@ build: $(VENV)/.train ## the C++ extension, in place: the files that changed
 demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 	bash launch/demo.sh
 
-test: lint pytest ## the gate: format, lint, types, and every test of the product
+test: lint ## the gate: format, lint, types, and every test of the product
+	$(PYTEST) -m "not pages"
 
 lint: build $(VENV)/.dev ## format, lint and types alone
 	$(BIN)/ruff check .
@@ -58,8 +58,6 @@ format: $(VENV)/.dev ## repair formatting
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
-
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
 
 pytest: build $(VENV)/.dev ## the tests of the gate, without lint
 	$(PYTEST) -m "not pages"

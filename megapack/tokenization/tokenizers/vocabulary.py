@@ -54,10 +54,14 @@ def token_bytes(files: TokenizerFiles) -> list[bytes | None]:
         FormatError, OSError, DataError: its files cannot be read, or were changed.
     """
     found: list[bytes | None] = [None] * files.vocab_size
-    byte_level = files.kind == "hf" and _is_byte_level(_tree(files))
+    tree = _tree(files) if files.kind == "hf" else {}
+    byte_level = bool(tree) and _is_byte_level(tree)
     for piece, token in _pieces(files).items():
         if piece not in files.special:
             found[token] = _byte_level(piece) if byte_level else _spaced(piece)
+    for added in tree.get("added_tokens", ()):
+        if not added.get("special"):  # text as it stands, like GPT-NeoX's runs of spaces
+            found[added["id"]] = added["content"].encode("utf-8")
     if files.kind == "bytes":
         found[:256] = [bytes([value]) for value in range(256)]
     return found
