@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from megapack import _core
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged, SourceIndex
+from megapack.storage.files import open_npy
 
 Ids = NDArray[np.int64]
 
@@ -132,10 +132,7 @@ class Scores:
         Raises:
             FormatError, OSError: not such a file; the message names it.
         """
-        try:
-            found = np.lib.format.open_memmap(Path(self.path), mode="r")
-        except (ValueError, EOFError) as error:
-            raise FormatError(f"{self.path} is no .npy file of numbers: {error}") from error
+        found = open_npy(self.path)
         if found.shape != (num_documents,) or found.dtype.kind not in "fiu":
             raise FormatError(
                 f"{self.path} holds {found.dtype} of shape {found.shape}; scores are numbers, one "

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapack.errors import ConfigError, DataError
 from megapack.packing.metrics import Lengths, checksum
 from megapack.storage import IndexedDataset
+from megapack.storage.files import open_npy
 from megapack.storage.index_file import GROUPS
 
 Ids = NDArray[np.int64]
@@ -52,11 +51,7 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
         FormatError, OSError: a file is damaged or cannot be read.
     """
     if groups != "auto":
-        try:
-            ids = np.load(Path(groups), allow_pickle=False)
-        except (ValueError, EOFError, BadZipFile) as error:
-            raise ConfigError(f"{groups} is no .npy of group ids: {error}") from error
-        return check_groups(ids, num_documents, groups)
+        return check_groups(np.array(open_npy(groups)), num_documents, groups)
     name = prefix + GROUPS
     if not IndexedDataset.exists(name):
         raise ConfigError(

@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
-from megapack.storage.files import identity_of
+from megapack.storage.files import identity_of, open_npy
 from megapack.storage.index_file import (
     LABELS,
     WEIGHTS,
@@ -381,14 +381,11 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Tokens per document from a .npy file: ``(num_documents,)``, any integer dtype, mapped.
 
     Raises:
-        DataError: the file holds something else.
-        OSError: it cannot be read.
+        FormatError, OSError: it is not a .npy file, or cannot be read.
+        DataError: it holds something else.
     """
-    try:
-        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is not a .npy file of numbers: {error}") from error
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+    lengths = open_npy(path)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise DataError(
             f"{path} does not hold a one-dimensional array of integers, tokens per document"
         )
@@ -409,10 +406,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     """
     path = Path(path)
     if path.suffix == ".npy":
-        try:
-            found = np.load(path, allow_pickle=False)
-        except ValueError as error:
-            raise FormatError(f"{path} is no .npy file of integers: {error}") from error
+        found: NDArray[Any] = open_npy(path)
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise FormatError(
                 f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "

@@ -36,6 +36,7 @@ from megapack.storage.files import (
     Publishable,
     WriterLock,
     identity_of,
+    open_npy,
     open_regular,
     remove_leftovers,
     temporary_name,
@@ -203,7 +204,7 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
 
 def _npy(path: Path, _: DTypeLike | None) -> Foreign:
     open_regular(path).close()
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    array = open_npy(path)
     if array.ndim != 1:
         raise FormatError(f"{path} has shape {array.shape}; tokens are 1-D")
     dtype = _token_dtype(array.dtype)

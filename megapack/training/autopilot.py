@@ -179,8 +179,8 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
     if count >= config.max_rollbacks:
         raise FloatingPointError(
             f"{spike.reason}; the run went back {count} times (autopilot.max_rollbacks) and stops "
-            "here: look at what it skipped (megapack-build trace --skipped), lower optimizer.lr, "
-            "or allow more"
+            "here: look at what it skipped (megapack-build trace RUN_DIR/config.yaml --skipped), "
+            "lower optimizer.lr, or allow more"
         )
     begin = max(1, spike.first - config.margin_steps)
     size = spike.last - begin + 1 + config.margin_steps

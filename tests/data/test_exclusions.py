@@ -275,7 +275,8 @@ def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
         (np.array([1.5]), "holds float64 of shape (1,)"),
         (np.array([[1]]), "holds int64 of shape (1, 1)"),
         (np.array([-3, 2]), "has ids from -3 to 2"),
-        (b"no npy", "is no .npy file of integers"),
+        (b"no npy", "is not a .npy file of numbers"),
+        (b"", "is not a .npy file of numbers"),
     ],
 )
 def test_file_without_a_list_is_refused(tmp_path: Path, content: Any, message: str) -> None:

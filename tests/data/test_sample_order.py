@@ -251,8 +251,8 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
         (np.zeros((300, 1)), "of shape (300, 1)"),
         (np.zeros(300, bool), "holds bool"),
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
-        (b"", "is no .npy file of numbers"),
-        (b"PK\x03\x04", "is no .npy file of numbers"),  # as an .npz begins
+        (b"", "is not a .npy file of numbers"),
+        (b"PK\x03\x04", "is not a .npy file of numbers"),  # as an .npz begins
     ],
 )
 def test_files_without_scores_are_refused(tmp_path: Path, scores: Any, message: str) -> None:

@@ -198,15 +198,15 @@ def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
     np.save(tmp_path / "three.npy", np.zeros(3, np.int64))
     (tmp_path / "empty.npy").touch()
     (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 and nothing else")
-    for name, message in (
-        ("three", "must be (2,) whole numbers"),
-        ("empty", "is no .npy of group ids: "),
-        ("zip", "is no .npy of group ids: "),
+    for name, code, message in (
+        ("three", 2, "must be (2,) whole numbers"),
+        ("empty", 1, "is not a .npy file of numbers: "),
+        ("zip", 1, "is not a .npy file of numbers: "),
     ):
         wrong = build(
             "pack", dataset.prefix, "--buckets", "8", "--groups", tmp_path / f"{name}.npy"
         )
-        assert wrong.returncode == 2 and message in wrong.stderr
+        assert wrong.returncode == code and message in wrong.stderr
     plain = pack(dataset.document_lengths, buckets=[8])
     with pytest.raises(ConfigError, match="no source was packed with groups"):
         PackedDataset(dataset, plain, attention="group")

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
+from megapack.storage.files import open_npy
 from megapack.storage.tokens import as_loss_weights
 from megapack.tokenization.corpus.documents import (
     Faults,
@@ -175,7 +176,7 @@ def read_weights(
         if value is None:
             return weights
         if isinstance(value, str):
-            value = np.load(value, allow_pickle=False)
+            value = open_npy(value)
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"they are of dtype {array.dtype}")
