@@ -293,6 +293,16 @@ def test_micro_batch_is_as_defined(
             assert found == wanted + wanted[-1:] * (size - len(wanted))
 
 
+def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
+    """Kernels are told where aligned segments may end, not where their tokens do."""
+    dataset = write_documents(tmp_path / "docs", [[1, 2, 3, 4, 5]])
+    packed = PackedDataset(dataset, index_of({8: [[(0, 0, 5)]]}, [5]), alignment=8)
+    layout = BatchLayout(micro_batch_tokens=8)
+    batch = packed.micro_batch(np.array([0]), layout=layout, capacity=8)
+    assert batch["cu_seqlens"].tolist() == [0, 5]
+    assert batch["max_seqlen"] == 8
+
+
 def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -> None:
     documents = random_documents([4, 8, 3])
     packed = PackedDataset(
