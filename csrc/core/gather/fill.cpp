@@ -298,15 +298,13 @@ void fill_blocks(const Piece& piece, float factor, const Place& to, Ahead& ahead
         const std::int64_t count = std::min(kBlock, piece.length - begin);
         const std::int64_t at = piece.token_begin + begin;
         const std::int64_t labels = std::min(count, piece.length - 1 - begin);
-        const std::int64_t quarter = (count + 3) / 4;
+        const std::int64_t half = (count + 1) / 2;
         widen(shard.tokens, at, count, to.tokens + begin);
-        ahead.ask(quarter);
         widen_labels(shard, at + 1, labels, to.labels + begin, to.mask + begin);
-        ahead.ask(quarter);
+        ahead.ask(half);
         weigh_labels(shard, at + 1, labels, factor, to.mask + begin);
-        ahead.ask(quarter);
         count_up(piece.first_position + begin, count, to.position_ids + begin);
-        ahead.ask(quarter);
+        ahead.ask(half);
     }
 }
 
