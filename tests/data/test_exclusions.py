@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex
 from megapack.storage.dataset import read_documents
 from tests.data.corpora import (
+    index_of,
     of_rank,
     packed_documents,
     packed_index,
@@ -91,6 +93,20 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
                 assert found == joined
             whole = [length for sample in samples for _, _, length in sample]
             assert lengths_there == (runs if attention == "group" else whole)
+
+
+def test_what_is_left_of_a_group_does_not_see_what_stands_before_it(tmp_path: Path) -> None:
+    index = index_of({8: [[(0, 0, 2), (1, 0, 2), (2, 0, 3)]]}, [2, 2, 3])
+    joined = np.array([0, 0, 1], np.uint8)
+    dataset = PackedDataset(
+        write_documents(tmp_path / "docs", [[1, 2], [3, 4], [5, 6, 7]]),
+        replace(index, segment_joined=joined, groups={"ids": "by hand"}),
+        names=["docs"],
+        stages=[Stage(from_step=1, exclude={"docs": write_list(tmp_path / "first.npy", [1])})],
+        attention="group",
+    )
+    for force, bounds in enumerate(([0, 2, 7, 8], [0, 2, 5, 8])):
+        assert dataset.micro_batch([0], num_lists=force)["cu_seqlens"].tolist() == bounds
 
 
 def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:

@@ -136,6 +136,15 @@ def test_the_example_of_groups_holds() -> None:
     assert [metrics[name] for name in GROUP_COUNTS] == [2, 1, 1]
 
 
+def test_group_is_cut_behind_the_document_that_just_fills_a_bucket() -> None:
+    index = pack([4, 4, 4], "bucket", buckets=[8], groups=[7, 7, 7])
+    found = {
+        tuple(document for document, _, _ in index.sample(i)[1]): index.groups_of(i)
+        for i in range(index.num_samples)
+    }
+    assert found == {(0, 1): [0, 0], (2,): [0]}
+
+
 @pytest.mark.parametrize("wrong", [[1, 2], [[1, 2, 3]], [0.5, 1, 2], np.array(["a", "b", "c"])])
 def test_ids_that_are_no_groups_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"it must be \(3,\) whole numbers"):
