@@ -18,6 +18,7 @@ as they were; the host keeps a count and not the program, so nobody notices an e
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,14 +50,14 @@ from megapack.errors import ConfigError
 # GIL.
 
 
-class GatheredRows:
+class GatheredRows(abc.ABC):
     """For a dataset that stacks rows (``micro_batch``) better than default_collate can."""
 
     _key: str
 
+    @abc.abstractmethod
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """These rows, ``(rows, ...)`` under every key."""
-        raise NotImplementedError
 
     def _remember(self) -> None:
         """This process finds the dataset again when a worker names its rows."""

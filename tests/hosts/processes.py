@@ -44,25 +44,11 @@ def torchrun(ranks: int, launcher: str) -> list[str]:
     return [*program, *port, str(LAUNCHERS / launcher)]
 
 
-def finish(command: list[str], folder: Path, environment: dict[str, str], subject: str) -> str:
-    """Run the command in the folder; what it logged. Raises AssertionError where it fails."""
-    done = subprocess.run(
-        command,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-        env=environment,
-    )
-    assert done.returncode == 0, f"{subject}:\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def is_refused(command: list[str], folder: Path, environment: dict[str, str], said: str) -> None:
-    """Run the command in the folder: it ends in a ConfigError that says so, and no call is kept."""
-    done = subprocess.run(
+def run(
+    command: list[str], folder: Path | None, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in the folder to its end, however it ends."""
+    return subprocess.run(
         command,
         check=False,
         capture_output=True,
@@ -71,6 +57,18 @@ def is_refused(command: list[str], folder: Path, environment: dict[str, str], sa
         cwd=folder,
         env=environment,
     )
+
+
+def finish(command: list[str], folder: Path, environment: dict[str, str], subject: str) -> str:
+    """Run the command in the folder; what it logged. Raises AssertionError where it fails."""
+    done = run(command, folder, environment)
+    assert done.returncode == 0, f"{subject}:\n{(done.stdout + done.stderr)[-6000:]}"
+    return done.stdout + done.stderr
+
+
+def is_refused(command: list[str], folder: Path, environment: dict[str, str], said: str) -> None:
+    """Run the command in the folder: it ends in a ConfigError that says so, and no call is kept."""
+    done = run(command, folder, environment)
     told = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0 and "ConfigError" in told and said in told, told[-6000:]
     assert not list(folder.glob("rank*.pt"))
@@ -84,14 +82,7 @@ def last_line(
     program: str, environment: dict[str, str], *arguments: str, folder: Path | None = None
 ) -> str:
     """What a program that imports a host prints at its end; it runs in the folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", OLDER_PYTHON + program, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-        env=environment,
-    )
+    command = [sys.executable, "-c", OLDER_PYTHON + program, *arguments]
+    done = run(command, folder, environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return (done.stdout.splitlines() or [""])[-1]

@@ -69,9 +69,11 @@ class Encoder(abc.ABC):
     def spans(self, text: str) -> NDArray[np.int64]:
         """(tokens, 2) int64: the characters [begin, end) of a text that every token of it holds.
 
-        Not of gigatoken, which does not tell: ``BuildConfig`` refuses it where this is needed.
+        Raises:
+            ConfigError: the backend does not tell (gigatoken).
         """
-        raise NotImplementedError
+        del text
+        raise ConfigError(f"backend {self.backend} does not tell where in its text a token stands")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, for people; special tokens are shown by name.
