@@ -103,6 +103,25 @@ def is_at(identity: Identity, path: str | os.PathLike[str]) -> bool:
         return False
 
 
+class FileOnDisk(NamedTuple):
+    """What was there a moment ago."""
+
+    path: Path
+    num_bytes: int  # on the disk
+    touched_at: float
+
+
+def files_below(directory: Path) -> Iterator[FileOnDisk]:
+    """All files in and below a directory; files and directories may come and go meanwhile, where
+    ``Path.rglob`` raises."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                path = Path(folder, name)
+                status = path.stat()
+                yield FileOnDisk(path, status.st_blocks * 512, status.st_mtime)
+
+
 def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
     """The array of a .npy file, mapped for reading.
 

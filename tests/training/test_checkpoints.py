@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.config import ModelConfig
+from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.export import end_token, open_tokenizer
+from megapack.training.engine.world import World
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
@@ -294,6 +297,29 @@ def test_nan_loss_keeps_the_begun_checkpoint(
     assert (run_dir / "checkpoints" / "latest").read_text() == THIRD
     end = read_end(run_dir)
     assert end["reason"] == "error" and end["saved"] == 3
+
+
+def test_rewriting_that_is_left_ends_its_converter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an interrupt, say: a converter that went on would write beside the next one."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[0]
+
+    def leave(_: Path) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megapack.training.engine.checkpoint.files_below", leave)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
+    store = CheckpointStore(tmp_path, alone, keep=1, zero_stage=1)
+    with pytest.raises(KeyboardInterrupt):
+        store._convert("none", tmp_path / "universal")
+    assert started[0].returncode == -signal.SIGKILL
 
 
 # ---- What a run exports is whole: weights, tokenizer, and the token at which generation stops

@@ -40,13 +40,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, FormatError
+from megapack.storage.files import FileOnDisk, files_below
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import (
     REQUEST_TIMEOUT,
@@ -527,7 +528,7 @@ def make_room(cache: Cache) -> int:
         # Whatever else lies in the directory is somebody's, and neither counted nor removed.
         _, names, _ = next(os.walk(cache.directory), ("", [], []))
         entries = [cache.directory / name for name in names if _ENTRY.fullmatch(name)]
-        files = {entry: list(_files_below(entry)) for entry in entries}
+        files = {entry: list(files_below(entry)) for entry in entries}
         used = sum(file.num_bytes for found in files.values() for file in found)
         excess = used - cache.limit * (FREE_PART - 1) // FREE_PART
         if excess <= cache.limit // (2 * FREE_PART):
@@ -541,7 +542,7 @@ def make_room(cache: Cache) -> int:
                     shutil.rmtree(entry, ignore_errors=True)
         long_ago = time.time() - READ_SECONDS
 
-        def turn(chunk: _File) -> tuple[bool, float]:
+        def turn(chunk: FileOnDisk) -> tuple[bool, float]:
             at = chunk.touched_at
             return (False, -at) if at < long_ago else (True, at)
 
@@ -554,13 +555,7 @@ def make_room(cache: Cache) -> int:
     return freed
 
 
-class _File(NamedTuple):
-    path: Path
-    num_bytes: int  # on the disk
-    touched_at: float
-
-
-def _is_chunk(file: _File, entry: Path) -> bool:
+def _is_chunk(file: FileOnDisk, entry: Path) -> bool:
     folder = file.path.parent
     return folder.parent == entry and _CHUNKS.fullmatch(folder.name) is not None
 
@@ -571,16 +566,6 @@ def _remove_earlier_chunks(entry: Path) -> None:
         for folder in entry.iterdir():
             if _CHUNKS.fullmatch(folder.name) and not folder.name.endswith(f".{_boot()}"):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _files_below(directory: Path) -> Iterator[_File]:
-    """All files in and below a directory; they may come and go meanwhile."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                path = Path(folder, name)
-                status = path.stat()
-                yield _File(path, status.st_blocks * 512, status.st_mtime)
 
 
 def bytes_on_disk(path: Path) -> int:

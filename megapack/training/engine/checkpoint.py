@@ -35,7 +35,7 @@ import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
-from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
+from megapack.storage.files import AtomicFile, Buffer, atomic_write, files_below, publish
 from megapack.storage.metadata import checksum
 from megapack.training.engine.directory import step_of, tags_in, tokens_of
 from megapack.training.engine.engine import not_finite
@@ -461,12 +461,17 @@ class CheckpointStore:
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=env)
             written = 0
-            while process.returncode is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1.0)
-                if (count := sum(1 for _ in universal.rglob("*"))) > written:
-                    written = count
-                    self.world.progress.inside(f"rewriting {tag} for this number of ranks")
+            try:
+                while process.returncode is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=1.0)
+                    if (count := sum(1 for _ in files_below(universal))) > written:
+                        written = count
+                        self.world.progress.inside(f"rewriting {tag} for this number of ranks")
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
             said.seek(0)
             last = (said.read().strip().splitlines() or ["no message"])[-1]
         if process.returncode != 0:
