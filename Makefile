@@ -13,12 +13,12 @@ INSTALL := $(PIP) --no-compile -c constraints.txt
 export PATH := $(abspath $(BIN)):$(PATH)
 # Images often say that none is written; hundreds of processes of the tests would compile anew.
 export PYTHONDONTWRITEBYTECODE :=
-# The extension is compiled while pip fetches what tests need.
+# The extension is compiled while pip fetches what tests need; types are checked beside the tests.
 MAKEFLAGS += --jobs=2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build demo docs test test-all test-data test-hosts test-cluster test-clouds wheel
-.PHONY: lint format pytest mutants gpu faults fuzz clean
+.PHONY: lint style types format pytest mutants gpu faults fuzz clean
 
 help: ## this list of targets
 	@sed -n 's/^\([a-z%-]*\):.*## \(.*\)/make \1|\2/p' Makefile | sed 's/%/NAME/' | \
@@ -45,13 +45,16 @@ build: $(VENV)/.train ## the C++ extension, in place: the files that changed
 demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 	bash launch/demo.sh
 
-test: lint ## the gate: format, lint, types, and every test of the product
-	$(PYTEST) -m "not pages"
+test: types pytest ## the gate: format, lint, types, and every test of the product
 
-lint: build $(VENV)/.dev ## format, lint and types alone
+lint: style types ## format, lint and types alone
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## repair formatting
@@ -59,10 +62,15 @@ format: $(VENV)/.dev ## repair formatting
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
-pytest: build $(VENV)/.dev ## the tests of the gate, without lint
+# Collecting once compiles tests and what they import: else every test process would do it anew.
+$(VENV)/.bytecode: $(VENV)/.dev | build
+	$(BIN)/python -m pytest -qq --collect-only > /dev/null || true
+	touch $@
+
+pytest: build style $(VENV)/.bytecode ## the gate without types
 	$(PYTEST) -m "not pages"
 
-test-all: lint ## the gate, and the tests of documents, papers and results
+test-all: types build style $(VENV)/.bytecode ## the gate, and the tests of documents, papers and results
 	$(PYTEST)
 
 $(VENV)/.docs: $(VENV)/.train
