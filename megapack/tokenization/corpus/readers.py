@@ -288,7 +288,10 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     wanted = list if options.values == "lists" else str
     if not isinstance(found, wanted):
         return f"{options.json_key!r} holds {json_kind(found)}, not {json_kind(wanted())}"
-    return "a string holds half of a surrogate pair, or the split key is no string or number"
+    return (
+        "a string holds half of a surrogate pair, values nest more than 900 deep, or the split key "
+        "is no string or number"
+    )
 
 
 _SEARCH_BYTES = 1 << 16
