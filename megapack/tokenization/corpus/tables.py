@@ -34,8 +34,11 @@ from megapack.tokenization.corpus.documents import (
 )
 from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, require_unchanged
 
-_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-_LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<")
+# null is what writers call a column that has no value in any row.
+_TEXT_TYPES = (
+    *("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null"),
+)
+_LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _SHOWN = 8  # columns, where the one that was asked for is not there
 
