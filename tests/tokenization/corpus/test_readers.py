@@ -238,6 +238,11 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
     assert found == hashes(parquet)
     assert len(set(found)) == 10
     assert found[3] == found[13]
+    # A string of a writer that does not say UTF-8 is the same string.
+    for values, column in (([True, False], [True, False]), (["a", "\u00fc"], [b"a", b"\xc3\xbc"])):
+        write_jsonl(plain, [{"text": "x", "id": value} for value in values])
+        pq.write_table(pa.table({"id": column, "text": ["x", "x"]}), parquet)
+        assert hashes(plain) == hashes(parquet)
     for record in ({"text": "x"}, {"text": "x", "id": None}):
         write_jsonl(plain, [record])
         with pytest.raises(DataError, match=r"x\.jsonl:1: no split key"):
