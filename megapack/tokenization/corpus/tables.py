@@ -228,8 +228,12 @@ def _column(batch: Any, names: Sequence[str]) -> Any:
 
 
 def _as_json(column: Any) -> list[str]:
-    """Every value as .jsonl has it; what JSON has no value for (a time) as a string."""
-    return [json.dumps(value, default=str) for value in column.to_pylist()]
+    """Every value as .jsonl has it; what JSON has no value for (a time, bytes) as a string."""
+
+    def text(value: object) -> str:  # half of a surrogate pair is a fault, found where it is read
+        return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+
+    return [json.dumps(value, default=text) for value in column.to_pylist()]
 
 
 def _chats(column: Any, beside: dict[str, list[str]], key: str, path: str) -> Any:
