@@ -255,8 +255,8 @@ def run(args: argparse.Namespace) -> int:
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
-    lists = filter(None, (args.documents, args.groups))
-    check_not_read(output, [*(prefix + suffix for suffix in SUFFIXES), *lists])
+    files = [prefix + suffix for suffix in SUFFIXES]
+    check_not_read(output, [*files, *filter(None, (args.documents, args.groups))])
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
     wanted = {

@@ -111,11 +111,8 @@ def prefix_of_samples(path: str, index: SampleIndex) -> str:
     if prefix is None:
         raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
     # A dataset and its index often travel together.
-    beside = path.removesuffix(Path(path).name) + Path(prefix).name
-    there = next(filter(IndexedDataset.exists, (str(prefix), beside)), None)
-    if there is None:
-        raise ConfigError(
-            f"the dataset of {path} is neither where it was packed ({prefix}) nor beside it "
-            f"({beside}): put it there (inspect takes --data-prefix)"
-        )
-    return there
+    places = (str(prefix), path.removesuffix(Path(path).name) + Path(prefix).name)
+    for place in filter(IndexedDataset.exists, places):
+        return place
+    where = " nor at ".join(places)
+    raise ConfigError(f"{path}: no dataset at {where}: put it there (inspect takes --data-prefix)")

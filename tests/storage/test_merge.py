@@ -329,7 +329,7 @@ def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
     for count in (1000, 7):  # cut short; a count that wrapped round would lose the rest
         header[2] = count
         (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens.tobytes())
-        with pytest.raises(FormatError, match=f"16 bytes .* speaks of {count} tokens of 2"):
+        with pytest.raises(FormatError, match=f"1040 bytes, and .* of {count} tokens of 2"):
             import_dataset(tmp_path / "val.bin", tmp_path / "no", eod_token=0)
 
 

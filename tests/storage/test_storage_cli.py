@@ -121,8 +121,8 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
     (tmp_path / "data.idx").unlink()
     for command in (("verify", moved), ("inspect", moved, "--sample", 0)):
         done = build(*command)
-        places = f"neither where it was packed ({tmp_path}/data) nor beside it"
-        assert places in done.stdout + done.stderr
+        said = f"no dataset at {tmp_path}/data nor at {tmp_path}/elsewhere/data: put it there"
+        assert said in done.stdout + done.stderr
     write(tmp_path / "data", SMALL[:2], overwrite=True)
     done = build("verify", path)
     assert done.returncode == 1 and "do not belong together" in done.stdout

@@ -34,10 +34,7 @@ from megapack.tokenization.corpus.documents import (
 )
 from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, require_unchanged
 
-# null is what writers call a column that has no value in any row.
-_TEXT_TYPES = (
-    *("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null"),
-)
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _SHOWN = 8  # columns, where the one that was asked for is not there
@@ -253,7 +250,7 @@ def _arrow_text(
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
     """(text, offsets, missing) of an arrow array; text is a view where it can be."""
     pyarrow = require("pyarrow", f"reading {path}")
-    if str(array.type) not in _TEXT_TYPES:
+    if str(array.type) not in (*_TEXT_TYPES, "null"):  # null: no row has a value
         raise DataError(f"{path}: column {key!r} holds {array.type}; it must hold strings")
     array = array.cast(pyarrow.large_binary())
     missing = np.array(array.is_null())

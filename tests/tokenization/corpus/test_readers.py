@@ -143,7 +143,7 @@ BAD_LINES = [
     (b'{"text": null}', "wrong type", "'text' holds null, not a string"),
     (b'{"text": "\xff"}', "invalid UTF-8", "can't decode byte 0xff"),
     (b'{"text": "\\ud800"}', "invalid UTF-8", "half of a surrogate pair"),
-    (DEEP, "malformed JSON", "nest more than 900 deep"),
+    (DEEP, "malformed JSON", "values over 900 deep"),
 ]
 
 
