@@ -55,8 +55,9 @@ from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
 from megapack.storage.dataset import open_index, read_documents
-from megapack.storage.files import check_target
+from megapack.storage.files import check_not_read, check_target
 from megapack.storage.index_file import IndexFile, prefix_of
+from megapack.storage.index_writer import SUFFIXES
 from megapack.storage.remote.copies import local_output_file
 from megapack.units import count, counted, percent
 
@@ -254,6 +255,8 @@ def run(args: argparse.Namespace) -> int:
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
+    files = [prefix + suffix for suffix in SUFFIXES]
+    check_not_read(output, [*files, *filter(None, (args.documents, args.groups))])
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
     wanted = {

@@ -31,18 +31,16 @@ def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
         prefix: of its dataset; None: as the file says.
 
     Raises:
-        ConfigError: the file does not say which dataset it is of.
         OSError: it cannot be read.
     """
     found = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
         index = SampleIndex.load(path, verify=True)
-        if prefix is None and index.source:
-            prefix = prefix_of_samples(path, index)
-        if prefix is None or not IndexedDataset.exists(prefix):
-            text = f"{prefix or 'its dataset'} is not there: segments were not compared with it"
+        try:
+            dataset = IndexedDataset(prefix or prefix_of_samples(path, index))
+        except ConfigError as error:
+            text = f"segments were not compared with documents: {error}"
             return [*found, Finding("note", "no-dataset", text)]
-        dataset = IndexedDataset(prefix)
         index.check_source(dataset)
         index.verify(dataset.document_lengths)
     except FormatError as error:
@@ -107,12 +105,14 @@ def prefix_of_samples(path: str, index: SampleIndex) -> str:
     """Where the dataset of a .samples file lies: where it was packed, or beside the file.
 
     Raises:
-        ConfigError: the file does not say.
+        ConfigError: the file does not say, or it is in neither place.
     """
     prefix = (index.source or {}).get("prefix")
     if prefix is None:
         raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
     # A dataset and its index often travel together.
-    if IndexedDataset.exists(prefix):
-        return str(prefix)
-    return path.removesuffix(Path(path).name) + Path(prefix).name
+    places = (str(prefix), path.removesuffix(Path(path).name) + Path(prefix).name)
+    for place in filter(IndexedDataset.exists, places):
+        return place
+    where = " nor at ".join(places)
+    raise ConfigError(f"{path}: no dataset at {where}: put it there (inspect takes --data-prefix)")

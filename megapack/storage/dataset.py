@@ -422,7 +422,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
                 )
         found = np.array([int(line) for line in lines if line.strip()], object)
     if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
-        raise FormatError(f"{path} has ids from {found.min()} to {found.max()}; ids are 0 or more")
+        raise FormatError(f"{path} has ids {found.min()} to {found.max()}, not 0 to 2^62 - 1")
     return np.unique(found.astype(np.int64))
 
 

@@ -30,7 +30,7 @@ import socket
 import stat
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -196,6 +196,13 @@ def check_target(
             "--overwrite (overwrite=True), or choose another name"
         )
     return True
+
+
+def check_not_read(path: str | os.PathLike[str], reads: Iterable[str]) -> None:
+    """Raises ConfigError: writing to ``path`` would replace a file that the same work reads."""
+    path = Path(path)
+    if path.exists() and any(Path(each).exists() and path.samefile(each) for each in reads):
+        raise ConfigError(f"{path} is read here, and would be replaced: choose another name")
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:

@@ -195,8 +195,9 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
     if dtype is None:
         raise FormatError(f"{path} does not begin with the header of llm.c")
     num_tokens = int(header[2])
-    if num_tokens < 0 or num_bytes < _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize:
-        raise FormatError(f"{path} is truncated: its header promises {num_tokens} tokens")
+    if num_bytes != _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize:
+        said = f"its header speaks of {num_tokens} tokens of {dtype.itemsize} bytes"
+        raise FormatError(f"{path} has {num_bytes} bytes, and {said}: fetch or write it again")
     return Foreign(
         tokens_path=path, begin_byte=_LLM_C_HEADER_BYTES, dtype=dtype, num_tokens=num_tokens
     )

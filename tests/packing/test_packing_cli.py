@@ -94,6 +94,13 @@ def test_a_device_is_refused_before_any_work(prefix: Path) -> None:
     assert done.returncode == 2 and "/dev/full is a device" in done.stderr
 
 
+def test_what_is_packed_is_not_replaced(prefix: Path) -> None:
+    before = Path(f"{prefix}.idx").read_bytes()
+    done = run(prefix, "--buckets", "32,64", "--output", f"{prefix}.idx", "--overwrite")
+    assert done.returncode == 2 and ".idx is read here, and would be replaced" in done.stderr
+    assert Path(f"{prefix}.idx").read_bytes() == before
+
+
 def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.samples"
     command = ("--data-prefix", prefix, "--output", output, "--strategy", "seamless")

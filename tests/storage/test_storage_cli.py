@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,13 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
     done = build("verify", path, tmp_path / "data")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{path}: sound" in done.stdout
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.copy(path, tmp_path / "elsewhere" / "x.samples")
+    (tmp_path / "data.idx").unlink()
+    for command in (("verify", moved), ("inspect", moved, "--sample", 0)):
+        done = build(*command)
+        said = f"no dataset at {tmp_path}/data nor at {tmp_path}/elsewhere/data: put it there"
+        assert said in done.stdout + done.stderr
     write(tmp_path / "data", SMALL[:2], overwrite=True)
     done = build("verify", path)
     assert done.returncode == 1 and "do not belong together" in done.stdout

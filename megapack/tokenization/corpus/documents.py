@@ -47,11 +47,11 @@ class ReadOptions:
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
 
     def __post_init__(self) -> None:
-        if not 1 << 10 <= self.block_bytes <= self.max_document_bytes:
-            raise ConfigError(
-                f"block_bytes {self.block_bytes} must lie between 1024 and max_document_bytes "
-                f"{self.max_document_bytes}"
-            )
+        for name in ("max_document_bytes", "block_bytes"):
+            if getattr(self, name) < 1 << 10:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1024")
+        # A line in a block is not measured, so none may be longer than that.
+        object.__setattr__(self, "block_bytes", min(self.block_bytes, self.max_document_bytes))
 
     def keys(self) -> dict[str, str]:
         """The keys that a document must have, its text first -> the option that names each."""

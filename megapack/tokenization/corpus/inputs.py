@@ -204,6 +204,8 @@ def _by_suffix(paths: Iterable[str]) -> str:
 def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
     for name in inputs:
         path = Path(name)
+        if not name:
+            raise ConfigError("an input has no name: is a variable empty? The folder here is .")
         if path.is_dir():
             met = len(aside[_UNWANTED])
             found = list(_walk(path, suffixes, aside))

@@ -288,7 +288,7 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     wanted = list if options.values == "lists" else str
     if not isinstance(found, wanted):
         return f"{options.json_key!r} holds {json_kind(found)}, not {json_kind(wanted())}"
-    return "a string holds half of a surrogate pair, or the split key is no string or number"
+    return "it holds half of a surrogate pair, values over 900 deep, or no scalar as split key"
 
 
 _SEARCH_BYTES = 1 << 16

@@ -35,7 +35,7 @@ from megapack.tokenization.corpus.documents import (
 from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, require_unchanged
 
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-_LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<")
+_LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _SHOWN = 8  # columns, where the one that was asked for is not there
 
@@ -225,8 +225,12 @@ def _column(batch: Any, names: Sequence[str]) -> Any:
 
 
 def _as_json(column: Any) -> list[str]:
-    """Every value as .jsonl has it; what JSON has no value for (a time) as a string."""
-    return [json.dumps(value, default=str) for value in column.to_pylist()]
+    """Every value as .jsonl has it; what JSON has no value for (a time, bytes) as a string."""
+
+    def text(value: object) -> str:  # half of a surrogate pair is a fault, found where it is read
+        return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+
+    return [json.dumps(value, default=text) for value in column.to_pylist()]
 
 
 def _chats(column: Any, beside: dict[str, list[str]], key: str, path: str) -> Any:
@@ -246,7 +250,7 @@ def _arrow_text(
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
     """(text, offsets, missing) of an arrow array; text is a view where it can be."""
     pyarrow = require("pyarrow", f"reading {path}")
-    if str(array.type) not in _TEXT_TYPES:
+    if str(array.type) not in (*_TEXT_TYPES, "null"):  # null: no row has a value
         raise DataError(f"{path}: column {key!r} holds {array.type}; it must hold strings")
     array = array.cast(pyarrow.large_binary())
     missing = np.array(array.is_null())
@@ -261,8 +265,9 @@ def _arrow_text(
 
 
 def _hashes(column: Any) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Hashes of a column's values as text, and which rows have none."""
+    """Hashes of a column's values as .jsonl has them, and which rows have none."""
     values = column.to_pylist()
     missing = np.array([value is None for value in values], np.bool_)
-    hashes = [xxhash.xxh3_64_intdigest(str(value).encode("utf-8")) for value in values]
-    return np.array(hashes, np.uint64), missing
+    texts = [str(v).lower() if isinstance(v, bool) else v for v in values]
+    data = [v if isinstance(v, bytes) else str(v).encode("utf-8") for v in texts]
+    return np.array([*map(xxhash.xxh3_64_intdigest, data)], np.uint64), missing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megapack.errors import ConfigError, DataError, require
-from megapack.storage.files import atomic_write, check_target, target_of
+from megapack.storage.files import atomic_write, check_not_read, check_target, target_of
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import InputFile
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
@@ -69,6 +69,7 @@ def train_tokenizer(
             f"vocabulary size {vocab_size} is below 300; 256 are needed for single bytes"
         )
     path = target_of(output)
+    check_not_read(path, [file.path for file in files])
     counted = _Counted(_sample(files, sample_bytes, read, faults))
     train = _sentencepiece if type == "sentencepiece" else _bpe_json
     data, found_size = train(counted, vocab_size, special_tokens)

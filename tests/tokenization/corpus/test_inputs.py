@@ -73,6 +73,8 @@ def test_inputs_that_give_nothing_are_errors_that_name_them(tree: Path) -> None:
         find_inputs([str(tree)], suffixes=[".rs"])
     with pytest.raises(DataError, match="--input"):
         find_inputs([])
+    with pytest.raises(ConfigError, match="an input has no name: is a variable empty"):
+        find_inputs([""])
 
 
 @pytest.mark.parametrize("name", ["corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"])

@@ -105,6 +105,8 @@ def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
         read(path, json_key="body")
     with pytest.raises(DataError, match=r"'n' holds int64; it must hold strings"):
         read(path, json_key="n")
+    path = write_table(pa.table({"text": pa.nulls(2)}), path, 2)  # as pandas writes it
+    assert read(path, on_error="skip")[1].counts == {"missing value": 2}
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"is not an? (parquet|Arrow) file"):
         read(path)
@@ -132,6 +134,7 @@ def test_a_folder_of_the_path_is_no_column(tmp_path: Path) -> None:
         read(tmp_path, split_key="year")
 
 
+DEEP = b'{"text": "a", "x": ' + b"[" * 910 + b"]" * 910 + b"}"
 BAD_LINES = [
     (b'{"text": "x"', "malformed JSON", "delimiter"),
     (b'["text"]', "not a JSON object", "holds a list"),
@@ -140,6 +143,7 @@ BAD_LINES = [
     (b'{"text": null}', "wrong type", "'text' holds null, not a string"),
     (b'{"text": "\xff"}', "invalid UTF-8", "can't decode byte 0xff"),
     (b'{"text": "\\ud800"}', "invalid UTF-8", "half of a surrogate pair"),
+    (DEEP, "malformed JSON", "values over 900 deep"),
 ]
 
 
@@ -170,17 +174,18 @@ def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Pat
         lines += [line, b"", b'{"text": ""}', b'{"text": "good"}'] * 2
     path.write_bytes(b"\n".join(lines) + b"\n")
     texts, faults = read(path, on_error="skip", shard_bytes=50)
-    assert texts == ["good"] * 15
+    assert texts == ["good"] * 17
     assert faults.counts == {
-        "malformed JSON": 2,
+        "malformed JSON": 4,
         "not a JSON object": 2,
         "missing key": 2,
         "wrong type": 4,
         "invalid UTF-8": 4,
-        "blank line": 14,
-        "empty document": 14,
+        "blank line": 16,
+        "empty document": 16,
     }
-    assert [str(place) for place in faults.places["malformed JSON"]] == [f"{path}:2", f"{path}:6"]
+    places = [str(place) for place in faults.places["malformed JSON"]]
+    assert places == [f"{path}:{line}" for line in (2, 6, 58)]
     assert len(faults.places["blank line"]) == 3, "examples are few"
 
 
@@ -209,8 +214,9 @@ def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> Non
     big.write_bytes(b"x" * 4000)
     with pytest.raises(DataError, match=r"big\.txt: too long"):
         read(big, max_document_bytes=3000)
-    with pytest.raises(ConfigError, match="block_bytes"):
-        ReadOptions(block_bytes=5000, max_document_bytes=3000)
+    assert ReadOptions(max_document_bytes=3000).block_bytes == 3000
+    with pytest.raises(ConfigError, match="block_bytes is 5; it must be at least 1024"):
+        ReadOptions(block_bytes=5)
 
 
 def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
@@ -232,6 +238,11 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
     assert found == hashes(parquet)
     assert len(set(found)) == 10
     assert found[3] == found[13]
+    # A string of a writer that does not say UTF-8 is the same string.
+    for values, column in (([True, False], [True, False]), (["a", "\u00fc"], [b"a", b"\xc3\xbc"])):
+        write_jsonl(plain, [{"text": "x", "id": value} for value in values])
+        pq.write_table(pa.table({"id": column, "text": ["x", "x"]}), parquet)
+        assert hashes(plain) == hashes(parquet)
     for record in ({"text": "x"}, {"text": "x", "id": None}):
         write_jsonl(plain, [record])
         with pytest.raises(DataError, match=r"x\.jsonl:1: no split key"):
@@ -313,9 +324,9 @@ def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'chat' holds string; it must hold lists of messages"):
         read(path, json_key="chat", values="lists")
     message = {"role": "user", "content": "a", "at": datetime(2024, 5, 6, tzinfo=timezone.utc)}
-    pq.write_table(pa.table({"chat": [[message]]}), path)
+    pq.write_table(pa.table({"chat": [[{**message, "role": b"user"}]]}), path)
     [text] = read(path, json_key="chat", values="lists")[0]
-    assert json.loads(text) == [{**message, "at": str(message["at"])}]
+    assert json.loads(text) == [{**message, "at": str(message["at"])}], "binary is a string as well"
 
 
 def test_missing_key_names_the_option(tmp_path: Path, write_jsonl: WriteJsonl) -> None:

@@ -299,6 +299,8 @@ def test_equal_input_gives_one_file(tmp_path: Path, source_files: list[InputFile
     first, second = (train(source_files, tmp_path / name) for name in ("a", "b"))
     assert first.path.read_bytes() == second.path.read_bytes()
     assert first.vocab_size == second.vocab_size == 600
+    with pytest.raises(ConfigError, match="is read here, and would be replaced"):
+        train(source_files, Path(source_files[0].path), overwrite=True)
 
 
 def test_a_sentencepiece_model_gives_every_text_back(sp_model: Path) -> None:
