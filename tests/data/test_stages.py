@@ -502,7 +502,7 @@ def test_a_step_that_has_begun_is_edited_no_more(change: dict[str, Any]) -> None
     taken = [next(begun) for _ in range(3)]  # two in a step
     state = begun.state_dict()
     assert (state["step"], state["micro_step"]) == (1, 1) and taken[2].num_micro_steps == 2
-    with pytest.raises(ResumeError, match="before step 2|from step 2 on"):
+    with pytest.raises(ResumeError, match=r"before step 2|from step 2 on"):
         begin(Stage(from_step=1, **change)).load_state_dict(state)
     later = begin(Stage(from_step=2, **change))
     later.load_state_dict(state)
