@@ -169,6 +169,14 @@ def test_integers_of_numpy_are_kept_as_json() -> None:
     assert pickle.loads(pickle.dumps(state)) == state
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_schedules_are_pickled_as_spawned_ranks_and_workers_need_them(order: str) -> None:
+    schedule = Schedule(packed_index(), tokens_per_step=256, order=order, cost_window=3)
+    there = pickle.loads(pickle.dumps(schedule))
+    for i in range(5):
+        assert there.step(i).sample_ids.tolist() == schedule.step(i).sample_ids.tolist()
+
+
 def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     schedule = Schedule(samples_of_buckets({8: 40, 16: 3}), tokens_per_step=64)
     assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
