@@ -221,8 +221,9 @@ def cut_bounds(bounds: Bounds, window: int, *, num_lists: int = 1, entries: int 
         entries: fill every list with its last value to so many; 0: to those of the longest.
 
     Raises:
-        ValueError: a list has more than ``entries``.
+        ValueError: a list has more than ``entries``, or the window is no number of tokens.
     """
+    check_positive("micro batch", attention_window=window)
     lengths = np.diff(bounds.cu_seqlens.reshape(num_lists, -1)).astype(np.int64)
     rooms = lengths
     if bounds.cu_seqlens_padded is not None:

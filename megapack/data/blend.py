@@ -31,6 +31,7 @@ ranks still have the same bucket at every micro step.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -339,7 +340,11 @@ class Mixture:
     """Share of every source's documents; None, also in the list: ``fim.rate``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
-        """The same with names where it has none. Raises ConfigError: not one of each per source."""
+        """The same with names where it has none.
+
+        Raises:
+            ConfigError: not one of each per source, or a limit that is not above 0.
+        """
         none, limits = [None] * len(names), self.max_epochs
         given: dict[str, Sequence[Any]] = {
             "names": self.names or names,
@@ -354,6 +359,9 @@ class Mixture:
                 raise ConfigError(
                     f"{len(of_sources)} {what} for {len(names)} indices; give one for each"
                 )
+        check_positive("the run", run_tokens=self.run_tokens)
+        for name, limit in zip(given["names"], given["max_epochs"], strict=True):
+            check_positive(f"source {name!r}", max_epochs=None if limit == math.inf else limit)
         weights = [None if weight is None else float(weight) for weight in given["weights"]]
         usual = 0.0 if self.fim is None else self.fim.rate
         return replace(

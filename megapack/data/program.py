@@ -439,7 +439,7 @@ def _fim_rates(
     if mixture.fim is None and any(result):
         raise ConfigError(
             f"{by} has a rate of fim and there is no fim: say its sentinels (fim: {{sentinels: "
-            "...}} in the manifest), or leave the rate out"
+            "...} in the manifest), or leave the rate out"
         )
     return tuple(result) if any(result) else None
 
