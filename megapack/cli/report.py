@@ -414,7 +414,8 @@ _USUAL = {"loss_weights": 1.0, "fim_rates": 0.0}  # of sources for which a stage
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> str:
     """What a stage does otherwise than the one before it."""
-    said = []
+    said: list[str] = []
+    was: Any
     for key in dict.fromkeys((*after, *_USUAL, "attention_window")):
         value, was = after.get(key), 0 if key == "skip_steps" else before.get(key)
         if key in _USUAL:  # of sources that are drawn
@@ -423,8 +424,8 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequenc
             found = [f"{name} {now:g}" for name, (now, then), w in rows if w != 0 and now != then]
             said += [f"{key} {', '.join(found)}"] if found else []
         elif key != "from_step" and value != was:
-            told = _weights(names, value) if key == "weights" else f"{key} {value or 'none'}"
-            said.append(told)
+            shown = f"{key} {value or 'none'}"
+            said.append(_weights(names, value or ()) if key == "weights" else shown)
     return ", ".join(said) or "nothing that is drawn otherwise"
 
 
