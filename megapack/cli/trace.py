@@ -186,8 +186,7 @@ def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[Dealt]:
     """(where, global sample id, what its documents are turned round by) of a step; ``where`` is
     empty when no ranks are asked for."""
     if args.ranks is None:
-        if args.rank is not None:
-            raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
+        refuse_without("--ranks N", rank=args.rank)
         content = run.schedule.step(step)
         return [({}, *sample) for sample in _with_fim(content.sample_ids, content.fim)]
     found: list[Dealt] = []

@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -41,11 +41,7 @@ from megapack.errors import ConfigError
 
 # ---- How buckets follow each other ---------------------------------------------------------------
 
-Odds = Callable[[int], list[float]]  # functions of this module, no lambdas: schedules are pickled
-
-
-def _equal(num_buckets: int) -> list[float]:
-    return [1.0] * num_buckets
+Odds = Callable[[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,13 @@ class Order:
     """
 
     meaning: str
-    odds: Odds = _equal
+    odds: Odds = lambda num_buckets: [1.0] * num_buckets
     num_cycles: int = 1
     times: Literal["spread", "random", "consecutive"] = "spread"
+
+    def __reduce__(self) -> tuple[Callable[[str], Order], tuple[str]]:
+        """Pickled by its name: its odds may be a lambda."""
+        return order_named, (next(name for name, own in ORDERS.items() if own is self),)
 
     @property
     def shuffled(self) -> bool:
@@ -88,29 +88,25 @@ def _linear(num_buckets: int) -> list[float]:
 _MOST_ODDS = 1 << 900  # times the draws of a cycle it is still a number
 
 
-def _power(base: int, num_buckets: int) -> list[float]:
-    return [float(min(base ** (num_buckets - 1 - i), _MOST_ODDS)) for i in range(num_buckets)]
+def _power(base: int) -> Odds:
+    return lambda num_buckets: [
+        float(min(base ** (num_buckets - 1 - i), _MOST_ODDS)) for i in range(num_buckets)
+    ]
 
 
-def _reverse(odds: Odds, num_buckets: int) -> list[float]:
-    return odds(num_buckets)[::-1]
+def _reverse(odds: Odds) -> Odds:
+    return lambda num_buckets: odds(num_buckets)[::-1]
 
 
 ORDERS = {
     "proportional": Order("every window holds the buckets in proportion to their tokens"),
     "uniform": Order("all draws of an epoch in random order (odds 1:1:1)", times="random"),
     "grow-linear": Order("short buckets earlier, odds ..., 3, 2, 1", _linear, 8),
-    "grow-p2": Order("short buckets earlier, odds ..., 4, 2, 1", partial(_power, 2), 8),
-    "grow-p100": Order("short buckets earlier, odds ..., 10000, 100, 1", partial(_power, 100), 8),
-    "shrink-linear": Order(
-        "long buckets earlier, odds 1, 2, 3, ...", partial(_reverse, _linear), 8
-    ),
-    "shrink-p2": Order(
-        "long buckets earlier, odds 1, 2, 4, ...", partial(_reverse, partial(_power, 2)), 8
-    ),
-    "shrink-p100": Order(
-        "long buckets earlier, odds 1, 100, ...", partial(_reverse, partial(_power, 100)), 8
-    ),
+    "grow-p2": Order("short buckets earlier, odds ..., 4, 2, 1", _power(2), 8),
+    "grow-p100": Order("short buckets earlier, odds ..., 10000, 100, 1", _power(100), 8),
+    "shrink-linear": Order("long buckets earlier, odds 1, 2, 3, ...", _reverse(_linear), 8),
+    "shrink-p2": Order("long buckets earlier, odds 1, 2, 4, ...", _reverse(_power(2)), 8),
+    "shrink-p100": Order("long buckets earlier, odds 1, 100, ...", _reverse(_power(100)), 8),
     "sequential": Order(
         "bucket after bucket, samples as the index has them (debugging)", times="consecutive"
     ),

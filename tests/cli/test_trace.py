@@ -210,7 +210,7 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
         ),
         (["--until", f"{10**16}"], "reaches to step 10000000000000000, and a run has at most 2^53"),
         (["--step", "-1"], "steps are counted from 0"),
-        (["--step", "1", "--rank", "0"], "--rank 0 of how many? Give --ranks, too"),
+        (["--step", "1", "--rank", "0"], "--rank 0 is for --ranks N: give it, too"),
         (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
         (["--set", "data.blend=null"], "data: give prefix and index"),
     ],
