@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ __all__ = [
     "load_config",
     "nearest",
     "to_dict",
+    "whole_numbers",
 ]
 
 T = TypeVar("T")
@@ -298,3 +300,16 @@ def check_range(
 def check_positive(section: str, **values: float | None) -> None:
     """``check_range`` of numbers that make no sense at 0 or below."""
     check_range(section, above=0, **values)
+
+
+def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> None:
+    """``check_range`` of fields of a frozen dataclass that count; they become Python's own integers
+    (JSON takes no numpy.int64). Raises ConfigError also where one is no whole number."""
+    given = {name: getattr(config, name) for name in names}
+    check_range(section, **bounds, **given)
+    for name, value in given.items():
+        try:
+            object.__setattr__(config, name, None if value is None else operator.index(value))
+        except TypeError:
+            message = f"{section}: {name} is {value!r}; it must be a whole number"
+            raise ConfigError(message) from None

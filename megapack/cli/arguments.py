@@ -213,3 +213,15 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
     return TokenizerFiles.open(tokenizer).special_token("eod", token).id
+
+
+def refuse_without(needed: str, **given: object) -> None:
+    """Refuse options that say nothing without ``needed``, which is not there.
+
+    Raises:
+        ConfigError: names the first one that is given (neither None nor False).
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            told = "" if value is True else f" {value}"
+            raise ConfigError(f"--{name}{told} is for {needed}: give it, too")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.text import Text
 
-from megapack.cli.arguments import add_shared
+from megapack.cli.arguments import add_shared, refuse_without
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Screen, note, print_table, printed_as_json
 from megapack.cli.pack import describe_shards, print_composition, print_shards
@@ -326,7 +326,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "nothing to inspect; name a dataset (PREFIX), a .samples file or a shard manifest"
         )
+    if args.fim is None:
+        refuse_without("--fim MANIFEST", epoch=args.epoch or None, seed=args.seed or None)
+    if not 0 <= args.epoch < 1 << 63:
+        raise ConfigError(f"--epoch {args.epoch}: passes are counted from 0, in 63 bits")
+    if args.sample is None:
+        refuse_without("--sample I", fim=args.fim, tokenizer=args.tokenizer, full=args.full)
+    if not manifests:
+        refuse_without("a shard manifest", shards=args.shards)
     if args.sample is not None:
+        if args.json:
+            raise ConfigError("--json describes files, and --sample shows text: leave out one")
         if len(names) != 1 or len(prefixes) > 1 or manifests:
             raise ConfigError(
                 f"--sample needs one .samples file and at most one dataset, not "

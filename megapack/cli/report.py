@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -408,14 +409,23 @@ def _weights(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(shown[:12]) + more if shown else "All documents"
 
 
+_USUAL = {"loss_weights": 1.0, "fim_rates": 0.0}  # of sources for which a stage says nothing
+
+
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> str:
     """What a stage does otherwise than the one before it."""
-    said = []
-    for key, value in after.items():
-        if key == "weights" and value != before.get(key):
-            said.append(_weights(names, value))
-        elif key not in ("from_step", "weights") and value != before.get(key) and value:
-            said.append(f"{key} {value}")
+    said: list[str] = []
+    was: Any
+    for key in dict.fromkeys((*after, *_USUAL, "attention_window")):
+        value, was = after.get(key), 0 if key == "skip_steps" else before.get(key)
+        if key in _USUAL:  # of sources that are drawn
+            pairs = zip_longest(value or (), was or (), fillvalue=_USUAL[key])
+            rows = zip(names, pairs, after["weights"], strict=False)
+            found = [f"{name} {now:g}" for name, (now, then), w in rows if w != 0 and now != then]
+            said += [f"{key} {', '.join(found)}"] if found else []
+        elif key != "from_step" and value != was:
+            shown = f"{key} {value or 'none'}"
+            said.append(_weights(names, value or ()) if key == "weights" else shown)
     return ", ".join(said) or "nothing that is drawn otherwise"
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import add_shared, positive
+from megapack.cli.arguments import add_shared, positive, refuse_without
 from megapack.cli.output import Screen, note, print_table
 from megapack.compare import MODELS
 from megapack.config import load_config
@@ -220,7 +220,10 @@ def _replayed(
 
 
 def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_Step]:
+    refuse_without("a run (.yaml)", set=" ".join(args.set) or None)
     given = _read_lengths(args.source)
+    if (given < 0).any():
+        raise DataError(f"{args.source}: a document has {given.min()} tokens; give 0 or more")
     longest = args.max_tokens * args.context
     lengths = cut_documents(given[given > 0].astype(np.int64), longest)
     if not len(lengths):

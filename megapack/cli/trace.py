@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.cli.arguments import add_shared, positive
+from megapack.cli.arguments import add_shared, positive, refuse_without
 from megapack.cli.inspect import decoder, print_sample, turned_round, view_sample
 from megapack.cli.output import Screen, print_table, printed_as_json
 from megapack.config import load_config
@@ -186,8 +186,7 @@ def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[Dealt]:
     """(where, global sample id, what its documents are turned round by) of a step; ``where`` is
     empty when no ranks are asked for."""
     if args.ranks is None:
-        if args.rank is not None:
-            raise ConfigError(f"--rank {args.rank} of how many? Give --ranks, too")
+        refuse_without("--ranks N", rank=args.rank)
         content = run.schedule.step(step)
         return [({}, *sample) for sample in _with_fim(content.sample_ids, content.fim)]
     found: list[Dealt] = []
@@ -261,21 +260,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megapack.data.program import check_reach  # noqa: PLC0415
     from megapack.data.run import DECISIONS, open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     if args.step is None and not args.skipped:
-        for option in ("ranks", "rank", "tokenizer"):
-            if getattr(args, option) is not None:
-                raise ConfigError(f"--{option} is for --step N (or --skipped): give it, too")
-    if args.output is not None and args.unseen is None:
-        raise ConfigError(f"--output {args.output} is for --unseen SOURCE: give it, too")
+        given = {"ranks": args.ranks, "rank": args.rank, "tokenizer": args.tokenizer}
+        refuse_without("--step N (or --skipped)", **given)
+    elif args.until is not None:
+        raise ConfigError(f"--until {args.until} is for questions of many steps: leave it out")
+    if args.tokenizer is None:
+        refuse_without("--tokenizer T", full=args.full)
+    if args.unseen is None:
+        refuse_without("--unseen SOURCE", output=args.output, overwrite=args.overwrite)
     config = load_config(PretrainConfig, args.config, args.set)
     if (Path(args.config).parent / DECISIONS).exists():  # of a run directory, wherever it is now
         config = dataclasses.replace(config, run_dir=str(Path(args.config).parent))
     opened = open_run(config)
     schedule = opened.schedule
     until = args.until or opened.num_steps
+    check_reach(schedule.program, "the question", max(until, args.step or 0), "ask of earlier ones")
     if args.step is not None:
         answer_step(args, opened)
     elif args.document is not None:
@@ -327,10 +331,23 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
 # --- in which steps does a document appear? ------------------------------------------------------
 
 
+MOST_DRAWS = 100_000  # of a document that are listed: seconds, and megabytes of numbers
+
+
 def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+    from megapack.data.report import times_drawn  # noqa: PLC0415
+
     samples = schedule.samples
     source, document = _document(args.document, samples.names)
     masked_from = schedule.masked_from(source, document)
+    end = until if masked_from is None else min(until, masked_from)
+    holding = samples.samples_of(source, document)
+    times = times_drawn(schedule.stage_at(end), source, np.array(holding, np.int64), end).sum()
+    if times > MOST_DRAWS:
+        raise ConfigError(
+            f"--document {args.document}: its samples are drawn {times:,} times in {end:,} steps, "
+            f"and at most {MOST_DRAWS:,} are listed: look at fewer steps by --until"
+        )
     facts: dict[str, Any] = {
         "source": samples.names[source],
         "document": document,
@@ -342,13 +359,9 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
                 "segments": [
                     piece for piece in samples.segments(sample)[1] if piece[0] == document
                 ],
-                "steps": [
-                    step
-                    for step in schedule.steps_of(sample, until)
-                    if masked_from is None or step < masked_from
-                ],
+                "steps": schedule.steps_of(sample, end),
             }
-            for sample in samples.samples_of(source, document)
+            for sample in holding
         ],
     }
     if printed_as_json(args, facts):
@@ -360,18 +373,10 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
     )
     if not facts["samples"]:
         Screen().write_line("no sample holds it: it is empty, or packing left it out")
-        return
-    print_table(
-        ("sample", "tokens", "steps"),
-        [
-            (
-                f"{shown['sample']:,}",
-                " ".join(f"[{begin:,}, {begin + n:,})" for _, begin, n in shown["segments"]),
-                " ".join(f"{step:,}" for step in shown["steps"]) or "none",
-            )
-            for shown in facts["samples"]
-        ],
-    )
+    for shown in facts["samples"]:  # no table, which would cut long lines
+        tokens = " ".join(f"[{begin:,}, {begin + n:,})" for _, begin, n in shown["segments"])
+        steps = " ".join(f"{step:,}" for step in shown["steps"]) or "none"
+        Screen().write_line(f"sample {shown['sample']:,}, tokens {tokens}: steps {steps}")
 
 
 def _document(text: str, names: list[str]) -> tuple[int, int]:

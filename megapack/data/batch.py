@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.config import check_positive
+from megapack.config import check_positive, whole_numbers
 from megapack.data.fim import FimDraws
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, most_segments
@@ -131,12 +131,8 @@ class BatchLayout:
     cu_seqlens_per_row: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(
-            "layout",
-            micro_batch_tokens=self.micro_batch_tokens,
-            row_tokens=self.row_tokens,
-            num_cu_seqlens=self.num_cu_seqlens,
-        )
+        names = ("micro_batch_tokens", "row_tokens", "num_cu_seqlens")
+        whole_numbers("layout", self, *names, above=0)
         if self.kind not in ("stream", "rows"):
             raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
         if self.cu_seqlens not in ("exact", "padded"):
@@ -221,8 +217,9 @@ def cut_bounds(bounds: Bounds, window: int, *, num_lists: int = 1, entries: int 
         entries: fill every list with its last value to so many; 0: to those of the longest.
 
     Raises:
-        ValueError: a list has more than ``entries``.
+        ValueError: a list has more than ``entries``, or the window is no number of tokens.
     """
+    check_positive("micro batch", attention_window=window)
     lengths = np.diff(bounds.cu_seqlens.reshape(num_lists, -1)).astype(np.int64)
     rooms = lengths
     if bounds.cu_seqlens_padded is not None:

@@ -31,13 +31,14 @@ ranks still have the same bucket at every micro step.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megapack.config import check_positive, check_range, load_config
+from megapack.config import check_positive, check_range, load_config, whole_numbers
 from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
 from megapack.data.steps import Loss
@@ -173,12 +174,7 @@ class Ramp:
     def __post_init__(self) -> None:
         if (self.until_step is None) == (self.until_tokens is None):
             raise ConfigError("a ramp ends at until_step or at until_tokens: give one of them")
-        check_positive(
-            "ramp",
-            until_step=self.until_step,
-            until_tokens=self.until_tokens,
-            pieces=self.pieces,
-        )
+        whole_numbers("ramp", self, "until_step", "until_tokens", "pieces", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,13 +219,10 @@ class Stage:
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
-        check_range(
-            str(self),
-            at_least=0,
-            skip_steps=self.skip_steps,
-            attention_window=self.attention_window,
-            window_steps=self.window_steps,
-        )
+        names = ("from_step", "from_tokens", "tokens_per_step", "num_cycles", "micro_step_tokens")
+        whole_numbers(str(self), self, *names)
+        rest = ("skip_steps", "attention_window", "window_steps")
+        whole_numbers(str(self), self, *rest, at_least=0)
         if self.window_steps and not self.attention_window:
             raise ConfigError(
                 f"{self} has window_steps {self.window_steps} and attention_window "
@@ -347,7 +340,11 @@ class Mixture:
     """Share of every source's documents; None, also in the list: ``fim.rate``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
-        """The same with names where it has none. Raises ConfigError: not one of each per source."""
+        """The same with names where it has none.
+
+        Raises:
+            ConfigError: not one of each per source, or a limit that is not above 0.
+        """
         none, limits = [None] * len(names), self.max_epochs
         given: dict[str, Sequence[Any]] = {
             "names": self.names or names,
@@ -362,6 +359,9 @@ class Mixture:
                 raise ConfigError(
                     f"{len(of_sources)} {what} for {len(names)} indices; give one for each"
                 )
+        check_positive("the run", run_tokens=self.run_tokens)
+        for name, limit in zip(given["names"], given["max_epochs"], strict=True):
+            check_positive(f"source {name!r}", max_epochs=None if limit == math.inf else limit)
         weights = [None if weight is None else float(weight) for weight in given["weights"]]
         usual = 0.0 if self.fim is None else self.fim.rate
         return replace(

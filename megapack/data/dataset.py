@@ -279,9 +279,9 @@ class PackedDataset(Dataset[Batch]):
                 (``RemoteObject.read``).
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
+        if len(ids) == 0 and (capacity is None or layout is None):
+            raise ValueError("an empty micro batch needs the capacity of its bucket and a layout")
         if capacity is None:
-            if len(ids) == 0:
-                raise ValueError("an empty micro batch needs the capacity of its bucket")
             capacity = self.samples.capacity_of(int(ids[0]))
         if layout is None:
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))

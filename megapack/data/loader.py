@@ -30,6 +30,7 @@ import torch.distributed as dist
 import xxhash
 
 from megapack import _core
+from megapack.config import check_range
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, cut_slice
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
@@ -285,6 +286,8 @@ def build_loader(
             f"the schedule was made of index {', '.join(theirs.fingerprints)} and the dataset of "
             f"{', '.join(ours.fingerprints)}; make the schedule from the dataset"
         )
+    ahead = {"prefetch": prefetch, "read_ahead": read_ahead}
+    check_range("loader", at_least=0, check_ranks_every=check_ranks_every, **ahead)
     if reuse_buffers and device is not None:
         raise ConfigError(
             "reuse_buffers is for batches that stay in host memory: a copy to a device may still "
@@ -304,7 +307,7 @@ def build_loader(
     shape = BatchLayout(
         micro_batch_tokens=micro_batch_tokens,
         kind=layout,
-        row_tokens=row_tokens or schedule.config.row_tokens,
+        row_tokens=schedule.config.row_tokens if row_tokens is None else row_tokens,
         cu_seqlens=cu_seqlens,
         num_cu_seqlens=num_cu_seqlens,
         cu_seqlens_per_row=cu_seqlens_per_row,

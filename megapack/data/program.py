@@ -221,7 +221,7 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
                 f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
                 "stages in order, and what holds from step 0 on outside of them"
             )
-        _check_reach(program, stage, begin + stage.skip_steps)
+        check_reach(program, stage, begin + stage.skip_steps)
         program = _ramped(program, ramp, begin)
         last = program[-1]
         ramp = [piece for piece in ramp if piece[0] >= begin]
@@ -291,13 +291,20 @@ def _step_of_tokens(program: Program, tokens: int) -> int:
     return last.begin + -(-missing // last.config.tokens_per_step)
 
 
-def _check_reach(program: Program, stage: Stage, step: int) -> None:
-    """Positions of blends and of attention windows are counted as far, and no farther."""
+_IN_STAGE = "let it begin (its ramp end, or skip fewer steps) before that"
+
+
+def check_reach(program: Program, what: object, step: int, remedy: str = _IN_STAGE) -> None:
+    """Positions of blends and of attention windows are counted as far, and no farther.
+
+    Raises:
+        ConfigError: ``what`` reaches to a step before which more tokens are taken.
+    """
     largest = max(settings.config.tokens_per_step for settings in program)
     if step * largest > MOST_TOKENS and tokens_before(program, step) > MOST_TOKENS:
         raise ConfigError(
-            f"{stage} reaches to step {step}, and a run has at most 2^53 tokens "
-            f"({MOST_TOKENS:,}): let it begin (its ramp end, or skip fewer steps) before that"
+            f"{what} reaches to step {step}, and a run has at most 2^53 tokens "
+            f"({MOST_TOKENS:,}): {remedy}"
         )
 
 
@@ -332,7 +339,7 @@ def _pieces(
         raise ConfigError(
             f"{stage} begins at step {begin} and its ramp ends at {end}: let it end at a later step"
         )
-    _check_reach(program, stage, end)
+    check_reach(program, stage, end)
     before = [weight for weight in last.weights if weight is not None]
     if len(before) < len(last.weights):
         raise ConfigError(
@@ -432,7 +439,7 @@ def _fim_rates(
     if mixture.fim is None and any(result):
         raise ConfigError(
             f"{by} has a rate of fim and there is no fim: say its sentinels (fim: {{sentinels: "
-            "...}} in the manifest), or leave the rate out"
+            "...} in the manifest), or leave the rate out"
         )
     return tuple(result) if any(result) else None
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.data.program import check_reach
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.sources import segments_of
 from megapack.errors import ConfigError
@@ -390,13 +391,14 @@ def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
-    """Refuse a run that repeats a source more often than allowed.
+    """Refuse a run that repeats a source more often than allowed, or has too many tokens to count.
 
     A draw per bucket and stage more is granted: the last one of an epoch reaches into the next.
 
     Raises:
         ConfigError: names the source, how often it would be repeated, and the remedies.
     """
+    check_reach(schedule.program, "the run", num_steps, "take fewer steps")
     mixture = schedule.samples.mixture
     assert isinstance(mixture.max_epochs, Sequence)
     limits = [math.inf if limit is None else limit for limit in mixture.max_epochs]

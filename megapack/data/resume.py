@@ -134,12 +134,17 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         that differs from the step of the state on, where everything may.
 
     Raises:
-        ResumeError: something else differs, that is, what was done would be done otherwise; all of
-            it is named with both values and the first step that differs.
+        ResumeError: it is no state; or something else differs, that is, what was done would be done
+            otherwise; all of it is named with both values and the first step that differs.
         ConfigError: allow_change names a field that does not exist.
     """
     check_allowed(allow_change)
-    step = int(state["step"])
+    step = int(state.get("step", -1))
+    if step < 0 or "indices" not in state:
+        raise ResumeError(
+            f"this is no state of a schedule (step {state.get('step')}, fields "
+            f"{', '.join(state) or 'none'}): give what state_dict(step) returned"
+        )
     done = max(step, 1)  # a run that has not begun has a first stage nevertheless
     differing = list(_whole_run(current, state, done))
     changes = list(_stages(current, state, done))

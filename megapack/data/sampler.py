@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from megapack import _core
+from megapack.config import check_range
 from megapack.data.batch import MicroBatch
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
@@ -190,11 +191,17 @@ class BucketBatchSampler(Sampler[MicroBatch]):
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(
-                f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks"
+                f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks, which "
+                "are counted from 0"
             )
         check_group(sequence_parallel_size, data_parallel_size)
         if start_step < 0:
             raise ConfigError(f"start_step is {start_step}; steps are counted from 0")
+        check_range("sampler", at_least=0, num_steps=num_steps)
+        if dealing not in ("balanced", "in_order"):
+            raise ConfigError(f"dealing is {dealing!r}; it must be 'balanced' or 'in_order'")
+        if uneven not in ("error", "pad"):
+            raise ConfigError(f"uneven is {uneven!r}; it must be 'error' or 'pad'")
         self.schedule = schedule
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
@@ -434,7 +441,8 @@ class MicroBatchIterator(Iterator[MicroBatch]):
             ResumeError: another order of samples, or ranks and micro batches of another size in
                 the midst of a step (between steps they may change).
         """
-        self._sampler.schedule.check_state(state)
+        begun = state["micro_step"] > 0  # then the step itself is of the past
+        self._sampler.schedule.check_state({**state, "step": int(state["step"]) + begun})
         if state["micro_step"] and state["launch"] != self._sampler.launch:
             raise ResumeError(
                 f"the state stands at micro step {state['micro_step']} of a step dealt with "

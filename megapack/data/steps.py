@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.config import check_positive, check_range
+from megapack.config import whole_numbers
 from megapack.errors import ConfigError
 
 # ---- How buckets follow each other ---------------------------------------------------------------
@@ -63,6 +63,10 @@ class Order:
     odds: Odds = lambda num_buckets: [1.0] * num_buckets
     num_cycles: int = 1
     times: Literal["spread", "random", "consecutive"] = "spread"
+
+    def __reduce__(self) -> tuple[Callable[[str], Order], tuple[str]]:
+        """Pickled by its name: its odds may be a lambda."""
+        return order_named, (next(name for name, own in ORDERS.items() if own is self),)
 
     @property
     def shuffled(self) -> bool:
@@ -154,14 +158,8 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         order_named(self.order)
-        check_positive(
-            "data",
-            tokens_per_step=self.tokens_per_step,
-            num_cycles=self.num_cycles,
-            micro_step_tokens=self.micro_step_tokens,
-            row_tokens=self.row_tokens,
-            cost_window=self.cost_window,
-        )
+        names = ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens", "cost_window")
+        whole_numbers("data", self, *names, above=0)
         if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
         if self.tokens_per_step % self.draw_tokens:
@@ -237,7 +235,7 @@ class ScheduleConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("run", at_least=0, seed=self.seed)
+        whole_numbers("run", self, "seed", at_least=0, below=1 << 64)
 
 
 def _divisors(number: int) -> str:

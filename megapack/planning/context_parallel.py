@@ -143,8 +143,10 @@ def context_parallel_indices(
         int64 ``(tokens / cp_size,)``.
 
     Raises:
-        ValueError: a segment cannot be divided.
+        ValueError: a segment cannot be divided, or there is no such rank.
     """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank is {cp_rank} of {cp_size} ranks, which are counted from 0")
     bounds = np.asarray(cu_seqlens, np.int64)
     if cp_size == 1:
         return np.arange(bounds[0], bounds[-1])

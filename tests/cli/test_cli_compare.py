@@ -317,6 +317,8 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
         ("wrong.txt", ("--max-tokens", "600"), "'seven' is no number of tokens"),
         ("large.txt", ("--max-tokens", "600"), f"'{1 << 63}' is no number of tokens"),
         ("empty.txt", ("--max-tokens", "600"), "no document has a token"),
+        ("below.npy", ("--max-tokens", "600"), "a document has -3 tokens; give 0 or more"),
+        ("lengths.npy", ("--max-tokens", "6", "--set", "seed=1"), "--set seed=1 is for a run"),
     ],
 )
 def test_errors_say_what_is_wrong(
@@ -330,5 +332,6 @@ def test_errors_say_what_is_wrong(
     (folder / "wrong.txt").write_text("3\nseven\n")
     (folder / "large.txt").write_text(f"3\n{1 << 63}\n")
     (folder / "empty.txt").write_text("0\n")
+    np.save(folder / "below.npy", np.array([7, -3]))
     assert main(["simulate", str(folder / source), *words]) in (1, 2)
     assert message in capsys.readouterr().err

@@ -167,6 +167,16 @@ def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
         (["{}.samples", "{}", "{}.samples", "--sample", "0"], 2, "needs one .samples file"),
         (["{}.missing"], 1, "No such file"),
         (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], 2, "no tokenizer at"),
+        (["{}.samples", "--fim", "b.yaml"], 2, "--fim b.yaml is for --sample I: give it, too"),
+        (["{}.samples", "--tokenizer", "bytes"], 2, "--tokenizer bytes is for --sample I"),
+        (["{}.samples", "--sample", "0", "--epoch", "2"], 2, "--epoch 2 is for --fim MANIFEST"),
+        (["{}.samples", "--sample", "0", "--fim", "b.yaml", "--epoch", "-1"], 2, "passes are"),
+        (
+            ["{}.samples", "--sample", "0", "--json"],
+            2,
+            "--json describes files, and --sample shows",
+        ),
+        (["{}.samples", "--shards"], 2, "--shards is for a shard manifest"),
     ],
 )
 def test_a_wrong_request_says_what_is_wrong(

@@ -167,6 +167,26 @@ def test_names_of_sources_are_shown_as_they_are(tmp_path: Path) -> None:
     assert legends == [2, 2, 2, 2], "losses by source, and what was drawn"
 
 
+def test_stages_say_what_they_change_and_nothing_else(tmp_path: Path) -> None:
+    """Each skips by itself; a source that leaves changes no rate; a window may end."""
+    rest = {"fim_rates": [0.5, 0.5, 0.5], "attention_window": [512, 0, 0, 0], "skip_steps": 0}
+    order = {"weights": [2, 1, 1], "num_cycles": 1, **rest}
+    left = {**order, "weights": [2, 1, 0], "fim_rates": [0.5, 0.5]}
+    stages = [
+        {**order, "from_step": 10, "skip_steps": 7},
+        {**left, "from_step": 20, "skip_steps": 7},
+        {**left, "from_step": 30, "fim_rates": [0.5, 0.9], "attention_window": None},
+        {**left, "from_step": 40, "fim_rates": []},
+    ]
+    begin = start(0, 2, sources=["web", "code", "math"], data_order={**order, "stages": stages})
+    path = write_log(tmp_path / "run", lines(60))
+    (path / "starts.jsonl").write_text(json.dumps(begin) + "\n")
+    said = words_of(render(read_run(path)))
+    assert "10 written skip_steps 7 20 written web 66.7 %, code 33.3 %, math 0.0 %, skip" in said
+    assert "skip_steps 7 30 written fim_rates code 0.9, attention_window none 40" in said
+    assert "40 written fim_rates web 0, code 0, attention_window [512, 0, 0, 0]" in said
+
+
 def test_run_that_says_nothing_for_long_is_doubted(run: Path) -> None:
     log = run / "log.jsonl"
     os.utime(log, (time.time() - 30, time.time() - 30))

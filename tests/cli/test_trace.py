@@ -149,6 +149,9 @@ def test_the_steps_of_a_document(config: Path) -> None:
         found = ask(config, "--document", f"{NAMES[source]}:{document}")
         assert {i for s in found["samples"] for i in s["steps"]} == held[source, document]
         assert found["until"] == 40
+    many = ask(config, "--document", "web:0", "--until", "99999")["samples"][0]["steps"]
+    last = f" {many[-2]:,} {many[-1]:,}\n"
+    assert printed("trace", config, "--document", "web:0", "--until", "99999").endswith(last)
     few = ask(config, "--document", "code:8", "--until", "6")
     assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
     assert "no sample holds it" in printed("trace", config, "--document", "web:60")
@@ -197,10 +200,17 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
         (["--document", "web"], "'web' is not SOURCE:D with a number D and one of the sources web"),
         (["--document", "wep:3"], "one of the sources web, code"),
         (["--document", f"web:{1 << 63}"], "is not SOURCE:D with a number D"),
-        (["--ranks", "2"], "--ranks is for --step N"),
+        (["--ranks", "2"], "--ranks 2 is for --step N"),
         (["--output", "x.npy"], "--output x.npy is for --unseen SOURCE"),
+        (["--step", "1", "--full"], "--full is for --tokenizer T: give it, too"),
+        (["--skipped", "--until", "3"], "--until 3 is for questions of many steps: leave it out"),
+        (
+            ["--document", "web:3", "--until", f"{10**12}"],
+            "at most 100,000 are listed: look",
+        ),
+        (["--until", f"{10**16}"], "reaches to step 10000000000000000, and a run has at most 2^53"),
         (["--step", "-1"], "steps are counted from 0"),
-        (["--step", "1", "--rank", "0"], "--rank 0 of how many? Give --ranks, too"),
+        (["--step", "1", "--rank", "0"], "--rank 0 is for --ranks N: give it, too"),
         (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
         (["--set", "data.blend=null"], "data: give prefix and index"),
     ],

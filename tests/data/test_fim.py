@@ -282,7 +282,7 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
     check_token_ids(data, 129)
     with pytest.raises(ConfigError, match="fim writes token id 128"):
         check_token_ids(data, 128)
-    with pytest.raises(ConfigError, match="has a rate of fim and there is no fim"):
+    with pytest.raises(ConfigError, match=r"there is no fim: .*\.\.\.} in the manifest"):
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
     with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):
         stages = [Stage(from_step=1, fim_rates={"other": 0.5})]

@@ -229,6 +229,11 @@ def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -
         loader(packed, row_tokens=32)
     with pytest.raises(ConfigError, match="'stream' or 'rows'"):
         loader(packed, layout="columns")
+    for name in ("prefetch", "read_ahead", "check_ranks_every"):
+        with pytest.raises(ConfigError, match=f"loader: {name} is -1; it must be at least 0"):
+            loader(packed, **{name: -1})
+    with pytest.raises(ConfigError, match="row_tokens is 0; it must be above 0"):
+        loader(packed, row_tokens=0)
 
 
 def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(packed: PackedDataset) -> None:

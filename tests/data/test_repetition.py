@@ -31,6 +31,16 @@ def test_weights_of_unimax_are_those_of_its_example() -> None:
     assert np.allclose(np.multiply(stage.weights, 9000), [400, 4000, 4600], rtol=1e-15)
 
 
+@pytest.mark.parametrize("limit", [0, -1, float("nan")])
+def test_limits_that_allow_nothing_are_refused(limit: float) -> None:
+    """As the manifest refuses them, also where there is none."""
+    with pytest.raises(ConfigError, match="source 'b': max_epochs is"):
+        Mixture(max_epochs=[1, limit]).of(["a", "b"])
+    assert Mixture(max_epochs=math.inf, run_tokens=1).of(["a"]).max_epochs == [math.inf]
+    with pytest.raises(ConfigError, match="the run: run_tokens is 0; it must be above 0"):
+        Mixture(max_epochs=1, run_tokens=0).of(["a"])
+
+
 def random_mixture(random: np.random.Generator) -> tuple[Mixture, list[int]]:
     count = int(random.integers(1, 6))
     names = [f"s{i}" for i in range(count)]

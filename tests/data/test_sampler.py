@@ -160,6 +160,9 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
         ({"micro_batch_tokens": 64, "data_parallel_size": 5}, "use 1, 2, 3, 4, 6, 12 ranks"),
         ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
         ({"start_step": -1}, "counted from 0"),
+        ({"num_steps": -1}, "num_steps is -1; it must be at least 0"),
+        ({"dealing": "even"}, "dealing is 'even'; it must be 'balanced' or 'in_order'"),
+        ({"uneven": "drop"}, "uneven is 'drop'; it must be 'error' or 'pad'"),
     ):
         with pytest.raises(ConfigError, match=message):
             BucketBatchSampler(schedule, **{**of_rank(micro=64), **options})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections import Counter
 from fractions import Fraction
 from math import ceil
@@ -140,6 +142,8 @@ def test_settings_without_a_meaning_are_refused() -> None:
     for options, message in (
         ({"order": "grow-p3"}, "must be one of"),
         ({"tokens_per_step": 0}, "must be above 0"),
+        ({"tokens_per_step": 64.0}, "tokens_per_step is 64.0; it must be a whole number"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616; it must be at least 0 and below"),
         ({"cost_window": 0}, "cost_window"),
         ({"mix": "micro_step"}, "go together"),
         ({"micro_step_tokens": 8}, "go together"),
@@ -152,6 +156,25 @@ def test_settings_without_a_meaning_are_refused() -> None:
             Schedule(index, **{"tokens_per_step": 64, **options})
     with pytest.raises(ConfigError, match="no sample index"):
         Schedule([], tokens_per_step=64)
+
+
+def test_integers_of_numpy_are_kept_as_json() -> None:
+    index, five = samples_of_buckets({8: 4}), np.int64(5)
+    stage = Stage(from_step=five, tokens_per_step=np.int32(32), weights={"a": np.float32(0.5)})
+    schedule = Schedule(
+        [index], names=["a"], weights=[1], tokens_per_step=np.int64(64), seed=five, stages=[stage]
+    )
+    state = schedule.state_dict(step=5)
+    assert schedule.resume_step(json.loads(json.dumps(state))) == 5
+    assert pickle.loads(pickle.dumps(state)) == state
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_schedules_are_pickled_as_spawned_ranks_and_workers_need_them(order: str) -> None:
+    schedule = Schedule(packed_index(), tokens_per_step=256, order=order, cost_window=3)
+    there = pickle.loads(pickle.dumps(schedule))
+    for i in range(5):
+        assert there.step(i).sample_ids.tolist() == schedule.step(i).sample_ids.tolist()
 
 
 def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

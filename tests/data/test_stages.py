@@ -491,6 +491,30 @@ def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
     assert next(other).step == 1
 
 
+@pytest.mark.parametrize("change", [{"tokens_per_step": 48}, {"skip_steps": 2}])
+def test_a_step_that_has_begun_is_edited_no_more(change: dict[str, Any]) -> None:
+    """It would be half of the one and half of the other; from the next step on it may change."""
+
+    def begin(*stages: Stage) -> Any:
+        return iter(BucketBatchSampler(schedule_of(*stages), **of_rank(0, 1, 48), num_steps=9))
+
+    begun = begin()
+    taken = [next(begun) for _ in range(3)]  # two in a step
+    state = begun.state_dict()
+    assert (state["step"], state["micro_step"]) == (1, 1) and taken[2].num_micro_steps == 2
+    with pytest.raises(ResumeError, match=r"before step 2|from step 2 on"):
+        begin(Stage(from_step=1, **change)).load_state_dict(state)
+    later = begin(Stage(from_step=2, **change))
+    later.load_state_dict(state)
+    assert list(next(later)) == list(next(begun))
+
+
+@pytest.mark.parametrize("state", [{}, {"step": -1}, {"model": 0}, {"step": 3, "epoch": 1}])
+def test_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ResumeError, match=r"no state of a schedule .*give what state_dict"):
+        schedule_of().resume_step(state)
+
+
 def test_another_step_size_continues_at_the_tokens_seen() -> None:
     state = Schedule(INDEX, tokens_per_step=TOKENS).state_dict(11)
     larger = Schedule(INDEX, tokens_per_step=2 * TOKENS)

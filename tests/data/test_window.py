@@ -191,7 +191,9 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
         schedule_of(Stage(from_step=2, attention_window=8, window_steps=7))
     documents = write_documents(tmp_path / "d", random_documents([9, 5, 7]))
     index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
-    PackedDataset(documents, index, alignment=4, attention_window=8)
+    data = PackedDataset(documents, index, alignment=4, attention_window=8)
+    with pytest.raises(ConfigError, match="micro batch: attention_window is -4; it must be above"):
+        data.micro_batch([0], attention_window=-4)
     for options in (
         {"attention_window": 10},
         {"stages": [Stage(from_step=3, attention_window=10)]},

@@ -14,7 +14,7 @@ from reference.planning import broken_laws, costs
 
 import megapack
 from megapack.compare.cost import MODELS
-from megapack.planning import StepPlan, plan_step
+from megapack.planning import StepPlan, context_parallel_indices, plan_step
 
 LINEAR_LENGTH = 49_152.0  # 12 x 4,096
 
@@ -364,6 +364,9 @@ def test_a_plan_is_frozen_and_a_rank_out_of_range_is_refused() -> None:
         plan.num_ranks = 3
     with pytest.raises(ValueError, match="rank is 2; the plan is for 2 ranks"):
         plan.of_rank(2)
+    for rank in (-1, 2):  # chunks of another rank
+        with pytest.raises(ValueError, match=f"cp_rank is {rank} of 2 ranks, which are counted"):
+            context_parallel_indices(np.array([0, 8]), 2, rank)
 
 
 def test_the_length_where_attention_costs_as_much_as_all_else() -> None:
