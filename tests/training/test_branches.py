@@ -141,10 +141,12 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
     from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
     from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
+    from megapack.training.engine.world import RankProgress  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
     store.mkdir()
-    mirror = Mirror(f"file://{store}/run")
+    progress = RankProgress()
+    mirror = Mirror(f"file://{store}/run", progress)
     tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
     for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
         (directory / tag).mkdir(parents=True)
@@ -161,8 +163,8 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     mirror.wait()
     assert mirror.tags() == []
     for tag, name in zip(tags, ("one.pt", "two.pt"), strict=True):
-        (directory / tag / name).write_bytes(b"x")
-        files = {name: {"bytes": 1, "xxh3": checksum(directory / tag / name)}}
+        (directory / tag / name).write_bytes(bytes(12 << 20))
+        files = {name: {"bytes": 12 << 20, "xxh3": checksum(directory / tag / name)}}
         manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
         manifest.write(directory / tag)
         mirror.copy(directory, tags, tag)
@@ -170,6 +172,11 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]
+    # A large file is progress while it goes and comes, not only when it is there.
+    assert progress.signs >= 6
+    parts: list[int] = []
+    put_object(f"file://{store}/large", directory / tags[1] / "two.pt", lambda: parts.append(1))
+    assert len(parts) >= 3
     # What comes while another is copied is left out, unless nothing comes after it.
     mirror.keep_only([])
     gate = Event()
