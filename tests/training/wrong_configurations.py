@@ -184,6 +184,8 @@ CASES = [
     *_cases("data_types", "engine.deepspeed.data_types.grad_accum_dtype=bf16"),
     *_cases("sequence_parallel_size", "engine.deepspeed.sequence_parallel_size=2"),
     *_cases("gradient_allreduce_op", "engine.deepspeed.gradient_allreduce_op=sum"),
+    *_values("engine.deepspeed.", {"zero_optimization": "3 true null", "checkpoint": "[]"}),
+    *_cases("zero_optimization", "optimizer.kind=muon engine.deepspeed.zero_optimization=3"),
     *_cases("load_universal", "engine.deepspeed.checkpoint.load_universal=true"),
     # the command line
     *_cases("--profile", "--profile 5", "--profile 5:3", "--profile a:b"),
