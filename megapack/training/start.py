@@ -11,15 +11,22 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from megapack.config import from_dict
+from megapack.config import from_dict, to_dict
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
+from megapack.errors import (
+    ConfigError,
+    MegapackError,
+    RankMismatchError,
+    ResumeError,
+    exit_code,
+)
 from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
@@ -93,7 +100,7 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             "run_dir, or remove them"
         )
     if config.checkpoint.branch_from is not None and not tags_in(run.checkpoints):
-        CheckpointManifest.read(Path(config.checkpoint.branch_from))
+        check_branch(Path(config.checkpoint.branch_from), config.checkpoint.mirror)
     inputs = open_inputs(config)
     check_mixing(config, inputs)
     if profile is not None and profile.stop > inputs.num_steps:
@@ -101,6 +108,17 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
     return inputs
+
+
+def check_branch(origin: Path, mirror: str | None) -> None:
+    """Refuse to begin where there is no checkpoint, or with the mirror of the trunk."""
+    CheckpointManifest.read(origin)
+    section = RunDirectory(origin.absolute().parents[1]).settings().get("checkpoint", {})
+    if mirror is not None and mirror.rstrip("/") == str(section.get("mirror")).rstrip("/"):
+        raise ConfigError(
+            f"checkpoint.mirror is {mirror}, which is that of the run that this one branches from: "
+            "its checkpoints there would be taken for this run's, and removed; give another address"
+        )
 
 
 def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
@@ -126,6 +144,7 @@ def prepare(
     profile: range | None,
 ) -> Trainer:
     """Model, engine and loop, at the step at which the run begins; collective."""
+    check_ranks(config, here)
     if config.data.verify:
         verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
@@ -209,6 +228,38 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     if here.is_first:
         run.end(reason)
     return PREEMPTED if reason == "signal" else 0
+
+
+# Names of files, which nodes may have elsewhere; what is drawn is compared by ``RankChecker``.
+_PATHS = {f"data.{name}" for name in ("prefix", "index", "blend", "valid_prefix", "valid_index")}
+_PATHS |= {"run_dir", "model.pretrained", "model.config", "model.tokenizer"}
+
+
+def check_ranks(config: PretrainConfig, here: World) -> None:
+    """All ranks train alike; collective.
+
+    Raises:
+        RankMismatchError: the configuration of one is another than the first rank's.
+    """
+    first = here.on_first(lambda: to_dict(config))
+    differing = [
+        f"{name} is {mine!r} on {here.host}, {theirs!r} on the first rank"
+        for name, mine, theirs in _differing(to_dict(config), first)
+    ]
+    what = "ranks disagree on the configuration. Start all ranks with the same files"
+    here.fail_together("; ".join(differing[:3]) or None, what, RankMismatchError)
+
+
+def _differing(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, value) of what two configurations have otherwise."""
+    if mine == theirs or (name in _PATHS and isinstance(mine, str)):
+        return
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        yield name, mine, theirs
+        return
+    for key in {**mine, **theirs}:
+        inner = f"{name}.{key}" if name else key
+        yield from _differing(mine.get(key), theirs.get(key), inner)
 
 
 def find_checkpoint(

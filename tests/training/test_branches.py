@@ -135,6 +135,21 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
         CheckpointConfig(**keys)
 
 
+def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None:
+    """It would be restored from there, not from its checkpoint, and remove the trunk's."""
+    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
+    from megapack.training.start import check_branch  # noqa: PLC0415
+
+    origin = tmp_path / "trunk" / "checkpoints" / "step_00000002_tokens_9"
+    origin.mkdir(parents=True)
+    CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files={}).write(origin)
+    (tmp_path / "trunk" / "config.yaml").write_text("checkpoint: {mirror: s3://bucket/run}")
+    check_branch(origin, "s3://bucket/branch")
+    check_branch(origin, None)
+    with pytest.raises(ConfigError, match="which is that of the run that this one branches from"):
+        check_branch(origin, "s3://bucket/run/")
+
+
 def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_damage_is_named(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: 
     shard = next(newest.glob("*rank_1*optim_states.pt"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 255
+    manifest = newest / "manifest.json"
+    sound = manifest.read_text()
+    manifest.write_text(sound.replace('"step": 8,\n   "order', '"step": 7,\n   "order'))
+    ranks = start_run(zygote, config, "moved")
+    assert ranks.wait() == [1, 1] and "manifest.json is damaged: its state" in ranks.output()
+    manifest.write_text(sound)
     shard.write_bytes(data)
 
     ranks = start_run(zygote, config, "refused")
@@ -239,12 +246,26 @@ def test_other_model_is_refused(
     assert "does not fit this run" in ranks.output()
 
 
-def test_ranks_with_other_data_stop(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optimizer.lr", "0.1", "optimizer.lr is 0.1 on .*, 0.003 on the first rank"),
+        ("data.index", "valid.samples", "indices is .* on rank 1 and .* on the other 1"),
+    ],
+)
+def test_ranks_that_differ_stop(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path, key: str, value: str, message: str
+) -> None:
     config = corpus.config(tmp_path / "run")
-    other = [str(PRETRAIN), "--config", str(config), "--set", "seed=9"]
+    words = [f"{key}={value}"]
+    if key == "data.index":  # files may lie elsewhere on another node, and hold the same
+        words = [f"{key}={corpus.directory / value}", f"data.prefix={corpus.valid}"]
+    other = [str(PRETRAIN), "--config", str(config)]
+    for word in words:
+        other += ["--set", word]
     ranks = start_run(zygote, config, "mixed", of_rank={1: {"argv": other}})
     assert all(code != 0 for code in ranks.wait())
-    assert "seed is 9 on rank 1 and 0 on the other 1" in ranks.output()
+    assert re.search(message, ranks.output()), ranks.output()[-2000:]
 
 
 def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ class RunDirectory:
         self._lock = WriterLock(self.path, what="training")
         self.end("running")
 
+    def settings(self) -> dict[str, Any]:
+        """What ``config.yaml`` says; empty where it cannot be read."""
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            return tree if isinstance(tree, dict) else {}
+        return {}
+
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
         """Record a start: the configuration in full, and one line of facts."""
         with atomic_write(self.config, "w") as file:
