@@ -300,6 +300,9 @@ def test_checkpoint_is_a_model(zygote: Zygote, corpus: Corpus, whole: Path, tmp_
     assert not list(tmp_path.glob(".export*"))
     refused = zygote.start([*export, str(tmp_path / "x"), "--step", "5"], 1, tmp_path / "log-5")
     assert refused.wait() == [1] and "(steps: 3, 6, 8)" in refused.output()
+    refused = zygote.start([*export, str(run_dir)], 1, tmp_path / "log-run")
+    assert refused.wait() == [2] and "is there and is no model" in refused.output()
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == before
 
 
 def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:
