@@ -166,6 +166,8 @@ class Trainer:
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
         """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
         try:
+            if self.validation_is_due and self.done and self.here.on_first(self.left_out):
+                self.validate()
             stopped = None
             while stopped is None:
                 try:
@@ -200,8 +202,7 @@ class Trainer:
                     return True
                 if not still_writing:
                     self.finish_save()
-                last = self.done == self.inputs.num_steps
-                if _due(self.config.evaluation.every, self.done) or last:
+                if self.validation_is_due:
                     self.validate()
                 if self.config.checkpoint.is_due(self.done):
                     self.save()
@@ -367,6 +368,18 @@ class Trainer:
         self.go_on(self.decide(decision), self.done)
         self.monitor.skip_time()
 
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether the steps that are done call for one."""
+        every, done = self.config.evaluation.every, self.done
+        return done == self.inputs.num_steps or (every is not None and done % every == 0)
+
+    def left_out(self) -> bool:
+        """Whether the validation of now is still to do: a signal does not wait for it."""
+        path = self.run_dir.evaluation
+        lines = read_jsonl(path) if path.exists() else ()
+        return all(line["step"] != self.done for line in lines)
+
     def validate(self) -> None:
         """Perplexity of the held-out documents, and of those of every source."""
         if not self.inputs.held_out:
@@ -426,7 +439,3 @@ class Trainer:
             *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),
         )
         self.monitor.skip_time()
-
-
-def _due(every: int | None, done: int) -> bool:
-    return every is not None and done % every == 0

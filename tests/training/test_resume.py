@@ -160,6 +160,21 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
         assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
 
 
+def test_a_validation_that_a_signal_left_out_is_made_up(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """A run that is told to stop saves at once, also where a validation is due."""
+    config = corpus.config(tmp_path / "run", evaluation={"every": 4, "max_tokens": 256})
+    path = tmp_path / "run" / "evaluation.jsonl"
+    start_run(zygote, config, "begun", "stop_at=4", ranks=1).succeed()
+    (before,) = read_jsonl(path)
+    path.unlink()
+    for name in ("resumed", "again"):
+        start_run(zygote, config, name, ranks=1).succeed()
+        found = list(read_jsonl(path))
+        assert [line["step"] for line in found] == [4, 8] and found[0] == before
+
+
 def test_damage_is_named(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     run_dir = _copy(whole, tmp_path, corpus, after=8)
     config = run_dir.with_suffix(".yaml")
