@@ -276,6 +276,12 @@ def find_checkpoint(
     def is_before(tag: str) -> bool:
         return at_most is None or tokens_of(tag) <= at_most
 
+    anew = section.resume == "never" and not back
+    if anew and store.mirror is not None and (there := here.on_first(store.mirror.tags)):
+        raise ConfigError(
+            f"{store.mirror.address} has checkpoints (up to {there[-1]}), which this run would "
+            "remove, and checkpoint.resume is never; choose another mirror, or remove them"
+        )
     if section.resume == "auto" or back:
         fallback = section.fallback or back
         found = store.find(verify=section.verify, fallback=fallback, among=is_before)

@@ -114,12 +114,16 @@ def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
     ours, theirs = read_log(run_dir), read_log(whole)
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert read_decisions(run_dir) == read_decisions(whole)
+    after = sorted(p.name for p in store.glob("run/*.manifest.json"))
     # What was damaged far away is refused, whatever its name says.
     shutil.rmtree(run_dir)
     newest = sorted(store.glob("run/step_*/*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     ranks = start_run(zygote, config, "damaged", env=env)
     assert ranks.wait() == [1, 1] and "another checksum than when it was written" in ranks.output()
+    ranks = start_run(zygote, config, "anew", "checkpoint.resume=never", env=env)
+    assert ranks.wait() == [2, 2] and "which this run would remove" in ranks.output()
+    assert sorted(p.name for p in store.glob("run/*.manifest.json")) == after
 
 
 @pytest.mark.parametrize(
