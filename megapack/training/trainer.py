@@ -12,7 +12,6 @@ its data anew, in the same processes.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from megapack.data.steps import fold_key
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
-from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.engine.directory import RunDirectory, append_jsonl, read_jsonl
 from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World
@@ -99,8 +98,7 @@ class BatchTrace:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
             line["tokens_seen"] = self._schedule.tokens_before(line["step"] + 1)
             line["sample_ids"] = batch["sample_ids"].tolist()
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_jsonl(self._path, line)
             yield batch
 
 

@@ -105,9 +105,7 @@ class RunDirectory:
         """Record a start: the configuration in full, and one line of facts."""
         with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
-        line = {"time": time.time(), **environment(), **facts}
-        with self.starts.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_jsonl(self.starts, {"time": time.time(), **environment(), **facts})
 
     def record_flight(self) -> None:
         """Have NCCL write the last collectives of every rank here when one of them times out;
@@ -166,6 +164,16 @@ def tokens_of(tag: str) -> int:
     """Tokens seen of a checkpoint's name; -1: it has none."""
     number = tag.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
+
+
+def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
+    """Add lines to a log. Raises OSError with the path, which that of a full disk does not have."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        text = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"{text} while writing", str(path)) from error
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
