@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -230,36 +229,26 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     return PREEMPTED if reason == "signal" else 0
 
 
-# Names of files, which nodes may have elsewhere; what is drawn is compared by ``RankChecker``.
-_PATHS = {f"data.{name}" for name in ("prefix", "index", "blend", "valid_prefix", "valid_index")}
-_PATHS |= {"run_dir", "model.pretrained", "model.config", "model.tokenizer"}
+# Files, which nodes may have elsewhere; what is drawn from them ``RankChecker`` compares.
+_FILES = {"run_dir", "prefix", "index", "blend", "valid_prefix", "valid_index"}
+_FILES |= {"pretrained", "config", "tokenizer"}
 
 
 def check_ranks(config: PretrainConfig, here: World) -> None:
-    """All ranks train alike; collective.
-
-    Raises:
-        RankMismatchError: the configuration of one is another than the first rank's.
-    """
-    first = here.on_first(lambda: to_dict(config))
+    """Collective. Raises RankMismatchError: a rank has another configuration than the first one."""
+    mine: dict[str, Any] = {}
+    for section, tree in to_dict(config).items():
+        for key, value in (tree if isinstance(tree, dict) else {section: tree}).items():
+            if key not in _FILES or isinstance(value, dict):
+                mine[key if key == section else f"{section}.{key}"] = value
+    first = here.on_first(lambda: mine)
     differing = [
-        f"{name} is {mine!r} on {here.host}, {theirs!r} on the first rank"
-        for name, mine, theirs in _differing(to_dict(config), first)
+        f"{name} is {value!r} on {here.host}, {first.get(name)!r} on the first rank"
+        for name, value in mine.items()
+        if value != first.get(name)
     ]
     what = "ranks disagree on the configuration. Start all ranks with the same files"
     here.fail_together("; ".join(differing[:3]) or None, what, RankMismatchError)
-
-
-def _differing(mine: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, value) of what two configurations have otherwise."""
-    if mine == theirs or (name in _PATHS and isinstance(mine, str)):
-        return
-    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        yield name, mine, theirs
-        return
-    for key in {**mine, **theirs}:
-        inner = f"{name}.{key}" if name else key
-        yield from _differing(mine.get(key), theirs.get(key), inner)
 
 
 def find_checkpoint(
@@ -279,8 +268,8 @@ def find_checkpoint(
     anew = section.resume == "never" and not back
     if anew and store.mirror is not None and (there := here.on_first(store.mirror.tags)):
         raise ConfigError(
-            f"{store.mirror.address} has checkpoints (up to {there[-1]}), which this run would "
-            "remove, and checkpoint.resume is never; choose another mirror, or remove them"
+            f"{store.mirror.address} has {there[-1]}, which this run would remove, and "
+            "checkpoint.resume is never; choose another mirror, or remove what is there"
         )
     if section.resume == "auto" or back:
         fallback = section.fallback or back
