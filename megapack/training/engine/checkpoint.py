@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -451,6 +452,10 @@ class CheckpointStore:
         if engine.weight_average is not None:
             engine.weight_average.load(self.directory / resume.tag)
         if resume.universal:
+            # With ZeRO-3 DeepSpeed gives all parts one step count, and each of them would raise it.
+            for state in engine.optimizer.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = deepcopy(state["step"])
             self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 
