@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
@@ -187,7 +186,7 @@ def read_run(path: str | Path) -> RunFacts:
     return RunFacts(
         run=run,
         log=log,
-        config=_config(run),
+        config=run.settings(),
         end=_end(run),
         starts=list(read_jsonl(run.starts)) if run.starts.exists() else [],
         evaluations=list(read_jsonl(run.evaluation)) if run.evaluation.exists() else [],
@@ -195,13 +194,6 @@ def read_run(path: str | Path) -> RunFacts:
         checkpoints=[step_of(tag) for tag in tags_in(run.checkpoints)],
         branches=_branches(run),
     )
-
-
-def _config(run: RunDirectory) -> dict[str, Any]:
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-        return tree if isinstance(tree, dict) else {}
-    return {}
 
 
 def _end(run: RunDirectory) -> dict[str, Any]:
@@ -219,7 +211,7 @@ def _branches(run: RunDirectory) -> list[Branch]:
         others = sorted(path for path in here.parent.iterdir() if path != here)
     for path in others:
         other = RunDirectory(path)
-        section = _config(other).get("checkpoint")
+        section = other.settings().get("checkpoint")
         origin = section.get("branch_from") if isinstance(section, dict) else None
         if origin is None or Path(origin).parent.parent.name != here.name:
             continue

@@ -149,9 +149,18 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @cached_property
     def mean_labels(self) -> float:
-        """Tokens with a label of a micro batch, the mean over all ranks."""
+        """Tokens with a label of a micro batch, the mean over all ranks.
+
+        Raises:
+            ConfigError: there is none.
+        """
         steps = range(self.sampler.num_steps)
         labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
+        if not labels:
+            raise ConfigError(
+                f"{self.dataset}: no token has a label, so there is no loss to evaluate: documents "
+                "are of one token each, or masked by their labels; give others"
+            )
         return labels / (len(self) * self.sampler.data_parallel_size)
 
     @property

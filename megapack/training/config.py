@@ -387,10 +387,10 @@ class EngineConfig:
             sequence_parallel_size=self.sequence_parallel_size,
             loss_chunk_tokens=self.loss_chunk_tokens,
             mlp_chunk_tokens=self.mlp_chunk_tokens,
-            timeout_minutes=self.timeout_minutes,
             silence_seconds=self.silence_seconds,
             stall_seconds=self.stall_seconds,
         )
+        check_range("engine", above=0, at_most=2**24, timeout_minutes=self.timeout_minutes)
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
                 "engine: offload_activations is true and activation_checkpointing is false; only "
@@ -427,6 +427,10 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
             )
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")
+        elif any(known.startswith(f"{name}.") for known in DECIDED):
+            raise ConfigError(
+                f"engine.deepspeed: {name} is {value!r}; it must be a mapping of keys"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,10 +462,11 @@ class PretrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
+        if not self.run_dir.strip():
+            raise ConfigError(f"run: run_dir is {self.run_dir!r}; it must name a directory")
         check_range("run", at_least=0, seed=self.seed)
-        check_positive(
-            "run", num_epochs=self.num_epochs, num_steps=self.num_steps, stop_at=self.stop_at
-        )
+        lengths = {name: getattr(self, name) for name in ("num_epochs", "num_steps", "stop_at")}
+        check_range("run", above=0, at_most=2**40, **lengths)
         if self.optimizer.kind == "muon":
             self._check_muon()
         if self.mixing.rule is not None and self.data.blend is None:

@@ -61,6 +61,8 @@ def evaluate(args: argparse.Namespace) -> int:
     check_positive(
         "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
     )
+    if bool(args.model) != bool(args.data or args.blend or args.lm_eval):
+        raise ConfigError("--model is scored by --data, --blend or --lm-eval; give what is missing")
     if args.contexts and not args.data:
         raise ConfigError("--contexts cuts the documents of --data; give that, too")
     if args.model and (args.data or args.blend):

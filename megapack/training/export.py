@@ -42,9 +42,14 @@ def main() -> int:
 def export_checkpoint(args: argparse.Namespace) -> int:
     overrides = [f"run_dir={args.run_dir}", *args.set]
     config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
+    output = args.output or RunDirectory(config.run_dir).model
+    if output.exists() and not (output / "config.json").exists() and any(output.glob("*")):
+        raise ConfigError(
+            f"--output: {output} is there and is no model (it has no config.json), and it would be "
+            "replaced; name another directory"
+        )
     join(args.local_rank)
     with world(timeout_minutes=config.engine.timeout_minutes) as here:
-        output = args.output or RunDirectory(config.run_dir).model
         # Not beside the checkpoints: a run that goes on clears what is half done there.
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(here.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))

@@ -17,9 +17,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from megapack.config import from_dict
+from megapack.config import from_dict, to_dict
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import ConfigError, MegapackError, ResumeError, exit_code
+from megapack.errors import (
+    ConfigError,
+    MegapackError,
+    RankMismatchError,
+    ResumeError,
+    exit_code,
+)
 from megapack.training.autopilot import find_rule
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
@@ -93,7 +99,7 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             "run_dir, or remove them"
         )
     if config.checkpoint.branch_from is not None and not tags_in(run.checkpoints):
-        CheckpointManifest.read(Path(config.checkpoint.branch_from))
+        check_branch(Path(config.checkpoint.branch_from), config.checkpoint.mirror)
     inputs = open_inputs(config)
     check_mixing(config, inputs)
     if profile is not None and profile.stop > inputs.num_steps:
@@ -101,6 +107,17 @@ def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
     return inputs
+
+
+def check_branch(origin: Path, mirror: str | None) -> None:
+    """Refuse to begin where there is no checkpoint, or with the mirror of the trunk."""
+    CheckpointManifest.read(origin)
+    section = RunDirectory(origin.absolute().parents[1]).settings().get("checkpoint", {})
+    if mirror is not None and mirror.rstrip("/") == str(section.get("mirror")).rstrip("/"):
+        raise ConfigError(
+            f"checkpoint.mirror is {mirror}, which is that of the run that this one branches from: "
+            "its checkpoints there would be taken for this run's, and removed; give another address"
+        )
 
 
 def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
@@ -126,6 +143,7 @@ def prepare(
     profile: range | None,
 ) -> Trainer:
     """Model, engine and loop, at the step at which the run begins; collective."""
+    check_ranks(config, here)
     if config.data.verify:
         verify_samples(inputs, here)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
@@ -211,6 +229,28 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     return PREEMPTED if reason == "signal" else 0
 
 
+# Files, which nodes may have elsewhere; what is drawn from them ``RankChecker`` compares.
+_FILES = {"run_dir", "prefix", "index", "blend", "valid_prefix", "valid_index"}
+_FILES |= {"pretrained", "config", "tokenizer"}
+
+
+def check_ranks(config: PretrainConfig, here: World) -> None:
+    """Collective. Raises RankMismatchError: a rank has another configuration than the first one."""
+    mine: dict[str, Any] = {}
+    for section, tree in to_dict(config).items():
+        for key, value in (tree if isinstance(tree, dict) else {section: tree}).items():
+            if key not in _FILES or isinstance(value, dict):
+                mine[key if key == section else f"{section}.{key}"] = value
+    first = here.on_first(lambda: mine)
+    differing = [
+        f"{name} is {value!r} on {here.host}, {first.get(name)!r} on the first rank"
+        for name, value in mine.items()
+        if value != first.get(name)
+    ]
+    what = "ranks disagree on the configuration. Start all ranks with the same files"
+    here.fail_together("; ".join(differing[:3]) or None, what, RankMismatchError)
+
+
 def find_checkpoint(
     config: PretrainConfig,
     here: World,
@@ -225,6 +265,12 @@ def find_checkpoint(
     def is_before(tag: str) -> bool:
         return at_most is None or tokens_of(tag) <= at_most
 
+    anew = section.resume == "never" and not back
+    if anew and store.mirror is not None and (there := here.on_first(store.mirror.tags)):
+        raise ConfigError(
+            f"{store.mirror.address} has {there[-1]}, which this run would remove, and "
+            "checkpoint.resume is never; choose another mirror, or remove what is there"
+        )
     if section.resume == "auto" or back:
         fallback = section.fallback or back
         found = store.find(verify=section.verify, fallback=fallback, among=is_before)

@@ -12,7 +12,6 @@ its data anew, in the same processes.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from megapack.data.steps import fold_key
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
-from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.engine.directory import RunDirectory, append_jsonl, read_jsonl
 from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World
@@ -99,8 +98,7 @@ class BatchTrace:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
             line["tokens_seen"] = self._schedule.tokens_before(line["step"] + 1)
             line["sample_ids"] = batch["sample_ids"].tolist()
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_jsonl(self._path, line)
             yield batch
 
 
@@ -166,6 +164,8 @@ class Trainer:
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
         """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
         try:
+            if self.validation_is_due and self.done and self.here.on_first(self.left_out):
+                self.validate()
             stopped = None
             while stopped is None:
                 try:
@@ -200,8 +200,7 @@ class Trainer:
                     return True
                 if not still_writing:
                     self.finish_save()
-                last = self.done == self.inputs.num_steps
-                if _due(self.config.evaluation.every, self.done) or last:
+                if self.validation_is_due:
                     self.validate()
                 if self.config.checkpoint.is_due(self.done):
                     self.save()
@@ -367,6 +366,18 @@ class Trainer:
         self.go_on(self.decide(decision), self.done)
         self.monitor.skip_time()
 
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether the steps that are done call for one."""
+        every, done = self.config.evaluation.every, self.done
+        return done == self.inputs.num_steps or (every is not None and done % every == 0)
+
+    def left_out(self) -> bool:
+        """Whether the validation of now is still to do: a signal does not wait for it."""
+        path = self.run_dir.evaluation
+        lines = read_jsonl(path) if path.exists() else ()
+        return all(line["step"] != self.done for line in lines)
+
     def validate(self) -> None:
         """Perplexity of the held-out documents, and of those of every source."""
         if not self.inputs.held_out:
@@ -426,7 +437,3 @@ class Trainer:
             *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),
         )
         self.monitor.skip_time()
-
-
-def _due(every: int | None, done: int) -> bool:
-    return every is not None and done % every == 0

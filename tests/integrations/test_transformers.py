@@ -406,6 +406,15 @@ def evaluated(rank: int, world_size: int, folder: str, out: str) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
+def test_evaluation_without_a_label_is_refused(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [1] * 64)
+    pack(dataset.document_lengths, buckets=[16]).save(tmp_path / "text.samples", source=dataset)
+    batches = micro_batches(tmp_path)
+    trainer = PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), eval_dataset=batches)
+    with pytest.raises(ConfigError, match="no token has a label, so there is no loss to evaluate"):
+        trainer.evaluate()
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_evaluation_is_the_loss_of_the_documents_one_by_one(

@@ -114,12 +114,16 @@ def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
     ours, theirs = read_log(run_dir), read_log(whole)
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert read_decisions(run_dir) == read_decisions(whole)
+    after = sorted(p.name for p in store.glob("run/*.manifest.json"))
     # What was damaged far away is refused, whatever its name says.
     shutil.rmtree(run_dir)
     newest = sorted(store.glob("run/step_*/*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     ranks = start_run(zygote, config, "damaged", env=env)
     assert ranks.wait() == [1, 1] and "another checksum than when it was written" in ranks.output()
+    ranks = start_run(zygote, config, "anew", "checkpoint.resume=never", env=env)
+    assert ranks.wait() == [2, 2] and "which this run would remove" in ranks.output()
+    assert sorted(p.name for p in store.glob("run/*.manifest.json")) == after
 
 
 @pytest.mark.parametrize(
@@ -135,16 +139,33 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
         CheckpointConfig(**keys)
 
 
+def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None:
+    """It would be restored from there, not from its checkpoint, and remove the trunk's."""
+    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
+    from megapack.training.start import check_branch  # noqa: PLC0415
+
+    origin = tmp_path / "trunk" / "checkpoints" / "step_00000002_tokens_9"
+    origin.mkdir(parents=True)
+    CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files={}).write(origin)
+    (tmp_path / "trunk" / "config.yaml").write_text("checkpoint: {mirror: s3://bucket/run}")
+    check_branch(origin, "s3://bucket/branch")
+    check_branch(origin, None)
+    with pytest.raises(ConfigError, match="which is that of the run that this one branches from"):
+        check_branch(origin, "s3://bucket/run/")
+
+
 def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
     from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
     from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
+    from megapack.training.engine.world import RankProgress  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
     store.mkdir()
-    mirror = Mirror(f"file://{store}/run")
+    progress = RankProgress()
+    mirror = Mirror(f"file://{store}/run", progress)
     tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
     for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
         (directory / tag).mkdir(parents=True)
@@ -161,8 +182,8 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     mirror.wait()
     assert mirror.tags() == []
     for tag, name in zip(tags, ("one.pt", "two.pt"), strict=True):
-        (directory / tag / name).write_bytes(b"x")
-        files = {name: {"bytes": 1, "xxh3": checksum(directory / tag / name)}}
+        (directory / tag / name).write_bytes(bytes(12 << 20))
+        files = {name: {"bytes": 12 << 20, "xxh3": checksum(directory / tag / name)}}
         manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
         manifest.write(directory / tag)
         mirror.copy(directory, tags, tag)
@@ -170,6 +191,11 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]
+    # A large file is progress while it goes and comes, not only when it is there.
+    assert progress.signs >= 6
+    parts: list[int] = []
+    put_object(f"file://{store}/large", directory / tags[1] / "two.pt", lambda: parts.append(1))
+    assert len(parts) >= 3
     # What comes while another is copied is left out, unless nothing comes after it.
     mirror.keep_only([])
     gate = Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from megapack.errors import ConfigError
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
 from megapack.training.engine.inputs import open_validation, read_lengths
@@ -133,10 +134,21 @@ def test_lossy_index_cannot_evaluate(corpus: Corpus, tmp_path: object) -> None:
         open_validation(str(corpus.valid), path, buckets=BUCKETS)
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1, 1, 1]], ids=str)
+def test_documents_without_a_label_cannot_evaluate(lengths: list[int], tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "valid", np.uint16, vocab_size=64) as builder:
+        for length in lengths:
+            builder.add_document(np.zeros(length, np.uint16))
+    with pytest.raises(ConfigError, match=f"none of its {len(lengths)} held-out documents has a"):
+        open_validation(str(tmp_path / "valid"), None, buckets=BUCKETS)
+
+
 def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
     result = ValidationResult(loss_sums={8: 1e6}, label_tokens={8: 10})
     assert result.perplexity == math.inf
-    assert ValidationResult(loss_sums={8: 0.0}, label_tokens={8: 0}).report()["bucket_loss"] == {}
+    nothing = ValidationResult(loss_sums={8: 0.0}, label_tokens={8: 0})
+    assert nothing.report()["bucket_loss"] == {}
+    assert math.isnan(nothing.loss) and math.isnan(nothing.perplexity)
 
 
 # ---- Lengths of documents that do not exist yet

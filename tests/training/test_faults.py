@@ -17,7 +17,7 @@ import torch
 
 from megapack.cli.main import main as build
 from megapack.training.engine.checkpoint import WrittenFiles
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, append_jsonl
 from megapack.training.engine.world import RankProgress
 from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.monitoring.signals import PREEMPTED
@@ -103,6 +103,11 @@ def test_a_full_disk_is_named_and_what_was_saved_stays(
     end = read_end(run_dir)
     assert end["reason"] == "error" and "No space left" in end["message"]
     assert end["saved"] == 1 and end["step"] in ((2, 3) if asynchronous else (2,))
+
+
+def test_a_log_on_a_full_disk_is_named() -> None:
+    with pytest.raises(OSError, match="No space left on device while writing: '/dev/full'"):
+        append_jsonl(Path("/dev/full"), {"step": 1})
 
 
 def test_second_launch_names_the_first(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:

@@ -184,6 +184,9 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         ("--model x=a --model x=b --data nowhere", "two of --model have one name"),
         ("--run x=a --run x=b", "two of --run have one name"),
         ("--model x=a --data nowhere --max-tokens -5", "--max-tokens is -5"),
+        ("--model x=a --run b", "--model is scored by --data"),
+        ("--data nowhere --run b", "--model is scored by --data"),
+        ("--lm-eval piqa", "--model is scored by --data"),
     ],
 )
 def test_evaluation_that_would_be_of_something_else_is_refused(words: str, message: str) -> None:

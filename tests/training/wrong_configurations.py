@@ -79,10 +79,10 @@ CASES = [
         "",
         {
             "seed": "-1 99999999999999999999 true 1.5 .nan",
-            "num_steps": "0 -4 2.5 true",
-            "num_epochs": "0",
+            "num_steps": "0 -4 2.5 true 9223372036854775807",
+            "num_epochs": "0 9223372036854775807",
             "stop_at": "0 yes",
-            "run_dir": "7 null",
+            "run_dir": "7 null ''",
         },
     ),
     *_values(
@@ -138,7 +138,7 @@ CASES = [
             "sequence_parallel_size": "0 2",
             "loss_chunk_tokens": "0",
             "mlp_chunk_tokens": "0",
-            "timeout_minutes": "0 .nan",
+            "timeout_minutes": "0 .nan 1e300",
             "silence_seconds": "-1",
             "stall_seconds": ".inf",
         },
@@ -184,6 +184,8 @@ CASES = [
     *_cases("data_types", "engine.deepspeed.data_types.grad_accum_dtype=bf16"),
     *_cases("sequence_parallel_size", "engine.deepspeed.sequence_parallel_size=2"),
     *_cases("gradient_allreduce_op", "engine.deepspeed.gradient_allreduce_op=sum"),
+    *_values("engine.deepspeed.", {"zero_optimization": "3 true null", "checkpoint": "[]"}),
+    *_cases("zero_optimization", "optimizer.kind=muon engine.deepspeed.zero_optimization=3"),
     *_cases("load_universal", "engine.deepspeed.checkpoint.load_universal=true"),
     # the command line
     *_cases("--profile", "--profile 5", "--profile 5:3", "--profile a:b"),

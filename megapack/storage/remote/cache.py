@@ -429,7 +429,11 @@ class Cache:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def fetch(
-        self, found: RemoteObject, path: Path, check: Callable[[Path], object] = lambda _: None
+        self,
+        found: RemoteObject,
+        path: Path,
+        check: Callable[[Path], object] = lambda _: None,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         """Have a whole object at a path, complete or not at all, fetched by one process.
 
@@ -438,6 +442,7 @@ class Cache:
             path: in an entry.
             check: raises FormatError or WrongBytesError where the file that it is given is not what
                 it should be.
+            progress: called for every part that came, by any thread.
 
         Raises:
             FormatError: what came is wrong again and again.
@@ -447,7 +452,7 @@ class Cache:
 
         def attempt() -> None:
             try:
-                self._download(found, temporary)
+                self._download(found, temporary, progress)
                 try:
                     check(temporary)
                 except FormatError as error:
@@ -464,13 +469,14 @@ class Cache:
             if not path.exists():
                 until_right(found.url, attempt)
 
-    def _download(self, found: RemoteObject, path: Path) -> None:
+    def _download(self, found: RemoteObject, path: Path, progress: Callable[[], object]) -> None:
         request_bytes = CHUNK_BLOCKS * BLOCK_BYTES
         with self.naming_full_disk(), path.open("wb") as file:
 
             def fetch(begin: int) -> None:
                 end = min(begin + request_bytes, found.num_bytes)
                 _write_at(file.fileno(), found.read(begin, end), begin)
+                progress()
 
             def awaited() -> str:
                 return f"{found.url} ({size(bytes_on_disk(path))} of {size(found.num_bytes)} came)"

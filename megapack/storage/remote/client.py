@@ -8,6 +8,7 @@ again a few times. Credentials and endpoints come from the client's usual places
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import math
 import os
@@ -156,8 +157,25 @@ def find_object(url: str) -> RemoteObject | None:
         return None
 
 
-def put_object(url: str, path: str | os.PathLike[str]) -> None:
+class _Upload(io.FileIO):
+    """A file, and what is called whenever some of it is read."""
+
+    def __init__(self, path: str | os.PathLike[str], progress: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._progress = progress
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._progress()
+        return super().read(size)
+
+
+def put_object(
+    url: str, path: str | os.PathLike[str], progress: Callable[[], object] = lambda: None
+) -> None:
     """Upload a file. The object appears when it is complete.
+
+    Args:
+        progress: called for every part that is sent.
 
     Raises:
         OSError: the file cannot be opened.
@@ -167,7 +185,7 @@ def put_object(url: str, path: str | os.PathLike[str]) -> None:
         folder = unquote(urlsplit(split(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
 
-    with open(path, "rb") as file:  # noqa: PTH123
+    with _Upload(path, progress) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         part = max(PART_BYTES, -(-num_bytes // MOST_PARTS))
 

@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -424,7 +425,8 @@ class CheckpointStore:
         """Bring the engine to the state of a checkpoint that ``find`` returned.
 
         Raises:
-            ResumeError: DeepSpeed refuses it (another model, optimizer or precision).
+            ResumeError: DeepSpeed refuses it (another model, optimizer or precision), or the
+                manifest is not that of its weights.
         """
         place = self.directory / resume.tag
         if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
@@ -440,14 +442,20 @@ class CheckpointStore:
         engine._config.load_universal_checkpoint = resume.universal
         with _own_settings(engine):
             try:
-                path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+                path, saved = engine.load_checkpoint(str(place.parent), tag=place.name)
                 problem = None if path else "DeepSpeed found nothing to load"
+                if path and json.dumps(saved["megapack"]) != json.dumps(resume.manifest.state):
+                    problem = f"{MANIFEST} is damaged: its state is not that of the weights"
             except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
                 problem = f"{type(error).__name__}: {error}"
         self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
         if engine.weight_average is not None:
             engine.weight_average.load(self.directory / resume.tag)
         if resume.universal:
+            # With ZeRO-3 DeepSpeed gives all parts one step count, and each of them would raise it.
+            for state in engine.optimizer.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = deepcopy(state["step"])
             self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 

@@ -94,13 +94,18 @@ class RunDirectory:
         self._lock = WriterLock(self.path, what="training")
         self.end("running")
 
+    def settings(self) -> dict[str, Any]:
+        """What ``config.yaml`` says; empty where it cannot be read."""
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            return tree if isinstance(tree, dict) else {}
+        return {}
+
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
         """Record a start: the configuration in full, and one line of facts."""
         with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
-        line = {"time": time.time(), **environment(), **facts}
-        with self.starts.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_jsonl(self.starts, {"time": time.time(), **environment(), **facts})
 
     def record_flight(self) -> None:
         """Have NCCL write the last collectives of every rank here when one of them times out;
@@ -159,6 +164,16 @@ def tokens_of(tag: str) -> int:
     """Tokens seen of a checkpoint's name; -1: it has none."""
     number = tag.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
+
+
+def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
+    """Add lines to a log. Raises OSError with the path, which that of a full disk does not have."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        text = os.strerror(error.errno or 0)
+        raise OSError(error.errno, f"{text} while writing", str(path)) from error
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -239,7 +239,8 @@ def open_validation(
         positions: as in training; a document is always scored alone.
 
     Raises:
-        ConfigError: the index repeats or drops tokens, so it does not score each token once.
+        ConfigError: the index repeats or drops tokens, so it does not score each token once; or
+            there is no token to score.
     """
     dataset = IndexedDataset(prefix)
     if index is None:
@@ -253,7 +254,14 @@ def open_validation(
                 f"{index}: strategy {samples.strategy!r} has {metrics[name]:,} {name}; evaluate "
                 "with an index that places every token once (strategy bucket)"
             )
-    return PackedDataset(dataset, samples, positions=positions)
+    data = PackedDataset(dataset, samples, positions=positions)
+    parts = (np.arange(at, min(at + 256, len(samples))) for at in range(0, len(samples), 256))
+    if not any(data.count_labels(part).any() for part in parts):
+        raise ConfigError(
+            f"{prefix}: none of its {len(dataset):,} held-out documents has a token with a label: "
+            "they are empty, of one token each, or masked; give others, since nothing can be scored"
+        )
+    return data
 
 
 def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:

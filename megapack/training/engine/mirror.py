@@ -12,6 +12,7 @@ filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -83,9 +84,9 @@ class Mirror:
         try:
             manifest = CheckpointManifest.read(directory / tag)
             remove_object(f"{self.address}/{tag}{_MIRRORED}")  # of a path that the run left
+            copied = functools.partial(self._copied.inside, f"copying {tag} to its mirror")
             for name in manifest.files:
-                put_object(f"{self.address}/{tag}/{name}", directory / tag / name)
-                self._copied.inside(f"copying {tag} to its mirror")
+                put_object(f"{self.address}/{tag}/{name}", directory / tag / name, copied)
             for log in (directory.parent / name for name in LOGS):
                 if log.exists():
                     put_object(f"{self.address}/{log.name}", log)
@@ -139,6 +140,7 @@ class Mirror:
         tag = known[-1]
         found = find_object(f"{self.address}/{tag}{_MIRRORED}")
         assert found is not None, "listed just now"
+        came = functools.partial(self._progress.inside, f"restoring {tag} from its mirror")
         partial = directory / f"{tag}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -148,8 +150,7 @@ class Mirror:
             file = find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-            open_cache().fetch(file, partial / name, _as_in_manifest(expected))
-            self._progress.inside(f"restoring {tag} from its mirror")
+            open_cache().fetch(file, partial / name, _as_in_manifest(expected), came)
         for log in (directory.parent / name for name in LOGS):
             if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)

@@ -52,13 +52,14 @@ class ValidationResult:
 
     @property
     def loss(self) -> float:
-        """Mean over all label tokens, nats per token."""
-        return sum(self.loss_sums.values()) / max(1, sum(self.label_tokens.values()))
+        """Mean over all label tokens, nats per token; nan where none was scored."""
+        count = sum(self.label_tokens.values())
+        return sum(self.loss_sums.values()) / count if count else math.nan
 
     @property
     def perplexity(self) -> float:
         """``exp(loss)``."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     def report(self) -> dict[str, Any]:
         """For a log: loss, perplexity, label tokens, the loss per bucket, and per source."""

@@ -10,7 +10,6 @@ device is waited for only when a log line is due: until then losses stay where t
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import resource
@@ -32,7 +31,7 @@ from megapack.data import Schedule, Step
 from megapack.data.batch import cut_lengths
 from megapack.data.sources import SampleSource
 from megapack.training.config import LoggingConfig
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, append_jsonl
 from megapack.training.engine.engine import StepResult
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops, peak_of
@@ -289,8 +288,7 @@ class Monitor:
         lines[-1].update(times)
         self._lines, self._results = [], []
         if self.world.is_first:
-            with self.directory.log.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            append_jsonl(self.directory.log, *lines)
             for line in lines:
                 self._show(line)
             logger.info(self._sentence(lines))
@@ -353,9 +351,8 @@ class Monitor:
         """Write an evaluation after ``step`` steps; all ranks may call it."""
         if not self.world.is_first:
             return
-        with self.directory.evaluation.open("a", encoding="utf-8") as file:
-            line = {"step": step, "tokens_seen": tokens_seen, **result}
-            file.write(json.dumps(line) + "\n")
+        line = {"step": step, "tokens_seen": tokens_seen, **result}
+        append_jsonl(self.directory.evaluation, line)
         for writer in self._writers:
             scalars = {f"valid/{k}": v for k, v in result.items() if isinstance(v, float)}
             if "average" in result:
