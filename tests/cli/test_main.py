@@ -106,6 +106,18 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
 
 
+def test_a_missing_package_is_named_with_its_remedy() -> None:
+    """Of a command for which torch is needed, where only data are built."""
+    program = "import sys; sys.modules['torch'] = None; from megapack.cli.main import main; "
+    program += "sys.exit(main(['arrange', 'x.shards.json', '--output', 'y.shards.json']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("megapack-build arrange: error: it needs the package torch (")
+    assert done.stderr.endswith("): pip install torch\n")
+
+
 def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
     """It was met when metadata was written, hours later."""
     for words in (
