@@ -157,7 +157,7 @@ def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -
 def add_sharing(group: Arguments) -> None:
     """Options that share the work out."""
     add_shared(group, "--workers")
-    group.add_argument("--part", type=part_of, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument("--part", type=part_of, metavar="I/N", help="build part I of N only, from 0")
     group.add_argument(
         "--executor",
         choices=("local", "ray"),
@@ -254,6 +254,8 @@ def run(args: argparse.Namespace) -> int:
     prefix = _only(args)
     method = check_packing(args.strategy, parameters=given, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
+    if output.endswith((".bin", ".idx")):  # with --overwrite the dataset would be gone
+        raise ConfigError(f"--output {output} has a dataset's name; choose one like NAME.samples")
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen(args.documents, documents)
     wanted = {

@@ -134,6 +134,9 @@ def run(args: argparse.Namespace) -> int:
             f"--linear-length is {linear:g} and --exchange-length {args.exchange_length:g}; "
             "both must be finite and at least 0"
         )
+    is_run = args.source.endswith((".yaml", ".yml"))
+    if args.set and not is_run:
+        raise ConfigError(f"--set is for the YAML of a run, and {args.source} holds lengths alone")
     cluster = Cluster(
         data_parallel=args.data_parallel,
         context_parallel=args.context,
@@ -141,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         virtual_stages=args.virtual_stages,
         barrier=args.barrier,
     )
-    if args.source.endswith((".yaml", ".yml")):
+    if is_run:
         steps, max_tokens = _steps_of_run(args, cluster)
     elif args.max_tokens is None:
         raise ConfigError(f"{args.source} holds lengths alone: give --max-tokens, of a micro batch")

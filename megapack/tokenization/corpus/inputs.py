@@ -203,6 +203,8 @@ def _by_suffix(paths: Iterable[str]) -> str:
 
 def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
     for name in inputs:
+        if not name:  # to Path it would be the directory that one is in
+            raise ConfigError("an input is an empty text: is a variable not set?")
         path = Path(name)
         if path.is_dir():
             met = len(aside[_UNWANTED])
