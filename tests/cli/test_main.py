@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,6 +157,20 @@ def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
     said = capsys.readouterr().err
     assert said.endswith(f"megapack-build inspect: error: {error}\n")
     assert ("Traceback" in said and "in fail" in said) == debug
+
+
+def test_a_narrow_terminal_cuts_no_figure(tmp_path: Path) -> None:
+    """A table in 40 columns once was: bucket  0..  0  ..  0.."""
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document(range(1000))
+    command = [sys.executable, "-m", "megapack.cli.main"]
+    command += ["compare", str(tmp_path / "data"), "--strategies", "pad", "--capacity", "1234567"]
+    reader, terminal = os.openpty()
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
+    subprocess.run(command, check=True, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    said = os.read(reader, 1 << 16).decode()
+    assert re.search(r"\n\S*pad@1234567", said), "the row, not the advice below it"
 
 
 # ---- The shared options, one by one: what is accepted, what it becomes, what is refused
