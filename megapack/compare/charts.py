@@ -99,13 +99,24 @@ class Chart:
         self.tips.append(words)
 
     def legend(self, entries: Sequence[tuple[str, str]], columns: int = 7) -> None:
-        """(colour, words) under the plot."""
+        """(colour, words) under the plot, in fewer columns where words are long."""
         from matplotlib.patches import Patch  # noqa: PLC0415
 
         handles = [Patch(color=colour, label="-") for colour, _ in entries]
-        ncols = min(len(handles), columns)
+        room = int(11 * self.figure.get_figwidth())  # characters of a line
+        half = room // 2 - 4
+        texts = [w if len(w) <= 2 * half else f"{w[:half]}...{w[-half:]}" for _, w in entries]
+
+        def width(ncols: int) -> int:
+            rows = -(-len(texts) // ncols)
+            starts = range(0, len(texts), rows)
+            return sum(max(map(len, texts[i : i + rows])) + 4 for i in starts)
+
+        ncols = min(len(texts), columns)
+        while ncols > 1 and width(ncols) > room:
+            ncols -= 1
         made = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
-        for text, (_, words) in zip(made.get_texts(), entries, strict=True):
+        for text, words in zip(made.get_texts(), texts, strict=True):
             text.set_text(words)  # as a label, a name that begins with _ would be left out
 
 
