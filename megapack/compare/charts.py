@@ -106,15 +106,7 @@ class Chart:
         room = int(11 * self.figure.get_figwidth())  # characters of a line
         half = room // 2 - 4
         texts = [w if len(w) <= 2 * half else f"{w[:half]}...{w[-half:]}" for _, w in entries]
-
-        def width(ncols: int) -> int:
-            rows = -(-len(texts) // ncols)
-            starts = range(0, len(texts), rows)
-            return sum(max(map(len, texts[i : i + rows])) + 4 for i in starts)
-
-        ncols = min(len(texts), columns)
-        while ncols > 1 and width(ncols) > room:
-            ncols -= 1
+        ncols = max(1, min(len(texts), columns, room // (max(map(len, texts), default=0) + 4)))
         made = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
         for text, words in zip(made.get_texts(), texts, strict=True):
             text.set_text(words)  # as a label, a name that begins with _ would be left out

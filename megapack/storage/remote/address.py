@@ -38,10 +38,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     if match is None:
         if _ONE_SLASH.match(text):
             text = redacted(_ONE_SLASH.sub(r"\1://", text, count=1))
-            raise ConfigError(
-                f"{text} was given with one slash: write both, and not as a pathlib.Path, which "
-                "drops one"
-            )
+            raise ConfigError(f"{text} was given with one slash (pathlib.Path drops one): write it")
         return False
     if match[1] not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
