@@ -295,7 +295,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     try:
         content = json.loads(encoded)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no shard manifest, or damaged: no JSON ({error})") from error
+        raise FormatError(f"{path} is no valid JSON ({error}); pack the shards again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is no shard manifest of megapack")
     if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):
