@@ -21,7 +21,9 @@ from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.datasets import local_file
 from megapack.cli.output import Work, is_part, printed_as_json
 from megapack.cli.pack import add_sharing
-from megapack.units import count, counted
+from megapack.errors import ConfigError
+from megapack.packing.sharded import is_shard_manifest
+from megapack.units import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from megapack.data.arrange import arrange, plan_arrangement  # noqa: PLC0415 (needs torch)
 
+    if not is_shard_manifest(args.source):
+        raise ConfigError(f"{args.source} is no shard manifest: `pack --output NAME.shards.json`")
     arranger = plan_arrangement(
         args.source,
         str(local_file(args.output, "--output")),
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if not printed_as_json(args, facts):
         print(
-            f"{args.output}: {count(len(shards))} shards, {count(facts['num_samples'])} samples, "
-            f"{count(facts['num_tokens'])} tokens"
+            f"{args.output}: {counted(len(shards), 'shard')}, "
+            f"{counted(facts['num_samples'], 'sample')}, {counted(facts['num_tokens'], 'token')}"
         )
     return 0

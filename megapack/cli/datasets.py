@@ -14,10 +14,8 @@ from megapack.storage.remote import is_remote
 from megapack.storage.remote.address import split
 from megapack.storage.remote.client import names_in
 
-COMPANIONS = (
-    *(".bin", ".meta.json", ".idx.orig", ".lock", ".manifest.json", ".samples", ".checksums"),
-    SUFFIX,
-)
+_NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums")
+COMPANIONS = (".bin", ".samples", SUFFIX, *_NAMELESS)
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
@@ -28,8 +26,10 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
     has them, do not name it once more; a .bin names one that nothing else names.
 
     Raises:
-        ConfigError: a directory without any .idx, or a pattern that matches nothing.
+        ConfigError: a directory without any .idx, a pattern that matches nothing, or nothing but
+            files that name no dataset.
     """
+    names = list(names)
     prefixes: list[str] = []
     token_files: dict[str, int] = {}  # prefix of a .bin -> how many prefixes came before it
     for name in _expanded(names):
@@ -46,6 +46,8 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
     alone = {prefix: at for prefix, at in token_files.items() if prefix not in known}
     for prefix, at in reversed(alone.items()):
         prefixes.insert(at, prefix)
+    if names and not prefixes:
+        raise ConfigError(f"{', '.join(names)} names no dataset: give its prefix, or its .idx")
     return prefixes
 
 
@@ -58,6 +60,8 @@ def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     samples = [name for name in names if name.endswith(".samples")]
     manifests = [name for name in names if is_shard_manifest(name)]
     known = {*samples, *manifests}
+    if known:  # files that name nothing may stand beside those that do
+        names = [name for name in names if not name.endswith(_NAMELESS)]
     others = [name for name in names if name not in known]
     return list(dict.fromkeys(dataset_prefixes(others))), samples, manifests
 

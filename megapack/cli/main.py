@@ -120,6 +120,12 @@ def _run(name: str, arguments: list[str]) -> int:
             traceback.print_exc()
         print(f"megapack-build {name}: error: {error}", file=sys.stderr)
         return exit_code(error)
+    except ModuleNotFoundError as error:  # torch, where only data are built
+        if debug or error.name is None or error.name.startswith("megapack"):
+            raise
+        remedy = f"it needs the package {error.name} ({error}): pip install {error.name}"
+        print(f"megapack-build {name}: error: {remedy}", file=sys.stderr)
+        return 1
 
 
 def _reader_left(stream: TextIO) -> bool:

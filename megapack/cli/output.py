@@ -25,8 +25,8 @@ class Screen(Console):
     """stdout. A reader that left early (``| head``) is an error here; main() ends quietly on it."""
 
     def __init__(self) -> None:
-        # On a pipe rich would cut at 80 columns; whoever reads a file wants all of it.
-        super().__init__(highlight=False, width=None if sys.stdout.isatty() else 10_000)
+        # rich would cut the cells of a table at the width of the terminal, or at 80 on a pipe.
+        super().__init__(highlight=False, width=10_000)
 
     def write_line(self, text: str, style: str | None = None) -> None:
         """Text as it is: no markup is looked for, and no end of line is put in."""

@@ -158,7 +158,7 @@ def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -
 def add_sharing(group: Arguments) -> None:
     """Options that share the work out."""
     add_shared(group, "--workers")
-    group.add_argument("--part", type=part_of, metavar="I/N", help="build the I-th of N parts only")
+    group.add_argument("--part", type=part_of, metavar="I/N", help="build part I of N only, from 0")
     group.add_argument(
         "--executor",
         choices=("local", "ray"),

@@ -230,8 +230,9 @@ def _branches(run: RunDirectory) -> list[Branch]:
 def curve(
     chart: Chart, bins: Bins, values: Floats, colour: str, weights: Floats | None = None
 ) -> None:
-    """The mean of every group; a group without a number leaves a gap."""
-    chart.axes.plot(bins.steps, bins.mean(values, weights), color=colour, linewidth=1.4)
+    """The mean of every group; a group without a number leaves a gap. One alone is a dot."""
+    look = "o-" if bins.num == 1 else "-"
+    chart.axes.plot(bins.steps, bins.mean(values, weights), look, color=colour, lw=1.4, ms=4)
 
 
 def over_steps(facts: RunFacts, height: float, width: float) -> Chart:
@@ -276,7 +277,8 @@ def loss(facts: RunFacts) -> Chart:
     bottom = float(np.nanmin(low)) if len(known) else 0.0
     entries = [(BLUE, "mean of the training loss"), (LIGHT["blue0"], "least and most")]
     chart.axes.fill_between(bins.steps, low, np.minimum(high, top), color=LIGHT["blue0"], lw=0)
-    chart.axes.plot(bins.steps, np.minimum(means, top), color=BLUE, linewidth=1.6)
+    look = "o-" if bins.num == 1 else "-"
+    chart.axes.plot(bins.steps, np.minimum(means, top), look, color=BLUE, lw=1.6, ms=4)
     valid = [line for line in facts.evaluations if steps[0] < line["step"] <= steps[-1] + 1]
     if valid:
         entries.append((ORANGE, "validation loss"))

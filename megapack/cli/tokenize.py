@@ -267,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "help": "text per shard; another size gives the same documents, but cannot use the "
             "shards of a build that was begun (default: 1M to 256M, about 64 shards)",
         },
-        part={"type": part_of, "metavar": "I/N", "help": "build the I-th of N parts only"},
+        part={"type": part_of, "metavar": "I/N", "help": "build part I of N only, from 0"},
         finish="join the parts that other machines built",
         keep_shards="leave PREFIX.build/ when all is done",
     )

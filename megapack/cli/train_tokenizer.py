@@ -17,6 +17,7 @@ import time
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.config_arguments import add_corpus_arguments
 from megapack.cli.output import note
+from megapack.errors import ConfigError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.tokenizers.train import train_tokenizer
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
+    suffix = ".json" if args.type == "bpe-json" else ".model"
+    if not args.output.endswith(suffix):  # by which `tokenize` knows what it is
+        raise ConfigError(f"--output is {args.output}; --type {args.type} writes NAME{suffix}")
     files = find_inputs(
         args.input,
         suffixes=args.suffix,

@@ -99,13 +99,16 @@ class Chart:
         self.tips.append(words)
 
     def legend(self, entries: Sequence[tuple[str, str]], columns: int = 7) -> None:
-        """(colour, words) under the plot."""
+        """(colour, words) under the plot, in fewer columns where words are long."""
         from matplotlib.patches import Patch  # noqa: PLC0415
 
         handles = [Patch(color=colour, label="-") for colour, _ in entries]
-        ncols = min(len(handles), columns)
+        room = int(11 * self.figure.get_figwidth())  # characters of a line
+        half = room // 2 - 4
+        texts = [w if len(w) <= 2 * half else f"{w[:half]}...{w[-half:]}" for _, w in entries]
+        ncols = max(1, min(len(texts), columns, room // (max(map(len, texts), default=0) + 4)))
         made = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
-        for text, (_, words) in zip(made.get_texts(), entries, strict=True):
+        for text, words in zip(made.get_texts(), texts, strict=True):
             text.set_text(words)  # as a label, a name that begins with _ would be left out
 
 

@@ -4,7 +4,7 @@
 - ``deal``, ``equal_groups``: the samples of a draw -> ranks and micro batches.
 - ``weigh_step``: how the losses of a step count.
 
-    deal([9, 4, 4, 1], num_ranks=2, num_micro_batches=2)
+    deal(np.array([9, 4, 4, 1]), num_ranks=2, num_micro_batches=2)
     # -> rank 0 has samples 0 and 3, rank 1 has 1 and 2: loads 10 and 8 (in order: 13 and 5)
 
 Within one bucket all samples cost the linear layers the same; their attention differs, with the sum

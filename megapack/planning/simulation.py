@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megapack.errors import ConfigError
 from megapack.planning.step_plan import Integers, StepPlan
 
 __all__ = ["Cluster", "DealtStep", "StepTime", "simulate_step"]
@@ -62,19 +63,19 @@ class Cluster:
         sizes = ("data_parallel", "context_parallel", "pipeline_parallel", "virtual_stages")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.context_parallel & (self.context_parallel - 1):
-            raise ValueError(
+            raise ConfigError(
                 f"context_parallel is {self.context_parallel}; plans share documents among powers "
                 "of two: 1, 2, 4, ..."
             )
         if self.virtual_stages > 1 and self.pipeline_parallel == 1:
-            raise ValueError(
+            raise ConfigError(
                 f"virtual_stages is {self.virtual_stages} and pipeline_parallel 1; only a pipeline "
                 "has virtual stages"
             )
         if self.barrier not in ("micro_batch", "step"):
-            raise ValueError(f"barrier is {self.barrier!r}; it must be micro_batch or step")
+            raise ConfigError(f"barrier is {self.barrier!r}; it must be micro_batch or step")
 
     @property
     def num_ranks(self) -> int:

@@ -192,8 +192,9 @@ def check_target(
         return False
     if not overwrite:
         raise ConfigError(
-            f"{name or os.fspath(path)} is there already: {difference}. Replace it with "
-            "--overwrite (overwrite=True), or choose another name"
+            f"{name or os.fspath(path)} is there already: {difference}"
+            f"{os.linesep if os.linesep in difference else '. '}Replace it with --overwrite "
+            "(overwrite=True), or choose another name"
         )
     return True
 

@@ -187,10 +187,14 @@ def prefix_of(path: str | os.PathLike[str]) -> str:
     """The prefix of a dataset, also when its .idx or .bin was named.
 
     Raises:
-        ConfigError: it is an address that is not read (``is_remote``).
+        ConfigError: it is an address that is not read (``is_remote``), or no name of files.
     """
     text = os.fspath(path)
-    is_remote(text)
+    if not is_remote(text) and text.rpartition("/")[2] in ("", ".", ".."):
+        raise ConfigError(
+            f"prefix {text!r} is a directory, and names no files: a dataset is named as its .bin "
+            f"and .idx are, without that ending, as {text.rstrip('/') or '.'}/corpus"
+        )
     for suffix in (".idx", ".bin"):
         if text.endswith(suffix):
             return text[: -len(suffix)]
@@ -269,7 +273,12 @@ class IndexFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
-        with open_regular(path) as file:
+        try:
+            file = open_regular(path)
+        except FileNotFoundError as error:
+            error.strerror = f"{error.strerror} (a dataset is named by its prefix, and has an .idx)"
+            raise
+        with file:
             identity = identity_of(file)
             mapped = map_file(file)
         self._mapped = mapped

@@ -389,11 +389,9 @@ def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
         keeps_bin: the .bin that stands there will be the dataset's.
 
     Raises:
-        ConfigError: the prefix ends with its folder; a file cannot be written (see ``target_of``);
-            .bin is a link, as an import makes them: what it leads to may be somebody else's.
+        ConfigError: one of them cannot be written (see ``target_of``), or .bin is a link, as an
+            import makes them: what it leads to may be somebody else's.
     """
-    if not prefix.rpartition("/")[2]:
-        raise ConfigError(f"the prefix {prefix!r} has no name: give one, as in {prefix}NAME")
     bin_path = path_of(prefix, ".bin")
     if not keeps_bin and bin_path.is_symlink() and bin_path.exists():
         raise ConfigError(

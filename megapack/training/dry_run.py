@@ -26,6 +26,7 @@ from megapack.devices import peak_flops
 from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
+from megapack.training.engine.export import tokenizer_of
 from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
@@ -63,6 +64,7 @@ def dry_run(
     """
     if lengths is None:
         steps: PlannedRun = open_inputs(config)
+        tokenizer_of(config.model)
     else:
         steps = steps_from_lengths(config, lengths, buckets)
     ranks = world_size

@@ -65,3 +65,38 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
     printed("pack", *names, "--buckets", 8, "--output", manifest, "--workers", 1)
     shown = printed("inspect", manifest, "--shards")
     assert all(str(name) in shown for name in names)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("verify {}.meta.json", "names no dataset"),  # it once said nothing, and all was well
+        ("repair {}.samples", "names no dataset"),
+        ("merge {} --output-prefix {}/", "is a directory, and names no files"),  # a hidden .bin
+        ("compare .", "prefix '.' is a directory"),
+        ("merge {} --output-prefix s3:/bucket/docs", "s3://bucket/docs was given with one slash"),
+        ("pack {} --buckets 4 --output {}.bin --overwrite", "is read here, and would be replaced"),
+        ("simulate {} --max-tokens 4 --context 3", "context_parallel is 3"),
+        ("train-tokenizer --input {}.idx --output {}.json", "--type sentencepiece writes NAME.mod"),
+        ("arrange {} --output {}.shards.json", "is no shard manifest"),
+    ],
+)
+def test_wrong_name_is_refused(tmp_path: Path, command: str, message: str) -> None:
+    """Each once passed, or was told another cause; a corpus was replaced, or had a hidden name."""
+    docs = write(tmp_path / "docs", [1, 2], [3])
+    before = (tmp_path / "docs.bin").read_bytes()
+    assert message in printed(*command.replace("{}", str(docs)).split(), status=2)
+    assert (tmp_path / "docs.bin").read_bytes() == before
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".bin", ".idx", ".json", ".lock"}
+
+
+def test_files_that_name_nothing_may_stand_beside_samples(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "docs", [1, 2])
+    pack([2], buckets=[4]).save(f"{prefix}.samples", source=IndexedDataset(prefix))
+    assert "sound" in printed("verify", f"{prefix}.samples", f"{prefix}.meta.json")
+
+
+def test_a_prefix_without_files_says_what_a_prefix_is(tmp_path: Path) -> None:
+    said = printed("compare", tmp_path / "docs.jsonl", status=1)
+    assert "(a dataset is named by its prefix, and has an .idx)" in said
+    assert "docs.jsonl.idx" in said

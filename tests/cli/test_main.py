@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,6 +107,18 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
     assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
 
 
+def test_a_missing_package_is_named_with_its_remedy() -> None:
+    """Of a command for which torch is needed, where only data are built."""
+    program = "import sys; sys.modules['torch'] = None; from megapack.cli.main import main; "
+    program += "sys.exit(main(['arrange', 'x.shards.json', '--output', 'y.shards.json']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("megapack-build arrange: error: it needs the package torch (")
+    assert done.stderr.endswith("): pip install torch\n")
+
+
 def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
     """It was met when metadata was written, hours later."""
     for words in (
@@ -144,6 +157,20 @@ def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
     said = capsys.readouterr().err
     assert said.endswith(f"megapack-build inspect: error: {error}\n")
     assert ("Traceback" in said and "in fail" in said) == debug
+
+
+def test_a_narrow_terminal_cuts_no_figure(tmp_path: Path) -> None:
+    """A table in 40 columns once was: bucket  0..  0  ..  0.."""
+    with IndexedDatasetBuilder(tmp_path / "data") as builder:
+        builder.add_document(range(1000))
+    command = [sys.executable, "-m", "megapack.cli.main"]
+    command += ["compare", str(tmp_path / "data"), "--strategies", "pad", "--capacity", "1234567"]
+    reader, terminal = os.openpty()
+    environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
+    subprocess.run(command, check=True, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    said = os.read(reader, 1 << 16).decode()
+    assert re.search(r"\n\S*pad@1234567", said), "the row, not the advice below it"
 
 
 # ---- The shared options, one by one: what is accepted, what it becomes, what is refused

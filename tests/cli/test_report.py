@@ -17,7 +17,7 @@ from html_pages import assert_stands_alone, words_of
 
 from megapack.cli.main import main
 from megapack.cli.report import checks, render
-from megapack.cli.report_charts import NUM_BINS, Bins, RunLog, read_run
+from megapack.cli.report_charts import NUM_BINS, Bins, RunLog, loss, loss_by_source, read_run
 from megapack.data.blend import Stage
 from megapack.data.run import Decision, Decisions
 
@@ -222,6 +222,24 @@ def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_p
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
     assert second.startswith("<b>losses</b>: no number at 1 step, first 29; 1 update skipped")
+
+
+def test_curves_of_one_step_are_seen(tmp_path: Path) -> None:
+    """A line through one point is drawn as nothing."""
+    facts = read_run(write_log(tmp_path, lines(1, sources=("web",))))
+    for chart in (loss(facts), loss_by_source(facts)):
+        assert [line.get_marker() for line in chart.axes.get_lines()] == ["o"]
+
+
+def test_long_names_of_sources_stand_in_the_chart(tmp_path: Path) -> None:
+    """Side by side, the second was beyond its edge: a colour that nobody could name."""
+    names = tuple(f"{'common_crawl_' * 8}{i}" for i in range(4))
+    chart = loss_by_source(read_run(write_log(tmp_path, lines(9, sources=names))))
+    chart.figure.draw_without_rendering()
+    (legend,) = chart.figure.legends
+    assert legend.get_window_extent().x1 < chart.figure.bbox.x1
+    shown = [text.get_text() for text in legend.get_texts()]
+    assert [text[-5:] for text in shown] == [name[-5:] for name in names]
 
 
 def test_page_does_not_grow_with_the_run(tmp_path: Path) -> None:

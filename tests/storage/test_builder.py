@@ -435,9 +435,3 @@ def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
     assert list(ours.document_indices) == [0, 3]
     with pytest.raises(ValueError, match="object storage"):
         IndexedDataset(str(tmp_path / "data"), object_storage_config=object())
-
-
-def test_a_prefix_without_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no name: give one, as in .*/NAME"):
-        IndexedDatasetBuilder(f"{tmp_path}/", np.uint16)
-    assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ import pytest
 
 from megapack.config import load_config
 from megapack.data import BucketBatchSampler
+from megapack.errors import ConfigError
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
@@ -95,6 +96,17 @@ def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path)
     assert "mix: step would fill each step from one bucket" in several
     assert "needs several micro steps in a step" in said("one micro step", 4)
     assert "share its micro steps evenly" in said("uneven", 3, uneven="pad")
+
+
+def test_a_tokenizer_that_is_not_there_is_met_before_the_start(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """The plan was printed, and the run refused when its nodes were there."""
+    model = {"vocab_size": 64, "tokenizer": str(tmp_path / "no.model")}
+    config = load_config(PretrainConfig, corpus.config(tmp_path / "run", model=model))
+    with pytest.raises(ConfigError, match=r"no\.model"):
+        dry_run(config)
+    assert "steps: " in dry_run(config, lengths="lognormal:60,50,900", buckets=[128])
 
 
 def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:

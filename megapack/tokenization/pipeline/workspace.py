@@ -176,7 +176,7 @@ class Workspace:
         """Between what stands at an output's prefix and what this plan makes; None: nothing."""
         changed = [] if before is None else self._changes(before)
         if changed:
-            return f"it was built from something else:\n  {_lines(changed)}\n"
+            return f"it was built from something else:\n  {_lines(changed)}"
         made_by = _plan_of(prefix)
         if made_by == self._plan.digest or (made_by is None and self._joining.exists()):
             return None

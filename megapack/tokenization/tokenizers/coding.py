@@ -181,7 +181,7 @@ def read_weights(
         if array.dtype.kind not in "biuf":
             raise TypeError(f"they are of dtype {array.dtype}")
     except Exception as error:  # of json, numpy or zipfile
-        raise DataError(f"weights are no numbers: {error}") from error
+        raise DataError(f"weights are no numbers: {str(error)[:200]}") from error
     array = array.astype(np.float64)
     if array.ndim == 2 and array.shape[1] == 3:
         as_loss_weights(array[:, 2])

@@ -288,7 +288,8 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
         largest = max([*ids, *added.values()])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(
-            f"{path} is not the tokenizer.json of a tokenizer with a vocabulary ({error!r})"
+            f"{path} is not the tokenizer.json of a tokenizer with a vocabulary "
+            f"({type(error).__name__}: {error})"
         ) from error
     return largest + 1, added
 
