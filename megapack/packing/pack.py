@@ -369,7 +369,7 @@ def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.Do
         )
     if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
-    array = np.ascontiguousarray(array)
+    array = np.require(array, requirements=["C", "A"])  # those of an .idx lie at byte 34
     checked = _core.DocumentLengths(array, capacity=capacity)
     if array.dtype == np.int32:
         return array, checked

@@ -247,6 +247,8 @@ def test_lengths_of_any_integer_type_are_the_same_lengths(dtype: type) -> None:
     documents = np.array([3, 9, 200, 1], dtype)
     index = pack(documents[::-1], buckets=[8, 16])  # a view with a stride, too
     assert index.fingerprint == pack([1, 200, 9, 3], buckets=(16, 8)).fingerprint
+    in_file = np.frombuffer(b"." + documents[::-1].tobytes(), dtype, offset=1)  # at an odd byte
+    assert index.fingerprint == pack(in_file, buckets=[8, 16]).fingerprint
 
 
 def test_progress_is_told_and_may_stop_the_packing() -> None:

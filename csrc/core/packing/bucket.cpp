@@ -324,8 +324,14 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
                                  run.threads);
     const auto pool = [&](std::int64_t p) -> Documents<Id, Length> {
         if (num_pools == 1) return in_file_order<Id>(lengths);
-        return {lengths, dealt.items.data() + dealt.offsets[p],
-                dealt.offsets[p + 1] - dealt.offsets[p], lengths.totals().longest};
+        Documents<Id, Length> own{lengths, dealt.items.data() + dealt.offsets[p],
+                                  dealt.offsets[p + 1] - dealt.offsets[p],
+                                  lengths.totals().longest};
+        if (own.longest <= own.size()) return own;
+        own.longest = 0;  // the histogram of a small pool ends with its longest document
+        for (std::int64_t i = 0; i < own.size(); ++i)
+            own.longest = std::max<std::int64_t>(own.longest, own[i].length);
+        return own;
     };
 
     const std::int64_t buckets = ssize(rules.capacities);

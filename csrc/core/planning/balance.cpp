@@ -167,6 +167,7 @@ class Exchange {
             Move best;
             const std::int64_t busiest = meetings_[m].tops[focus].member[0];
             if (busiest == kNone) return false;
+            if (!by_rank_ && !d_.is_loose(busiest)) continue;
             const std::int64_t begin = std::max<std::int64_t>(0, m - distance),
                                end = std::min(m + distance + 1, ssize(meetings_));
             for (std::int64_t other = begin; other < end; ++other) {
@@ -177,9 +178,11 @@ class Exchange {
                         look_at(busiest, member, focus, best);
                         continue;
                     }
-                    for (const std::int64_t from : bins_of_[busiest])
+                    for (const std::int64_t from : bins_of_[busiest]) {
+                        if (!d_.is_loose(from)) continue;
                         for (const std::int64_t to : bins_of_[member])
                             look_at(from, to, focus, best);
+                    }
                 }
             }
             if (best.from == kNone) continue;

@@ -114,6 +114,11 @@ bool Dealing::fits(std::int64_t b, std::int64_t item, std::int64_t other) const 
     return true;
 }
 
+bool Dealing::is_loose(std::int64_t b) const {
+    const std::vector<std::int32_t>& items = bins_[b].items;
+    return std::any_of(items.begin(), items.end(), [&](auto i) { return items_.family[i] < 0; });
+}
+
 std::int64_t Dealing::work(std::int64_t b) const {
     const auto first = cost_.begin() + b * items_.kinds;
     return *std::max_element(first, first + items_.kinds) / bins_[b].degree;
@@ -260,7 +265,9 @@ void Dealing::fill_empty_bins() {
     for (std::int64_t b = 0; b < num_bins(); ++b)
         if (bins_[b].items.empty()) empty.push_back(b);
     if (empty.empty()) return;
-    const std::vector<std::int64_t> order = by_falling_work();
+    std::vector<std::int64_t> order = by_falling_work();
+    const auto cannot = [&](auto b) { return bins_[b].items.size() < 2 || !is_loose(b); };
+    order.erase(std::remove_if(order.begin(), order.end(), cannot), order.end());
     for (const std::int64_t b : empty) {
         for (const std::int64_t from : order) {
             const std::vector<std::int32_t>& items = bins_[from].items;

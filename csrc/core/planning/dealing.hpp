@@ -74,6 +74,8 @@ class Dealing {
     // A bin without items gets one of a bin that has several.
     void fill_empty_bins();
 
+    // Whether a bin has an item that is of no family.
+    bool is_loose(std::int64_t bin) const;
     bool has_room(std::int64_t bin, std::int64_t item) const { return fits(bin, item, -1); }
     // Whether a bin holds `item` (none: -1) without `other` (none: -1).
     bool fits(std::int64_t bin, std::int64_t item, std::int64_t other) const;
