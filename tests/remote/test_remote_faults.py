@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import write_checksums
 from megapack.storage.remote.client import find_object, put_object, retry_seconds
 from megapack.storage.remote.copies import upload_dataset
+from megapack.storage.remote.reader import fetch_file
 from megapack.storage.verify import find_duplicates
 from tests.remote.far import address_of, flip, put_dataset, run, write_packed
 from tests.remote.stores import EVERY_STORE
@@ -51,6 +53,18 @@ def test_a_store_that_fails_now_and_then_changes_no_batch(
     line.faults = Faults(**kinds)
     assert run(address) == run(tmp_path / "docs")
     assert all(line.counts[kind] > 0 for kind in kinds), "the test showed nothing"
+
+
+def test_slow_line_is_no_failure(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six requests share one for longer than a store may be silent."""
+    monkeypatch.setattr(client, "REQUEST_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "30")
+    (tmp_path / "docs").write_bytes(data := np.random.default_rng(0).bytes(24 << 20))
+    line.bandwidth = 8e6
+    put_object(address_of(tmp_path / "docs"), tmp_path / "docs")
+    assert fetch_file(address_of(tmp_path / "docs")).read_bytes() == data
 
 
 def test_wrong_bytes_would_reach_a_batch_without_checksums(line: Line, tmp_path: Path) -> None:

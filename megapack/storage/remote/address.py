@@ -21,6 +21,7 @@ from megapack.errors import ConfigError
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/")
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*[?#])[^\s)]+")
 _GUIDE = "docs/guides/object_storage.md"
@@ -34,6 +35,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     """
     text = os.fspath(path)
     match = _SCHEME.match(text)
+    if match is None and (one := _ONE_SLASH.match(text)):
+        raise ConfigError(
+            f"{redacted(text)}: an address begins with {one[1]}://, of which pathlib.Path leaves "
+            "one slash: give it as text"
+        )
     if match is None:
         return False
     if match[1] not in SCHEMES:
