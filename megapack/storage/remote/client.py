@@ -240,9 +240,9 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
         try:
             return attempt()
         except FileNotFoundError as error:
-            raise _missing(url) from error
+            raise missing(url) from error
         except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
-            raise (_replaced(url) if find_object(url) else _missing(url)) from error
+            raise (_replaced(url) if find_object(url) else missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
             _raise_if_permanent(url, error)
             # A request that only trickles takes longer than the limit: there is always a second.
@@ -269,7 +269,7 @@ def _say(url: str, number: int, why: str, limit: str) -> None:
     log.warning("%s: attempt %d failed (%s); it is tried again, %s", url, number, why, limit)
 
 
-def _missing(url: str) -> FileNotFoundError:
+def missing(url: str) -> FileNotFoundError:
     return FileNotFoundError(f"{url} does not exist (or is not visible)")
 
 
@@ -360,21 +360,18 @@ def _open_store(folder: str, limit: float, parts: float) -> Any:
         try:
             return _client().store.from_url(folder)
         except _client().exceptions.BaseError as error:
-            raise FileNotFoundError(f"{folder} does not exist (or is not visible)") from error
+            raise missing(folder) from error
     tried = timedelta(seconds=limit)
     if parts:
         timeouts = {"timeout": parts * max(REQUEST_TIMEOUT, tried / 2)}
     else:
         timeouts = {"timeout": REQUEST_TIMEOUT + tried, "read_timeout": REQUEST_TIMEOUT}
     options = {**timeouts, "allow_http": True}  # where the endpoint says so
+    first, longest = timedelta(seconds=FIRST_PAUSE), timedelta(seconds=LONGEST_PAUSE)
     retries = {
         "max_retries": 1000 if parts else 0,
         "retry_timeout": max(1, parts) * tried,
-        "backoff": {
-            "init_backoff": timedelta(seconds=FIRST_PAUSE),
-            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-            "base": 2,
-        },
+        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
     }
     if not folder.startswith("http"):  # keys are no URLs: %20 in one is three signs, as in names
         folder = folder.replace("%", "%25")
