@@ -143,7 +143,9 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
-    store.mkdir()
+    others = store / "run" / "corpus_7.manifest.json"  # of a dataset that was built there
+    others.parent.mkdir(parents=True)
+    others.write_text("{}")
     mirror = Mirror(f"file://{store}/run")
     tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
     for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
@@ -183,4 +185,4 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     assert mirror.tags() == tags
     mirror.keep_only([])
     mirror.wait()
-    assert mirror.tags() == []
+    assert mirror.tags() == [] and others.exists()
