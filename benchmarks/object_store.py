@@ -113,7 +113,7 @@ class Line:
         port: where it listens.
         server: URL of what it leads to.
         latency: seconds before an answer begins.
-        bandwidth: bytes per second of all answers together; None: no limit.
+        bandwidth: bytes per second of all bodies together; None: no limit.
         faults: of requests of the method ``faulty``.
     """
 
@@ -181,6 +181,7 @@ class Line:
         method = head.partition(b" ")[0].decode()
         await server.send(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         async for data in client.read(_length(head)):
+            await self._spend(len(data))
             await server.send(data)
         answer = await server.head()
         answer = answer.replace(b"HTTP/1.0", b"HTTP/1.1", 1).replace(b"Connection: close\r\n", b"")

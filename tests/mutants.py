@@ -414,6 +414,11 @@ eviction_of_others: what somebody keeps in the directory of the cache is removed
 - if _ENTRY.fullmatch(name)
 + if name
 
+megapack/storage/remote/client.py: tests/remote/test_remote_faults.py -k slow_line
+slow_lines: a request that shares a slow line with others is cut before it is done
+- {"timeout": REQUEST_TIMEOUT + tried,
++ {"timeout": REQUEST_TIMEOUT,
+
 megapack/storage/remote/reader.py: tests/remote/test_remote_cache.py -k stays
 pins_of_blocks: memory that another thread reads is given back
 - free = pages[~self._pins.reshape(-1, PAGE_BLOCKS)[pages].any(axis=1)]

@@ -204,6 +204,16 @@ def perplexities(group: Sequence[Result], corpus: str = "documents") -> list[flo
     return [result.perplexity(corpus) for result in group]
 
 
+def scores(results: Sequence[Result], corpus: str = "documents") -> dict[str, list[float]]:
+    """Arm -> its ``perplexities``."""
+    return {name: perplexities(group, corpus) for name, group in by_name(results).items()}
+
+
+def probed(group: Sequence[Result], name: str) -> list[float]:
+    """A figure of ``Run.probe``, one per seed."""
+    return [float(result.summary["probe"][name]) for result in group]
+
+
 def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
     """Every evaluation on the way, its figures averaged over the seeds."""
     evaluations = zip(*(result.evaluations() for result in group), strict=True)

@@ -267,9 +267,9 @@ NAMES = ("none", "some", "a part", "100%41+more parts")
 def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Empty, whole, and in parts; every range of it, until another takes its name."""
     folder, data = folder_of(tmp_path), np.random.default_rng(0).bytes(2 * PART + 1)
-    names = NAMES
+    names, deep = NAMES, f"{folder}/below%41"
     if request.node.callspec.params["line"] == "s3 nanio":  # signs names with % in them otherwise
-        names = (*NAMES[:-1], NAMES[-1].replace("%", ""))
+        names, deep = (*NAMES[:-1], NAMES[-1].replace("%", "")), f"{folder}/below"
     for name, size in zip(names, (0, 1000, PART, 2 * PART + 1), strict=True):
         (tmp_path / name).write_bytes(data[:size])
         line.counts.clear()
@@ -280,9 +280,10 @@ def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.Fixt
         for begin, end in ((0, size), (0, 1), (size // 3, size // 2), (size - 1, size)):
             if 0 <= begin < end <= size:
                 assert found.read(begin, end) == data[begin:end]
-    put_object(f"{folder}/below/it", tmp_path / "some")
-    assert names_in(folder) == sorted(names)
-    assert find_object(f"{folder}/below") is find_object(f"{folder}/som") is None
+    put_object(f"{deep}/it", tmp_path / "some")
+    assert names_in(folder) == sorted(names) and names_in(deep) == ["it"]
+    for none in ("below", "som", "belowA/it"):
+        assert find_object(f"{folder}/{none}") is None
     for _ in range(2):
         remove_object(f"{folder}/{names[-1]}")
         assert find_object(f"{folder}/{names[-1]}") is None

@@ -249,6 +249,13 @@ def test_directory_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         locks.share("it")
 
 
+def test_directory_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=rf"File exists.*let MEGAPACK_CACHE name.*'{tmp_path}/file'"):
+        open_cache()
+
+
 # Without torch, whose import takes longer than all the rest: documents rank, rank + 4, ... of a
 # dataset, as digests.
 RANK = """

@@ -163,7 +163,9 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     from megapack.training.engine.world import RankProgress  # noqa: PLC0415
 
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
-    store.mkdir()
+    others = store / "run" / "corpus_7.manifest.json"  # of a dataset that was built there
+    others.parent.mkdir(parents=True)
+    others.write_text("{}")
     progress = RankProgress()
     mirror = Mirror(f"file://{store}/run", progress)
     tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
@@ -209,4 +211,4 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     assert mirror.tags() == tags
     mirror.keep_only([])
     mirror.wait()
-    assert mirror.tags() == []
+    assert mirror.tags() == [] and others.exists()

@@ -22,7 +22,7 @@ import numpy as np
 from papers.claims import Claim, below, less, near, shown, together
 from papers.composition.atom_size import STEPS
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name, paired
+from papers.runs import Result, Run, Scale, by_name, paired, scores
 from papers.settings import WHOLE, engine
 
 from megapack.training.evaluation.comparison import Curve, plot_curves, standings
@@ -111,9 +111,7 @@ class Figures:
 
     def __init__(self, results: list[Result]) -> None:
         self.results = by_name(results)
-        self.held_out = {
-            name: [r.perplexity("prose") for r in of] for name, of in self.results.items()
-        }
+        self.held_out = scores(results, "prose")
         self.final: dict[str, list[float]] = {name: [] for name in self.results}
         self.rank: dict[str, list[float]] = {name: [] for name in self.results}
         for names in tables():

@@ -88,16 +88,20 @@ def speed_by_bucket(result: Result) -> dict[int, float]:
     return {capacity: median(found[1:] or found) for capacity, found in sorted(steps.items())}
 
 
+def elapsed(result: Result) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Seconds of training after each step, which counts with the median speed of its bucket, so
+    that what else the machine does at a moment does not decide."""
+    speed = speed_by_bucket(result)
+    return np.cumsum([line["tokens"] / speed[line["capacity"]] for line in result.log()])
+
+
 def seconds_to(result: Result, perplexity: float) -> float:
     """Seconds of training until the validation perplexity is that low; infinite if it never is.
 
-    Each step counts with the median speed of its bucket, so that what else the machine does at a
-    moment does not decide; between two evaluations the logarithm of the perplexity is a line.
+    Between two evaluations the logarithm of the perplexity is a line.
     """
-    speed = speed_by_bucket(result)
-    log = result.log()
-    elapsed = np.cumsum([line["tokens"] / speed[line["capacity"]] for line in log])
-    points = [(elapsed[line["step"] - 1], np.log(line["perplexity"])) for line in
+    after = elapsed(result)
+    points = [(after[line["step"] - 1], np.log(line["perplexity"])) for line in
               result.evaluations()]  # fmt: skip
     target = np.log(perplexity) + 1e-9
     for i, (seconds, value) in enumerate(points):
@@ -119,15 +123,9 @@ def time_ratios(arm: list[Result], base: list[Result]) -> list[float]:
     return ratios
 
 
-def seconds_in_all(result: Result) -> float:
-    """Of all steps, each at the median speed of its bucket."""
-    speed = speed_by_bucket(result)
-    return float(sum(line["tokens"] / speed[line["capacity"]] for line in result.log()))
-
-
 def mean_speed(group: list[Result]) -> float:
     """Tokens per second of whole runs, over the seeds."""
-    return fmean(r.summary["tokens"] / seconds_in_all(r) for r in group)
+    return fmean(result.summary["tokens"] / elapsed(result)[-1] for result in group)
 
 
 def mean_contexts(group: list[Result]) -> dict[int, float]:

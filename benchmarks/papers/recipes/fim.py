@@ -16,14 +16,13 @@ better the higher the rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, shown, stated
 from papers.corpus import VOCAB_SIZE, Corpus
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
+from papers.runs import Result, Run, Scale, by_name, paired, plot_over_steps, probed, scores
 from papers.settings import Setting
 
 TITLE = "Fill-in-the-middle"
@@ -67,20 +66,14 @@ def runs(scale: Scale) -> list[Run]:
     return paired(base, arms, scale.seeds(5))
 
 
-def middles(group: Sequence[Result], given: str) -> list[float]:
-    """Perplexities of middles, one per seed; ``given`` is one of ``GIVEN``."""
-    return [float(result.summary["probe"][given]) for result in group]
-
-
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per rate: documents from left to right, and middles by what they are given."""
-    arms = by_name(results)
-    base = perplexities(arms[NONE])
+    arms, whole = by_name(results), scores(results)
     return [
         {
             "arm": name,
-            **against(perplexities(group), base),
-            **{f"middle_given_{given}": shown(middles(group, given)) for given in GIVEN},
+            **against(whole[name], whole[NONE]),
+            **{f"middle_given_{given}": shown(probed(group, given)) for given in GIVEN},
         }
         for name, group in arms.items()
     ]
@@ -88,9 +81,8 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 def claims(results: list[Result]) -> list[Claim]:
     """Free from left to right, and better in the middle."""
-    arms = by_name(results)
-    whole = {name: perplexities(group) for name, group in arms.items()}
-    by_given = {given: {n: middles(g, given) for n, g in arms.items()} for given in GIVEN}
+    arms, whole = by_name(results), scores(results)
+    by_given = {given: {n: probed(g, given) for n, g in arms.items()} for given in GIVEN}
     probe = results[0].summary["probe"]
     why = f"middles of {probe['files']} held-out files, {probe['tokens']:,} tokens"
     free = "whole held-out files from left to right; the same samples in the same order"

@@ -9,7 +9,6 @@ folder: the files that two arms are compared on are the same, and so are their t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from typing import Any
 
 from papers.claims import Claim, against, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
+from papers.runs import Result, Run, Scale, by_name, paired, plot_over_steps, probed, scores
 from papers.settings import Setting
 
 TITLE = "Files of a folder in one sample"
@@ -64,16 +63,10 @@ def runs(scale: Scale) -> list[Run]:
     return paired(base, ARMS, scale.seeds(5))
 
 
-def probed(group: Sequence[Result], name: str) -> list[float]:
-    """``alone`` or ``behind``: perplexities of files with others of their folder before them."""
-    return [float(result.summary["probe"][name]) for result in group]
-
-
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per arm: all files alone; those behind others without and with these in view, and
     what the view changes, in per cent."""
-    arms = by_name(results)
-    base = perplexities(arms[DEFAULT])
+    arms, whole = by_name(results), scores(results)
     found = []
     for name, group in arms.items():
         alone, behind = probed(group, "alone"), probed(group, "behind")
@@ -81,7 +74,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
         found.append(
             {
                 "arm": name,
-                **against(perplexities(group), base),
+                **against(whole[name], whole[DEFAULT]),
                 "behind_others_alone": shown(alone),
                 "behind_others_in_view": shown(behind),
                 "view_changes_%": 100 * gain.mean / fmean(alone),
@@ -93,8 +86,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 def claims(results: list[Result]) -> list[Claim]:
     """Where groups pay, what they cost, and which of grouping and attention it is."""
-    arms = by_name(results)
-    whole = {name: perplexities(group) for name, group in arms.items()}
+    arms, whole = by_name(results), scores(results)
     alone = {name: probed(group, "alone") for name, group in arms.items()}
     behind = {name: probed(group, "behind") for name, group in arms.items()}
     some = next(iter(results)).summary["probe"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities, plot_over_steps
+from papers.runs import Result, Run, Scale, paired, plot_over_steps, scores
 from papers.settings import Setting
 
 TITLE = "Masks between documents"
@@ -77,7 +77,7 @@ def runs(scale: Scale) -> list[Run]:
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per arm: perplexity, and its difference from the default's over paired seeds."""
-    arms = {name: perplexities(group) for name, group in by_name(results).items()}
+    arms = scores(results)
     fields = ("attention", "labels", "positions")
     return [
         {
@@ -92,7 +92,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 def claims(results: list[Result]) -> list[Claim]:
     """The blog's two warnings, the public log, and what positions do."""
-    arms = {name: perplexities(group) for name, group in by_name(results).items()}
+    arms = scores(results)
     paired = "the same samples in the same order; one option differs"
     state = partial(stated, arms)
     return [

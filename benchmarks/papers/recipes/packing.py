@@ -18,7 +18,7 @@ from typing import Any
 from papers.claims import Claim, against, below, same, stated
 from papers.figures import lines
 from papers.recipes.bucketllm import long_documents, mean_contexts, mean_speed, plot_contexts
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, paired, perplexities
+from papers.runs import Result, Run, Scale, by_name, mean_evaluations, paired, scores
 from papers.settings import WHOLE, Setting
 
 TITLE = "Which packing, at equal tokens"
@@ -83,27 +83,26 @@ def runs(scale: Scale) -> list[Run]:
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per packing; changes are against concatenation with masks, in per cent."""
-    arms = by_name(results)
-    base = perplexities(arms[CONCAT])
+    values = scores(results)
     return [
         {
             "arm": name,
             "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
             "split_%": 100 * group[0].summary["index"]["truncation_ratio"],
-            **against(perplexities(group), base),
+            **against(values[name], values[CONCAT]),
             **{f"at_{context}": value for context, value in mean_contexts(group).items()},
             "tokens_per_second": mean_speed(group),
         }
-        for name, group in arms.items()
+        for name, group in by_name(results).items()
     ]
 
 
 def claims(results: list[Result]) -> list[Claim]:
     """What masks, whole documents and mixed steps are worth."""
-    scores = {name: perplexities(group) for name, group in by_name(results).items()}
+    values = scores(results)
     masks = "the same samples in the same order; only what attends to what differs"
     tokens = "equal tokens, steps and learning rates, paired seeds; every document scored by itself"
-    state = partial(stated, scores)
+    state = partial(stated, values)
     claims: list[tuple[str, str, Callable[..., Claim], str, dict[str, Any]]] = [
         (FIT, CONCAT, below, "best fit makes a better model than concatenation, masks in both",
          {"source": "Ding et al. 2024", "paper": "better at 2k to 8k, without masks"}),
@@ -132,7 +131,7 @@ def claims(results: list[Result]) -> list[Claim]:
     return [
         state(kind, one, other, claim, **{"why": tokens, **words})
         for one, other, kind, claim, words in claims
-        if one in scores and other in scores  # not every scale trains every arm
+        if one in values and other in values  # not every scale trains every arm
     ]
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities
+from papers.runs import Result, Run, Scale, paired, scores
 from papers.settings import Setting
 
 TITLE = "Files repeated, and fresh"
@@ -99,14 +99,14 @@ def paper_worth(epochs: int) -> float:
     return 1 + DECAY * (1 - math.exp(-(epochs - 1) / DECAY))
 
 
-def worth(scores: dict[str, list[float]], arm: str) -> list[float]:
+def worth(files: dict[str, list[float]], arm: str) -> list[float]:
     """In U fresh tokens, seed by seed: where its perplexity lies between those of fresh files, on
     a line of logarithms; not below U and not above 16 U."""
     fresh = (FRESH, FRESH_FOUR, ONCE)  # by rising perplexity
     sizes = [math.log(ARMS[name][0]) for name in fresh]
     found = []
-    for seed, value in enumerate(scores[arm]):
-        line = [math.log(scores[name][seed]) for name in fresh]
+    for seed, value in enumerate(files[arm]):
+        line = [math.log(files[name][seed]) for name in fresh]
         found.append(math.exp(np.interp(math.log(value), line, sizes)))
     return found
 
@@ -114,17 +114,16 @@ def worth(scores: dict[str, list[float]], arm: str) -> list[float]:
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """One line per arm; those that repeat against as many fresh files, in per cent, and what they
     are worth, with the paper's figure."""
-    arms = by_name(results)
-    files = {name: perplexities(group, "files") for name, group in arms.items()}
+    files, prose = scores(results, "files"), scores(results, "docstrings")
     fresh = {ARMS[name][0]: name for name in (ONCE, FRESH_FOUR, FRESH)}
     found = []
-    for name, group in arms.items():
+    for name in files:
         units, epochs = ARMS[name]
         row = {
             "arm": name,
             "files_of_the_run_%": 100 * units * epochs / (2 * MOST),
             "files": shown(files[name]),
-            "docstrings": shown(perplexities(group, "docstrings")),
+            "docstrings": shown(prose[name]),
         }
         if epochs > 1:
             base = files[fresh[units * epochs]]
@@ -140,9 +139,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 def claims(results: list[Result]) -> list[Claim]:
     """Up to four epochs, sixteen, and what the other source pays."""
-    arms = by_name(results)
-    files = {name: perplexities(group, "files") for name, group in arms.items()}
-    prose = {name: perplexities(group, "docstrings") for name, group in arms.items()}
+    files, prose = scores(results, "files"), scores(results, "docstrings")
     why = "the same mixture and tokens; the files of the smaller arm are among the other's"
     state = partial(stated, files, source=PAPER)
     four, sixteen = (f"{paper_worth(n):.1f} epochs of fresh ones" for n in (4, 16))
@@ -170,7 +167,7 @@ def claims(results: list[Result]) -> list[Claim]:
 
 def plots(results: list[Result], folder: Path) -> None:
     """Perplexity of files over the tokens of files in the run: fresh, repeated."""
-    arms = by_name(results)
+    files = scores(results, "files")
     curves = {"fresh": (ONCE, FRESH_FOUR, FRESH), "U repeated": (ONCE, FOUR, SIXTEEN)}
     curves |= {"4 U repeated": (FRESH_FOUR, QUARTER)}
     lines(
@@ -178,7 +175,7 @@ def plots(results: list[Result], folder: Path) -> None:
         {
             label: (
                 [ARMS[name][0] * ARMS[name][1] for name in names],
-                [fmean(perplexities(arms[name], "files")) for name in names],
+                [fmean(files[name]) for name in names],
             )
             for label, names in curves.items()
         },

@@ -25,7 +25,7 @@ from papers import invented_facts
 from papers.claims import Claim, alike, below, same, shown, together
 from papers.corpus import Corpus, prepare
 from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities
+from papers.runs import Result, Run, Scale, by_name, paired, perplexities, probed
 from papers.settings import WHOLE, engine
 
 from megapack.data import Schedule
@@ -192,8 +192,8 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
             "padding %": 100 * first["index"]["padding_ratio"],
         }
         if "probe" in first:
-            row["loss per fact"] = shown([r.summary["probe"]["loss"] for r in of])
-            row["facts right %"] = shown([100 * r.summary["probe"]["right"] for r in of], 1)
+            row["loss per fact"] = shown(probed(of, "loss"))
+            row["facts right %"] = shown([100 * x for x in probed(of, "right")], 1)
         else:
             row["perplexity, prose"] = shown(perplexities(of, "prose"), 3)
             row["perplexity, code"] = shown(perplexities(of, "code"), 3)
@@ -300,14 +300,11 @@ def _sweep(
 
 
 def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
-    def per_seed(name: str, key: str) -> list[float]:
-        return [result.summary["probe"][key] for result in groups[f"facts, {name}"]]
-
     def claim(other: str, paper: str) -> Claim:
-        right = [[100 * x for x in per_seed(name, "right")] for name in (SP, other)]
+        both = [groups[f"facts, {name}"] for name in (SP, other)]
+        right = [[100 * x for x in probed(of, "right")] for of in both]
         return below(
-            per_seed(SP, "loss"),
-            per_seed(other, "loss"),
+            *(probed(of, "loss") for of in both),
             source=f"{SOURCE} 4.7",
             claim=f"facts that straddle the cut are learned with SP better than with {other}",
             paper=paper,

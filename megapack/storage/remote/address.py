@@ -21,7 +21,7 @@ from megapack.errors import ConfigError
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
+_ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/")
 _USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
 _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*[?#])[^\s)]+")
 _GUIDE = "docs/guides/object_storage.md"
@@ -37,8 +37,10 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     match = _SCHEME.match(text)
     if match is None:
         if _ONE_SLASH.match(text):
-            text = redacted(_ONE_SLASH.sub(r"\1://", text, count=1))
-            raise ConfigError(f"{text} was given with one slash (pathlib.Path drops one): write it")
+            shown = redacted(_ONE_SLASH.sub(r"\1://", text, count=1))
+            raise ConfigError(
+                f"{shown} was given with one slash, as pathlib.Path leaves it: give it as text"
+            )
         return False
     if match[1] not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

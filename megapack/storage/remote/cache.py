@@ -381,11 +381,15 @@ class Cache:
     """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.limit: int | None = None
-        self.locks = RangeLocks(directory / "locks")
-        self.in_use = RangeLocks(directory / "in_use")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.locks = RangeLocks(directory / "locks")
+            self.in_use = RangeLocks(directory / "in_use")
+        except OSError as error:
+            why = f"{error.strerror}: let MEGAPACK_CACHE name a directory where this user may write"
+            raise OSError(error.errno, why, str(directory)) from error
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, "megapack-fetch")
         # Before the interpreter waits for the pool's threads: else all that is queued was fetched.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]

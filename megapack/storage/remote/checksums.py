@@ -108,21 +108,10 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
             files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": checksum(small)}
     with open_regular(path_of(prefix, ".bin")) as file:
         num_bytes = identity_of(file).num_bytes
-        blocks = np.fromiter(
-            (
-                xxhash.xxh3_64_intdigest(block.data)
-                for block in read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
-            ),
-            "<u8",
-        )
-    header = json.dumps(
-        {
-            "version": _VERSION,
-            "block_bytes": BLOCK_BYTES,
-            "bin_bytes": num_bytes,
-            "files": files,
-        }
-    ).encode()
+        each = read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+        blocks = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in each), "<u8")
+    sizes = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "bin_bytes": num_bytes}
+    header = json.dumps({**sizes, "files": files}).encode()
     body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, blocks.tobytes()))
     with atomic_write(path) as out:
         out.write(body + xxhash.xxh3_128_digest(body))

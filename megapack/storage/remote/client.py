@@ -34,7 +34,7 @@ T = TypeVar("T")
 RETRY_SECONDS = 180.0  # after these, what still fails is an error; MEGAPACK_RETRY_SECONDS
 WRONG_ATTEMPTS = 5  # to read what comes with wrong bytes: a range, or a small file
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
-REQUEST_TIMEOUT = timedelta(seconds=30)
+REQUEST_TIMEOUT = timedelta(seconds=30)  # without a byte of an answer; of all: ``_open_store``
 PART_BYTES = 5 << 20  # of an upload in parts: the least that stores take
 MOST_PARTS = 10_000  # that S3 and Google take
 SAY_SECONDS = 30.0  # between lines of failed attempts, of one folder
@@ -192,7 +192,7 @@ def put_object(
         def attempt() -> None:
             file.seek(0)
             # A part that fails is sent again by the client, not all of them by us.
-            store, name = _store_of(url, retry_seconds() if num_bytes > part else 0)
+            store, name = _store_of(url, part / PART_BYTES if num_bytes > part else 0)
             _client().put(store, name, file, chunk_size=part)
 
         _until_it_works(url, attempt)
@@ -212,7 +212,7 @@ def names_in(folder: str) -> list[str]:
     refuse_fork()
 
     def attempt() -> list[str]:
-        found = _client().list_with_delimiter(_open_store(folder, 0))
+        found = _client().list_with_delimiter(_open_store(folder, retry_seconds(), 0))
         return sorted(each["path"] for each in found["objects"])
 
     return _until_it_works(folder, attempt)
@@ -256,12 +256,13 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
         try:
             return attempt()
         except FileNotFoundError as error:
-            raise _missing(url) from error
+            raise missing(url) from error
         except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
-            raise (_replaced(url) if find_object(url) else _missing(url)) from error
+            raise (_replaced(url) if find_object(url) else missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
             _raise_if_permanent(url, error)
-            if time.monotonic() > until or ending.is_set():
+            # A request that only trickles takes longer than the limit: there is always a second.
+            if (time.monotonic() > until and number > 1) or ending.is_set():
                 raise _unreachable(url, error, limit) from error
             _say(url, number, _first_line(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
         # Random: not all readers at once. The last attempt comes when the time is up, not later.
@@ -284,7 +285,7 @@ def _say(url: str, number: int, why: str, limit: str) -> None:
     log.warning("%s: attempt %d failed (%s); it is tried again, %s", url, number, why, limit)
 
 
-def _missing(url: str) -> FileNotFoundError:
+def missing(url: str) -> FileNotFoundError:
     return FileNotFoundError(f"{url} does not exist (or is not visible)")
 
 
@@ -319,7 +320,7 @@ def _unreachable(url: str, error: Exception, limit: float) -> Exception:
         )
     return ConnectionError(
         f"{url} could not be read or written for {limit:.0f} seconds "
-        f"(MEGAPACK_RETRY_SECONDS): {why}"
+        f"(MEGAPACK_RETRY_SECONDS; more of them over a slow line): {why}"
     )
 
 
@@ -348,20 +349,25 @@ def _client() -> Any:
     return module
 
 
-def _store_of(url: str, retry_seconds: float = 0) -> tuple[Any, str]:
+def _store_of(url: str, parts: float = 0) -> tuple[Any, str]:
     folder, name = split(url)
     refuse_fork()
-    return _open_store(folder, retry_seconds), name
+    return _open_store(folder, retry_seconds(), parts), name
 
 
 @cache
-def _open_store(folder: str, retry_seconds: float) -> Any:
+def _open_store(folder: str, limit: float, parts: float) -> Any:
     """One per folder, whose connections all its objects share.
+
+    A slow line is no failure: requests that share it take long, 64 of 4 MiB or 12 parts at a time.
+    So silence ends one early, a trickle late. Silence cannot be told while a part is sent: what
+    ends one is half of the time for which the client tries it again, more of a larger part.
 
     Args:
         folder: its address.
-        retry_seconds: how long the client itself tries a request again; 0: it does not, since its
-            retries hide what fails and know nothing of wrong bytes.
+        limit: ``retry_seconds()``.
+        parts: of an upload in parts, the size of one in ``PART_BYTES``, which the client itself
+            tries again; 0: it does not, since that hides what fails and knows no wrong bytes.
 
     Raises:
         ConfigError: it is no address of a store, or the store's settings cannot be what they are.
@@ -370,17 +376,21 @@ def _open_store(folder: str, retry_seconds: float) -> Any:
         try:
             return _client().store.from_url(folder)
         except _client().exceptions.BaseError as error:
-            raise FileNotFoundError(f"{folder} does not exist (or is not visible)") from error
-    options = {"timeout": REQUEST_TIMEOUT, "allow_http": True}  # where the endpoint says so
+            raise missing(folder) from error
+    tried = timedelta(seconds=limit)
+    if parts:
+        timeouts = {"timeout": parts * max(REQUEST_TIMEOUT, tried / 2)}
+    else:
+        timeouts = {"timeout": REQUEST_TIMEOUT + tried, "read_timeout": REQUEST_TIMEOUT}
+    options = {**timeouts, "allow_http": True}  # where the endpoint says so
+    first, longest = timedelta(seconds=FIRST_PAUSE), timedelta(seconds=LONGEST_PAUSE)
     retries = {
-        "max_retries": 1000 if retry_seconds else 0,
-        "retry_timeout": timedelta(seconds=retry_seconds),
-        "backoff": {
-            "init_backoff": timedelta(seconds=FIRST_PAUSE),
-            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-            "base": 2,
-        },
+        "max_retries": 1000 if parts else 0,
+        "retry_timeout": max(1, parts) * tried,
+        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
     }
+    if not folder.startswith("http"):  # keys are no URLs: %20 in one is three signs, as in names
+        folder = folder.replace("%", "%25")
     try:
         return _client().store.from_url(folder, client_options=options, retry_config=retries)
     except (_client().exceptions.BaseError, ValueError) as error:

@@ -42,7 +42,7 @@ from megapack.storage.remote.cache import (
     wait_for,
 )
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums
-from megapack.storage.remote.client import RemoteObject, find_object
+from megapack.storage.remote.client import RemoteObject, find_object, missing
 
 T = TypeVar("T")
 
@@ -292,10 +292,8 @@ def open_remote_pair(prefix: str) -> RemotePair:
     """
     cache = open_cache()
     before, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
-    for found, suffix in ((before, ".idx"), (bin_object, ".bin")):
-        if found is None:
-            raise FileNotFoundError(f"{prefix}{suffix} does not exist (or is not visible)")
-    assert before is not None and bin_object is not None
+    if before is None or bin_object is None:
+        raise missing(f"{prefix}{'.idx' if before is None else '.bin'}")
     _, name = split(prefix)
     entry = cache.entry(name, prefix, before, bin_object, meta, sums)
     local_prefix = str(entry / name)
@@ -325,10 +323,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
             SUFFIX,
         )
     return RemotePair(
-        local_prefix=local_prefix,
-        bin_object=bin_object,
-        checksums=checksums,
-        cache=cache,
+        local_prefix=local_prefix, bin_object=bin_object, checksums=checksums, cache=cache
     )
 
 
@@ -345,7 +340,7 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
     """
     found = find_object(url)
     if found is None:
-        raise FileNotFoundError(f"{url} does not exist (or is not visible)")
+        raise missing(url)
     cache = open_cache()
     _, name = split(url)
     path = cache.entry(name, url, found) / name

@@ -122,8 +122,8 @@ class Mirror:
             names = [name.rpartition("/")[2] for name in names_in(self.address)]
         except FileNotFoundError:  # a folder of a file system, before the first checkpoint
             names = []
-        tags = (name.removesuffix(_MIRRORED) for name in names if name.endswith(_MIRRORED))
-        return sorted(tags, key=tokens_of)
+        own = (n for n in names if n.startswith("step_") and n.endswith(_MIRRORED))
+        return sorted((name.removesuffix(_MIRRORED) for name in own), key=tokens_of)
 
     def restore(self, directory: Path, at_most: int | None = None) -> str | None:
         """Bring the newest checkpoint, of those after so many tokens or fewer, into a directory
