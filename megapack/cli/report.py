@@ -24,6 +24,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megapack import __version__
 from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
@@ -202,7 +204,8 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    bad = [int(s) for s in log.column("step")[log.column("loss") != log.column("loss")]]
+    lost = np.isnan(log.column("loss")) & (log.column("grad_norm") != 0)  # as ``is_lost``
+    bad = log.column("step")[lost].astype(int).tolist()
     skipped = f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     yield Check(
         2 if bad else int(bool(log.skipped)),

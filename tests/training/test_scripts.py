@@ -287,8 +287,9 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
         {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, **WIDE},
         {"model_type": "gpt_neox", "intermediate_size": 128, **WIDE},
         {"model_type": "deepseek_v3", "v_head_dim": 16, "intermediate_size": 128,
-         "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 32, "first_k_dense_replace": 1, **LATENT, **WIDE},
+         "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+         **LATENT, **WIDE},
     ],
     ids=lambda keys: keys["model_type"],
 )  # fmt: skip

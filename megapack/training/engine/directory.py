@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +191,12 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as error:
                 raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def is_lost(line: Mapping[str, Any]) -> bool:
+    """Whether the loss of a line of ``log.jsonl`` is no number. A step without a label that counts
+    has none either, and no gradient."""
+    return line["loss"] is None and line["grad_norm"] != 0
 
 
 def environment() -> dict[str, Any]:
