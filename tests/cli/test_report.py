@@ -20,6 +20,7 @@ from megapack.cli.report import checks, render
 from megapack.cli.report_charts import NUM_BINS, Bins, RunLog, loss, loss_by_source, read_run
 from megapack.data.blend import Stage
 from megapack.data.run import Decision, Decisions
+from megapack.training.engine.directory import append_jsonl
 
 FINGERPRINTS = {"web": "1f"}
 
@@ -209,6 +210,15 @@ def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
     (path / "log.jsonl").write_text("")
     assert main(["report", str(path)]) == 1
     assert "has no steps yet" in capsys.readouterr().err
+
+
+def test_start_after_one_whose_line_was_cut_short_is_told(tmp_path: Path) -> None:
+    """The next start was written behind it, and the page refused the run for good."""
+    path = write_log(tmp_path, lines(3))
+    cut = json.dumps(start(0, 2)) + "\n" + json.dumps(start(10, 2))[:70]
+    (path / "starts.jsonl").write_text(cut)
+    append_jsonl(path / "starts.jsonl", start(20, 4))
+    assert [line["step"] for line in read_run(path).starts] == [0, 20]
 
 
 def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_path: Path) -> None:

@@ -167,10 +167,19 @@ def tokens_of(tag: str) -> int:
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Add lines to a log. Raises OSError with the path, which that of a full disk does not have."""
+    """Add lines to a log, in place of a last one that a kill or a full disk cut short.
+
+    Raises:
+        OSError: with the path, which that of a full disk does not have.
+    """
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
     except OSError as error:
         text = os.strerror(error.errno or 0)
         raise OSError(error.errno, f"{text} while writing", str(path)) from error
