@@ -177,16 +177,13 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     if ratios:
         ratios = ratios[-max(1, len(ratios) // 10) :]
         yield "slowest rank", f"{sum(ratios) / len(ratios):.2f}", "times the median forward"
-    yield "memory", f"{log.column('memory_gib')[-1]:.3g} GiB", "most ever, first rank"
+    yield "memory", f"{np.nanmax(log.column('memory_gib')):.3g} GiB", "most ever, first rank"
     spent = float(log.column("seconds").sum())
-    left = None
     if facts.num_steps and facts.end.get("reason") == "running":
         left = (facts.num_steps - _done(facts)) * log.recent("seconds")
-    yield (
-        ("trained for", _duration(spent), "without what was taken back")
-        if left is None
-        else ("left", _duration(left), f"after {_duration(spent)} of training")
-    )
+        yield "left", _duration(left), f"after {_duration(spent)} of training"
+    else:
+        yield "trained for", _duration(spent), "without what was taken back"
 
 
 class Check(NamedTuple):

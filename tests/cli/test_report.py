@@ -257,6 +257,14 @@ def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
     assert useful.get_ydata() == pytest.approx([2000.0] * 10)
 
 
+def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
+    """A start that held less, on more ranks, made the page forget it."""
+    log = lines(9)
+    log[2]["memory_gib"] = 2.5
+    shown = {name: figure for name, figure, _ in tiles(read_run(write_log(tmp_path, log)))}
+    assert shown["memory"] == "2.5 GiB"
+
+
 def test_curves_of_one_step_are_seen(tmp_path: Path) -> None:
     """A line through one point is drawn as nothing."""
     facts = read_run(write_log(tmp_path, lines(1, sources=("web",))))
