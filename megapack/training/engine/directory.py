@@ -167,11 +167,8 @@ def tokens_of(tag: str) -> int:
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Add lines to a log, in place of a last one that a kill or a full disk cut short.
-
-    Raises:
-        OSError: with the path, which that of a full disk does not have.
-    """
+    """Add lines to a log, in place of a last one that a kill or a full disk cut short. Raises
+    OSError with the path, which that of a full disk does not have."""
     try:
         with path.open("ab+") as file:
             if file.tell():
