@@ -438,13 +438,13 @@ def _branches(facts: RunFacts) -> Iterator[str]:
         return
     rows = [
         [b.path.name, count(b.from_step)]
-        + ([count(int(b.log.column("step")[-1]) + 1)] if b.log and len(b.log) else ["-"])
-        + ([f"{b.log.recent('loss'):.4f}"] if b.log and len(b.log) else ["-"])
+        + ([count(int(b.log.column("step")[-1]) + 1)] if b.log else ["-"])
+        + ([f"{b.log.recent('loss'):.4f}"] if b.log else ["-"])
         + [STATES.get(b.reason, b.reason)]
         for b in facts.branches[:ROWS]
     ]
     chart = ""
-    if any(b.log is not None and len(b.log) for b in facts.branches):
+    if any(b.log for b in facts.branches):
         chart = f"<figure>{draw(report_charts.branches, facts)}</figure>"
     yield _section(
         "Branches",

@@ -493,10 +493,10 @@ def stragglers(facts: RunFacts) -> Chart:
 
 def branches(facts: RunFacts) -> Chart:
     """Training loss of this run and of those that branched from it."""
-    shown = [b for b in facts.branches if b.log is not None and len(b.log)]
+    shown = [b for b in facts.branches if b.log]
     chart = over_steps(facts, 3.0, WIDE)
     logs = [(facts.run.path.resolve().name, 0, facts.log)]
-    logs += [(b.path.name, b.from_step, b.log) for b in shown if b.log is not None]
+    logs += [(b.path.name, b.from_step, b.log) for b in shown if b.log]
     first = 0.75 * min(b.from_step for b in shown)
     entries, last = [], 0.0
     for (name, begin, log), colour in zip(logs, COLOURS, strict=False):

@@ -152,11 +152,8 @@ def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
         yield "loss", f"loss of bucket {bucket}", line["loss"]
     norm = line["grad_norm"]
     if norm is None or norm > 0:
-        yield (
-            "grad_norm",
-            f"gradients of bucket {bucket}",
-            math.inf if norm is None else math.log(norm),
-        )
+        value = math.inf if norm is None else math.log(norm)
+        yield "grad_norm", f"gradients of bucket {bucket}", value
     for name, loss in line.get("source_loss", {}).items():
         if loss is not None:
             yield f"loss of {name}", f"source {name}", loss
