@@ -504,7 +504,8 @@ class PackedTrainerMixin:
         if num_items_in_batch is None or not self.args.average_tokens_across_devices:
             alone = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             num_items_in_batch = alone * self.args.world_size
-        return labels / num_items_in_batch
+        weights: Tensor = labels / num_items_in_batch
+        return weights
 
     def _labels_alone(self, inputs: dict[str, Any]) -> Tensor | None:
         """The labels of one micro batch, as a ``compute_loss_func`` divides by them: its mean.
@@ -512,7 +513,8 @@ class PackedTrainerMixin:
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
         ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-        return (inputs["labels"][:, 1:] >= 0).sum().clamp(min=1) * ranks
+        labels: Tensor = (inputs["labels"][:, 1:] >= 0).sum().clamp(min=1)
+        return labels * ranks
 
     def _weighted_loss(
         self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
