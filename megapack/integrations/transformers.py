@@ -494,7 +494,7 @@ class PackedTrainerMixin:
         ours = balancing.loss(outputs["router_logits"], mask) * of_step
         theirs = (
             0 if outputs.get("loss") is None else outputs["aux_loss"]
-        )  # not of a loss of logits
+        )  # a smoothed loss has none
         loss = loss + ranks * balancing.coefficient * (ours - theirs)
         return (loss, outputs) if return_outputs else loss
 
@@ -504,8 +504,7 @@ class PackedTrainerMixin:
         if num_items_in_batch is None or not self.args.average_tokens_across_devices:
             alone = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             num_items_in_batch = alone * self.args.world_size
-        weights: Tensor = labels / num_items_in_batch
-        return weights
+        return torch.div(labels, num_items_in_batch)
 
     def _labels_alone(self, inputs: dict[str, Any]) -> Tensor | None:
         """The labels of one micro batch, as a ``compute_loss_func`` divides by them: its mean.
@@ -513,20 +512,17 @@ class PackedTrainerMixin:
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
         ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-        labels: Tensor = (inputs["labels"][:, 1:] >= 0).sum().clamp(min=1)
-        return labels * ranks
+        return torch.mul((inputs["labels"][:, 1:] >= 0).sum().clamp(min=1), ranks)
 
     def _weighted_loss(
         self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
         """The sum of losses times weights, of the model's logits: Trainer counts labels. A mixture
         of experts adds its load-balancing loss in the share of the step's weight that is here."""
-        kind = getattr(self.args, "loss_type", "nll")  # TRL's
-        if self.compute_loss_func or kind != "nll":  # type: ignore[attr-defined]
-            own = f"loss_type={kind!r}" if kind != "nll" else "compute_loss_func"
+        if self.compute_loss_func or getattr(self.args, "loss_type", "nll") != "nll":  # type: ignore[attr-defined]
             raise ConfigError(
-                f"the run has loss weights, or SFTTrainer balances experts, and {own} is told "
-                "neither: leave it out"
+                "the run has loss weights, or SFTTrainer balances experts, and compute_loss_func "
+                "and loss_type='dft' are told neither: leave them out"
             )
         labels = inputs.pop("shift_labels").flatten()
         inputs.pop("labels")
