@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.integrations import deepspeed
 
@@ -87,6 +87,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         with_loss_weights: items of a step with loss weights have them, ``loss_weights`` float32
             (1, tokens): the loss of the step is the sum of losses times these over all its items
             and ranks. ``PackedTrainer`` asks for it; without it such an item is a ConfigError.
+        for_own_shift: a row's last token has no label (that of a document cut there): a loss that
+            shifts ``labels`` is not told it, and would divide by it. ``PackedTrainer`` asks for it.
 
     Raises:
         ConfigError: sizes that do not fit.
@@ -119,7 +121,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             **options,
         )
         self._options = options
-        self.with_token_mask = self.with_loss_weights = False
+        self.with_token_mask = self.with_loss_weights = self.for_own_shift = False
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
@@ -211,6 +213,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
             if not self.schedule.finite:  # what is held out is not weighted
                 batch["loss_weights"] = batch["loss_mask"] / (chosen.step_label_weight or 1.0)
             batch["loss_mask"] = (batch["labels"] >= 0).float()
+        elif self.for_own_shift:
+            batch["labels"][:, -1], batch["loss_mask"][:, -1] = IGNORED, 0
         return batch
 
     def _chosen(self, i: int) -> MicroBatch:
@@ -404,7 +408,9 @@ class PackedTrainerMixin:
         head = self.model.get_output_embeddings()
         hook = None if head is None else head.register_forward_hook(keep)
         try:
-            loss = super().compute_loss(model, inputs)  # type: ignore[misc]
+            loss = super().compute_loss(  # type: ignore[misc]
+                model, inputs, num_items_in_batch=self._labels_alone(inputs)
+            )
         finally:
             if hook is not None:
                 hook.remove()
@@ -437,14 +443,20 @@ class PackedTrainerMixin:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         return self._loader(self._of_this_rank(chosen, None, evaluated=True))
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The same for ``predict``."""
+        if not isinstance(test_dataset, MicroBatches):
+            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self.get_eval_dataloader(test_dataset)
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which then takes the mean of the losses of micro batches: of ``MicroBatches``
-        each is weighted by its labels, so that it is the mean over all labels."""
+        each is weighted by its labels, so that it is the mean over all labels (NaN without any)."""
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         loader: Any = self.callback_handler.eval_dataloader  # type: ignore[attr-defined]
         if loss is not None and isinstance(loader.dataset, MicroBatches):
             weight = (inputs["shift_labels"] >= 0).sum().to(loss) / loader.dataset.mean_labels
-            loss = torch.where(weight > 0, loss * weight, 0)  # NaN without a label
+            loss = torch.where(weight == 0, 0, loss * weight)  # whose own mean is NaN
         return (loss, *rest)
 
     def compute_loss(
@@ -463,12 +475,14 @@ class PackedTrainerMixin:
             step = batches.schedule.shortest_step(0, max(1, soon))
             self._try(model, batches.batch(step * batches.num_micro_steps))
         if not model.training and "shift_labels" in inputs:
-            num_items_in_batch = None  # the mean of this micro batch: prediction_step weights it
+            num_items_in_batch = self._labels_alone(inputs)  # prediction_step weights the mean
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
+        if mask is not None and getattr(self, "aux_loss_enabled", False) and weights is None:
+            weights = self._plain_weights(inputs, num_items_in_batch)
         if weights is not None:
             loss, outputs = self._weighted_loss(model, inputs, weights, mask)
             scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
-            if not (scaled or self.compute_loss_func):  # type: ignore[attr-defined]
+            if model.training and not scaled:
                 loss = loss * self.args.gradient_accumulation_steps  # by which Trainer divides
             return (loss, outputs) if return_outputs else loss
         options = {"num_items_in_batch": num_items_in_batch}
@@ -487,19 +501,47 @@ class PackedTrainerMixin:
             of_step = num_labels / num_items_in_batch
             ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
         ours = balancing.loss(outputs["router_logits"], mask) * of_step
-        loss = loss + ranks * balancing.coefficient * (ours - outputs["aux_loss"])
+        theirs = (
+            0 if outputs.get("loss") is None else outputs["aux_loss"]
+        )  # a smoothed loss has none
+        loss = loss + ranks * balancing.coefficient * (ours - theirs)
         return (loss, outputs) if return_outputs else loss
+
+    def _plain_weights(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Of every label the same: for TRL, whose own forward keeps no logits of routers."""
+        labels = inputs["shift_labels"] >= 0
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            alone = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            num_items_in_batch = alone * self.args.world_size
+        return torch.div(labels, num_items_in_batch)
+
+    def _labels_alone(self, inputs: dict[str, Any]) -> Tensor | None:
+        """The labels of one micro batch, as a ``compute_loss_func`` divides by them: its mean.
+        Trainer multiplies by the ranks where it counts over all. None: without such a function."""
+        if self.compute_loss_func is None:  # type: ignore[attr-defined]
+            return None
+        ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+        return torch.mul((inputs["labels"][:, 1:] >= 0).sum().clamp(min=1), ranks)
 
     def _weighted_loss(
         self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
         """The sum of losses times weights, of the model's logits: Trainer counts labels. A mixture
         of experts adds its load-balancing loss in the share of the step's weight that is here."""
+        if self.compute_loss_func or getattr(self.args, "loss_type", "nll") != "nll":  # type: ignore[attr-defined]
+            raise ConfigError(
+                "the run has loss weights, or SFTTrainer balances experts, and compute_loss_func "
+                "and loss_type='dft' are told neither: leave them out"
+            )
         labels = inputs.pop("shift_labels").flatten()
         inputs.pop("labels")
         outputs = model(**inputs)
         losses = nn.functional.cross_entropy(
-            outputs.logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
+            outputs.logits.flatten(0, 1).float(),
+            labels,
+            ignore_index=IGNORED,
+            reduction="none",
+            label_smoothing=self.args.label_smoothing_factor,
         )
         loss = (losses * weights.flatten()).sum()
         if mask is not None:
@@ -537,6 +579,8 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         mine.with_loss_weights = True
+        own = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
+        mine.for_own_shift = own != (None, None) and not evaluated
         return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
@@ -569,13 +613,18 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
         options: further arguments of SFTTrainer (model, eval_dataset, ...).
 
     Raises:
-        ConfigError: args would pack a second time.
+        ConfigError: args would pack a second time, or name a mask that rows cannot have.
     """
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
     if args.packing:
         raise ConfigError("SFTConfig(packing=True) would pack packed rows again; set it to False")
+    if args.completion_only_loss:
+        raise ConfigError(
+            "SFTConfig(completion_only_loss=True) masks nothing of packed rows: <prefix>.labels "
+            "says which tokens count (megapack-build tokenize --messages-key); leave it out"
+        )
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
 
     class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs
