@@ -476,19 +476,12 @@ def test_evaluation_is_the_loss_of_the_documents_one_by_one(
     assert found == pytest.approx([total / labels] * ranks, rel=1e-6)
 
 
-def test_prediction_is_an_evaluation_and_one_without_a_label_has_no_loss(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_prediction_is_an_evaluation(folder: Path, tmp_path: Path) -> None:
     evaluation = micro_batches(folder)
     trainer = PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), eval_dataset=evaluation)
     found = trainer.predict(evaluation)
     assert found.metrics["test_loss"] == trainer.evaluate()["eval_loss"]
     assert found.predictions.shape == (len(found.label_ids), MICRO, 1000)
-    dataset = make_dataset(tmp_path, [1] * 100)
-    packed = PackedDataset(dataset, pack(dataset.document_lengths, buckets=[16]))
-    schedule = Schedule(packed, tokens_per_step=STEP)
-    alone = MicroBatches(packed, schedule, micro_batch_tokens=MICRO)
-    assert np.isnan(trainer.evaluate(alone)["eval_loss"])
 
 
 def tiny_sft(tmp_path: Path, batches: MicroBatches, model: Any = None, **changed: Any) -> Any:
