@@ -28,12 +28,13 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
+from transformers.trainer_callback import ExportableState
 
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
 from megapack.attention.transformers_interface import tell_recurrent_layers
-from megapack.data import Batch, PackedDataset, check_token_ids
+from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.micro_batches import MicroBatches, model_inputs
@@ -125,12 +126,47 @@ def _check_windows(implementation: str, dataset: PackedDataset) -> None:
         )
 
 
+class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
+    """Which samples the steps of a run have, in its checkpoints (trainer_state.json), and held
+    against the schedule where the run goes on.
+
+    Raises:
+        ResumeError: the steps before had others (``Schedule.check_state``).
+    """
+
+    schedule: Schedule | None = None
+    step = 0
+    saved: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes, and sets again where it restores callbacks."""
+        saved = None if self.schedule is None else self.schedule.state_dict(self.step)
+        return {"args": {}, "attributes": {"saved": saved}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any
+    ) -> None:
+        del args, control, more
+        batches = getattr(train_dataloader, "dataset", None)
+        self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
+        # A checkpoint of another trainer has none, and the next one is to have it.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        saved = kept["attributes"]["saved"]
+        for change in self.schedule.check_state(saved) if self.schedule and saved else ():
+            logger.warning("%s", change)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        del args, control, more
+        self.step = state.global_step
+
+
 class PackedTrainerMixin:
     """For ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
     The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
     as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
-    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
+    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples; a
+    corpus or schedule that has others at the steps before is a ResumeError.
 
     Attributes:
         probe: whether the model is tried on an early micro batch before it trains: four
@@ -174,6 +210,8 @@ class PackedTrainerMixin:
                 f"{batches.num_micro_steps}"
             )
         self._to_probe = batches if self.probe else None
+        if not any(isinstance(one, ScheduleOfRun) for one in self.callback_handler.callbacks):  # type: ignore[attr-defined]
+            self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
         return self._loader(batches)
 
     def _try(self, model: Any, batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megapack import attention
 from megapack.data import PackedDataset, Schedule, Stage, build_loader
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, ResumeError
 from megapack.integrations.transformers import (
     MicroBatches,
     PackedTrainer,
@@ -414,6 +415,32 @@ def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     assert begun == undisturbed[:2]
     assert len(resumed) == 4
     np.testing.assert_allclose(resumed, undisturbed, rtol=1e-4)
+
+
+def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -> None:
+    """Also where Trainer restores callbacks; and a checkpoint that has no schedule is taken."""
+
+    def train(seed: int, steps: int, *, resume: bool = True, **changes: Any) -> PackedTrainer:
+        batches = micro_batches(folder)
+        schedule = Schedule(batches.dataset, tokens_per_step=STEP, seed=seed)
+        mine = MicroBatches(batches.dataset, schedule, micro_batch_tokens=MICRO)
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps, **changes}
+        trainer = PackedTrainer(
+            model=tiny_llama(), args=arguments(tmp_path, **options), train_dataset=mine
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    train(0, 1, resume=False)
+    for step, restore in ((2, False), (3, True)):
+        with pytest.raises(ResumeError, match="seed"):
+            train(1, step, restore_callback_states_from_checkpoint=restore)
+        train(0, step, restore_callback_states_from_checkpoint=restore)
+    path = tmp_path / "run" / "checkpoint-3" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("ScheduleOfRun")["attributes"]["saved"]["step"] == 3
+    path.write_text(json.dumps(state))
+    train(1, 4)
 
 
 def test_wrong_numbers_are_corrected_in_the_message(
