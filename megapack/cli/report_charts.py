@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
 from megapack.units import count, short
 
@@ -177,9 +177,12 @@ def read_run(path: str | Path) -> RunFacts:
     Raises:
         DataError: there are no steps yet.
         FormatError: a log is damaged.
-        OSError: there is no log.
+        ConfigError: it is no directory of a run, or of one that has not begun.
+        OSError: the log cannot be read.
     """
     run = RunDirectory(path)
+    if not run.log.exists():
+        raise ConfigError(f"{path} is no run's directory (beside config.yaml), or has no log yet")
     log = RunLog(read_jsonl(run.log))
     if not len(log):
         raise DataError(f"{run.log} has no steps yet")
