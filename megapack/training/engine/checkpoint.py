@@ -399,7 +399,7 @@ class CheckpointStore:
             with atomic_write(self.directory / "latest", "w") as file:
                 file.write(tag)  # or of its trunk
             if self.mirror is not None:
-                self.mirror.keep_only(self.tags())
+                self.mirror.keep_only(self.directory, self.tags())
 
     def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
         """Checkpoints keep their files under a name that nobody loads or prunes."""
