@@ -100,6 +100,11 @@ def check_start(
     check_directory(config.checkpoint, run)
     inputs = open_inputs(config)
     check_mixing(config, inputs)
+    if config.evaluation.every is not None and not inputs.held_out:
+        raise ConfigError(
+            f"evaluation.every is {config.evaluation.every} and there are no held-out documents; "
+            "give data.valid_prefix (or that of a source of the blend), or set it to null"
+        )
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
@@ -131,6 +136,12 @@ def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
 
 def check_branch(origin: Path, mirror: str | None) -> None:
     """Refuse to begin where there is no checkpoint, or with the mirror of the trunk."""
+    for folder in (origin / "checkpoints", origin):
+        if tags := tags_in(folder):
+            raise ConfigError(
+                f"checkpoint.branch_from is {origin}, which is a run; name one of its checkpoints, "
+                f"as in {folder / tags[-1]}"
+            )
     CheckpointManifest.read(origin)
     section = RunDirectory(origin.absolute().parents[1]).settings().get("checkpoint", {})
     if mirror is not None and mirror.rstrip("/") == str(section.get("mirror")).rstrip("/"):
