@@ -302,13 +302,14 @@ def test_nan_loss_keeps_the_begun_checkpoint(
 def test_rewriting_that_is_left_ends_its_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an interrupt, say: a converter that went on would write beside the next one."""
+    """By an interrupt, say; and that of a rank which is killed does not write into the next one's
+    folder, as it did: what was loaded could be half of the one and half of the other."""
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
         started.append(popen(*args, **options))
-        return started[0]
+        return started[-1]
 
     def leave(_: Path) -> NoReturn:
         raise KeyboardInterrupt
@@ -317,9 +318,14 @@ def test_rewriting_that_is_left_ends_its_converter(
     monkeypatch.setattr(subprocess, "Popen", start)
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
     store = CheckpointStore(tmp_path, alone, keep=1, zero_stage=1)
-    with pytest.raises(KeyboardInterrupt):
-        store._convert("none", tmp_path / "universal")
-    assert started[0].returncode == -signal.SIGKILL
+    left = tmp_path / "step_00000002_tokens_9.universal"
+    left.mkdir()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            store._convert("step_00000002_tokens_9")
+    folders = {process.args[process.args.index("--output_folder") + 1] for process in started}
+    assert len(folders) == 2 and not left.exists()
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 # ---- What a run exports is whole: weights, tokenizer, and the token at which generation stops

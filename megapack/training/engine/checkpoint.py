@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -321,8 +322,7 @@ class CheckpointStore:
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for kind in ("partial", "universal"):
-            for leftover in self.directory.glob(f"step_*.{kind}"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            _remove_left(self.directory, kind)
 
     def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
         partial = self.directory / f"{tag}.partial"
@@ -436,8 +436,7 @@ class CheckpointStore:
                 f"ZeRO-{resume.manifest.zero_stage}, or begin anew from the exported model"
             )
         if resume.universal:
-            place = self.scratch / f"{resume.tag}.universal"
-            self.world.on_first(lambda: self._convert(resume.tag, place))
+            place = self.world.on_first(lambda: self._convert(resume.tag))
         # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
         engine._config.load_universal_checkpoint = resume.universal
         with _own_settings(engine):
@@ -459,8 +458,10 @@ class CheckpointStore:
             self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 
-    def _convert(self, tag: str, universal: Path) -> None:
-        shutil.rmtree(universal, ignore_errors=True)
+    def _convert(self, tag: str) -> Path:
+        """Into a folder of this start's own: the converter of one that was killed may go on."""
+        _remove_left(self.scratch, "universal")
+        universal = self.scratch / f"{tag}.{uuid.uuid4().hex}.universal"
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(self.directory / tag)]
         command += ["--output_folder", str(universal), "--inject_missing_state"]
@@ -487,6 +488,7 @@ class CheckpointStore:
                 f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
                 f"stage: {last}"
             )
+        return universal
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
         """Faults of a checkpoint, the same list on every rank."""
@@ -501,6 +503,12 @@ class CheckpointStore:
                 if problem:
                     mine.append(f"{name} {problem}")
         return sorted({problem for part in self.world.gather(mine) for problem in part})
+
+
+def _remove_left(directory: Path, kind: str) -> None:
+    """What a start that was killed has left."""
+    for leftover in directory.glob(f"step_*.{kind}"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
