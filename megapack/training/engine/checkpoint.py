@@ -17,6 +17,7 @@ DeepSpeed's, and a thread writes them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
-from megapack.storage.files import AtomicFile, Buffer, atomic_write, files_below, publish
+from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
 from megapack.storage.metadata import checksum
 from megapack.training.engine.directory import step_of, tags_in, tokens_of
 from megapack.training.engine.engine import not_finite
@@ -81,15 +82,18 @@ class CheckpointManifest:
             json.dump(self.__dict__, file, indent=1)
 
 
-def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
-    """The fault of a file of a manifest, as half a sentence; None: it is sound."""
+def compare_file(
+    path: Path, expected: dict[str, Any], verify: Verify, progress: Callable[[], object]
+) -> str | None:
+    """The fault of a file of a manifest, as half a sentence; None: it is sound. ``progress`` is
+    called for every part that is read."""
     try:
         size = path.stat().st_size
     except OSError:
         return "is missing"
     if size != expected["bytes"]:
         return f"has {size} bytes instead of {expected['bytes']}"
-    if verify == "checksum" and checksum(path) != expected["xxh3"]:
+    if verify == "checksum" and checksum(path, progress) != expected["xxh3"]:
         return "has another checksum than when it was written"
     return None
 
@@ -469,14 +473,10 @@ class CheckpointStore:
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=env)
-            written = 0
             try:
-                while process.returncode is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=1.0)
-                    if (count := sum(1 for _ in files_below(universal))) > written:
-                        written = count
-                        self.world.progress.inside(f"rewriting {tag} for this number of ranks")
+                place = f"rewriting {tag} for this number of ranks"
+                with self.world.progress.while_written(universal, place):
+                    process.wait()
             except BaseException:
                 process.kill()
                 process.wait()
@@ -499,7 +499,10 @@ class CheckpointStore:
             mine = [str(error)]
         else:
             for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
-                problem = compare_file(self.directory / tag / name, manifest.files[name], verify)
+                place = f"the check of {tag}/{name}"
+                read = functools.partial(self.world.progress.inside, place)
+                path, expected = self.directory / tag / name, manifest.files[name]
+                problem = compare_file(path, expected, verify, read)
                 if problem:
                     mine.append(f"{name} {problem}")
         return sorted({problem for part in self.world.gather(mine) for problem in part})

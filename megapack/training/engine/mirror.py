@@ -173,7 +173,7 @@ class Mirror:
             file = find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-            open_cache().fetch(file, partial / name, _as_in_manifest(expected), came)
+            open_cache().fetch(file, partial / name, _as_in_manifest(expected, came), came)
         for log in (directory.parent / name for name in LOGS):
             if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
@@ -184,11 +184,13 @@ class Mirror:
         return tag
 
 
-def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:
+def _as_in_manifest(
+    expected: dict[str, Any], progress: Callable[[], object]
+) -> Callable[[Path], None]:
     """A check of a file that came: it raises FormatError where it is not as in its manifest."""
 
     def check(path: Path) -> None:
-        problem = compare_file(path, expected, "checksum")
+        problem = compare_file(path, expected, "checksum", progress)
         if problem is not None:
             raise FormatError(f"{path} {problem}")
 
