@@ -199,6 +199,7 @@ def prepare(
         seed=config.seed,
         zero_3=zero_3_configuration(config, here.size),
         sequence_group=here.sequence_group,
+        progress=partial(here.progress.inside, "the weights of the model"),
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s", model.description)

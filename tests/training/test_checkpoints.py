@@ -344,6 +344,19 @@ def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path)
         wait_for(lambda: progress.place == "the export", "a sign")
 
 
+def test_every_tensor_that_is_loaded_is_progress(llama: Path) -> None:
+    signs: list[int] = []
+    config = ModelConfig(pretrained=str(llama))
+    build_model(
+        config,
+        model_configuration(config, VOCAB),
+        backend="sdpa",
+        seed=0,
+        progress=lambda: signs.append(1),
+    )
+    assert len(signs) >= len(load_file(llama / "model.safetensors"))
+
+
 # ---- What a run exports is whole: weights, tokenizer, and the token at which generation stops
 
 
