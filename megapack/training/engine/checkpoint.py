@@ -325,8 +325,7 @@ class CheckpointStore:
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for kind in ("partial", "universal"):
-            _remove_left(self.directory, kind)
+        _remove_left(self.directory, "partial", "universal")
 
     def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
         partial = self.directory / f"{tag}.partial"
@@ -508,10 +507,11 @@ class CheckpointStore:
         return sorted({problem for part in self.world.gather(mine) for problem in part})
 
 
-def _remove_left(directory: Path, kind: str) -> None:
+def _remove_left(directory: Path, *kinds: str) -> None:
     """What a start that was killed has left."""
-    for leftover in directory.glob(f"step_*.{kind}"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for kind in kinds:
+        for leftover in directory.glob(f"step_*.{kind}"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

@@ -72,8 +72,8 @@ class Mirror:
         if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
             raise ConfigError(
                 f"checkpoint.mirror is {self.address}, which is that of another run than {run.path}"
-                f" (its {RUN_ID} is {owner}): its checkpoints there would be removed; give another "
-                "address, or, where nobody needs that run, remove what is there"
+                f": what it has there would be removed; give another address or, where it is this "
+                f"run after all, copy {self.address}/{RUN_ID} into {run.path}"
             )
         return owner or None
 
