@@ -173,7 +173,8 @@ class Mirror:
             file = find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-            open_cache().fetch(file, partial / name, _as_in_manifest(expected, came), came)
+            check = functools.partial(_check, expected, came)
+            open_cache().fetch(file, partial / name, check, came)
         for log in (directory.parent / name for name in LOGS):
             if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
@@ -184,17 +185,11 @@ class Mirror:
         return tag
 
 
-def _as_in_manifest(
-    expected: dict[str, Any], progress: Callable[[], object]
-) -> Callable[[Path], None]:
-    """A check of a file that came: it raises FormatError where it is not as in its manifest."""
-
-    def check(path: Path) -> None:
-        problem = compare_file(path, expected, "checksum", progress)
-        if problem is not None:
-            raise FormatError(f"{path} {problem}")
-
-    return check
+def _check(expected: dict[str, Any], progress: Callable[[], object], path: Path) -> None:
+    """Raises FormatError: a file that came is not as in its manifest."""
+    problem = compare_file(path, expected, "checksum", progress)
+    if problem is not None:
+        raise FormatError(f"{path} {problem}")
 
 
 def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:
