@@ -4,6 +4,7 @@
 #include <functional>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -136,43 +137,42 @@ std::vector<std::int64_t> Dealing::by_falling_work() const {
 
 // The chunks of a family go to micro batches of the rank that has least work so far.
 bool Dealing::place_families() {
-    std::vector<std::int64_t> load(rules_.num_ranks, 0);
-    for (std::int64_t begin = 0; begin < items_.size();) {
-        std::int64_t end = begin + 1;
-        while (end < items_.size() && items_.family[begin] >= 0 &&
-               items_.family[end] == items_.family[begin])
+    using ByWork = std::set<std::pair<std::int64_t, std::int64_t>>;  // work, rank or bin
+    ByWork ranks;
+    std::vector<ByWork> bins_of;  // of every rank that was asked
+    for (std::int64_t begin = 0, end = 0; begin < items_.size(); begin = end) {
+        for (end = begin + 1; end < items_.size() && items_.family[begin] >= 0 &&
+                              items_.family[end] == items_.family[begin];)
             ++end;
-        if (end - begin > 1) {
-            if (end - begin > num_micro_batches_) return false;
-            // Ranks by rising load; the first with as many micro batches that have room.
-            std::vector<std::int64_t> ranks(rules_.num_ranks);
-            std::iota(ranks.begin(), ranks.end(), 0);
-            std::stable_sort(ranks.begin(), ranks.end(),
-                             [&](auto a, auto b) { return load[a] < load[b]; });
-            std::vector<std::int64_t> found;
-            for (const std::int64_t rank : ranks) {
-                std::vector<std::int64_t> mine;
-                for (std::int64_t m = 0; m < num_micro_batches_; ++m)
-                    mine.push_back(m * rules_.num_ranks + rank);
-                std::stable_sort(mine.begin(), mine.end(),
-                                 [&](auto a, auto b) { return work(a) < work(b); });
-                found.clear();
-                for (std::int64_t item = begin, at = 0; item < end && at < ssize(mine); ++at)
-                    if (has_room(mine[at], item)) {
-                        found.push_back(mine[at]);
-                        ++item;
-                    }
-                if (ssize(found) == end - begin) break;
-            }
-            if (ssize(found) < end - begin) return false;
-            for (std::int64_t item = begin; item < end; ++item) {
-                const std::int64_t b = found[item - begin], before = work(b);
-                put(item, b);
-                bins_[b].pinned = true;
-                load[bins_[b].first_rank] += work(b) - before;
-            }
+        if (end - begin == 1) continue;
+        if (end - begin > num_micro_batches_) return false;
+        for (std::int64_t r = ssize(ranks); r < rules_.num_ranks; ++r)
+            ranks.emplace_hint(ranks.end(), 0, r);
+        bins_of.resize(rules_.num_ranks);
+        // The first with as many micro batches that have room.
+        std::vector<std::int64_t> found;
+        auto rank = ranks.begin();
+        for (; rank != ranks.end(); ++rank) {
+            ByWork& mine = bins_of[rank->second];
+            for (std::int64_t m = ssize(mine); m < num_micro_batches_; ++m)
+                mine.emplace_hint(mine.end(), 0, m * rules_.num_ranks + rank->second);
+            found.clear();
+            for (auto at = mine.begin(); at != mine.end() && ssize(found) < end - begin; ++at)
+                if (has_room(at->second, begin + ssize(found))) found.push_back(at->second);
+            if (ssize(found) == end - begin) break;
         }
-        begin = end;
+        if (rank == ranks.end()) return false;
+        auto [load, r] = *rank;
+        ranks.erase(rank);
+        for (std::int64_t item = begin; item < end; ++item) {
+            const std::int64_t b = found[item - begin], before = work(b);
+            put(item, b);
+            bins_[b].pinned = true;
+            load += work(b) - before;
+            bins_of[r].erase({before, b});
+            bins_of[r].emplace(work(b), b);
+        }
+        ranks.emplace(load, r);
     }
     return true;
 }
