@@ -286,7 +286,7 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
-    if not math.isfinite(linear_length):
+    if not -math.inf < linear_length < math.inf:
         raise ValueError(f"linear_length is {linear_length}; it must be a number of tokens")
     priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
     grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
@@ -300,6 +300,9 @@ def plan_step(
             )
     if grouped.size and grouped.dtype.kind not in "iu":
         raise ValueError(f"groups has dtype {grouped.dtype}; numbers of groups are integers")
+    for name, array in (("lengths", given), ("groups", grouped)):
+        if array.max(initial=0) > np.iinfo(np.int64).max:
+            raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(priced).ravel(),
