@@ -247,13 +247,16 @@ bool Dealing::deal_best_fit() {
         if (items_.family[i] < 0) order.push_back(i);
     std::stable_sort(order.begin(), order.end(),
                      [&](auto a, auto b) { return items_.tokens[a] > items_.tokens[b]; });
+    std::set<std::pair<std::int64_t, std::int64_t>> fullest;  // tokens, negative, and the bin
+    for (std::int64_t b = 0; b < num_bins(); ++b) fullest.emplace(-bins_[b].tokens, b);
     for (const std::int64_t item : order) {
-        std::int64_t best = kNone;
-        for (std::int64_t b = 0; b < num_bins(); ++b)
-            if ((best == kNone || bins_[b].tokens > bins_[best].tokens) && has_room(b, item))
-                best = b;
-        if (best == kNone) return false;
-        put(item, best);
+        auto at = fullest.lower_bound({items_.tokens[item] - rules_.max_tokens, 0});
+        while (at != fullest.end() && !has_room(at->second, item)) ++at;
+        if (at == fullest.end()) return false;
+        const std::int64_t b = at->second;
+        fullest.erase(at);
+        put(item, b);
+        fullest.emplace(-bins_[b].tokens, b);
     }
     fill_empty_bins();
     return true;
