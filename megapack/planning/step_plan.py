@@ -277,7 +277,8 @@ def plan_step(
 
     Raises:
         ValueError: a document is empty, `max_degree` ranks cannot hold it (or, if that is above 1,
-            its group), a cost is negative or not finite, or an argument has no meaning.
+            its group), a cost is negative or not finite, ranks times micro batches are above 2^24,
+            or an argument has no meaning.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):

@@ -203,9 +203,8 @@ class StreamingPool {
         std::size_t pieces = 0;
         for (const std::int64_t length : lengths)
             if (length > largest_) pieces += (length - 1) / largest_;
-        Bucket& bucket = buckets_.back();
-        bucket.segments.reserve(std::min(pieces, bucket.segments.max_size()));
-        bucket.sample_begin.reserve(std::min(pieces, bucket.sample_begin.max_size()));
+        std::vector<Segment>& segments = buckets_.back().segments;
+        segments.reserve(std::min(pieces, segments.max_size()));
     }
 
     void add(Id document, Length begin, std::int64_t length) {

@@ -19,7 +19,11 @@ using Entry = std::pair<std::int64_t, std::int64_t>;
 class Dealer {
   public:
     Dealer(Span<const std::int64_t> costs, Span<const std::int64_t> sizes)
-        : costs_(costs), sizes_(sizes), bins_(sizes.size()), loads_(sizes.size(), 0) {}
+        : costs_(costs),
+          sizes_(sizes),
+          bins_(sizes.size()),
+          loads_(sizes.size(), 0),
+          by_cost_(sizes.size()) {}
 
     void deal_longest_first() {
         std::vector<std::int64_t> items(costs_.size());
@@ -50,10 +54,6 @@ class Dealer {
             const std::int64_t fullest =
                 std::max_element(loads_.begin(), loads_.end()) - loads_.begin();
             if (static_cast<double>(loads_[fullest]) <= enough) return;
-            if (by_cost_.empty()) {
-                by_cost_.resize(bins_.size());
-                for (std::int64_t b = 0; b < ssize(bins_); ++b) sort(b);
-            }
             if (!exchange_from(fullest)) return;
         }
     }
@@ -81,16 +81,19 @@ class Dealer {
         for (std::int64_t to = 0; to < ssize(bins_); ++to) {
             const std::int64_t half = (loads_[from] - loads_[to]) / 2;
             if (loads_[from] - half >= best) continue;  // moving half leaves the smallest
-            const std::vector<Entry>& theirs = by_cost_[to];
+            const std::vector<Entry>& theirs = by_cost(to);
+            const auto first_from = [&](std::int64_t cost) {
+                return std::lower_bound(theirs.begin(), theirs.end(), Entry{cost, 0});
+            };
             for (std::int64_t i = 0; i < ssize(bins_[from]); ++i) {
                 // Costs beside the one that would move half; of equal ones the first item.
                 const std::int64_t mine = cost(bins_[from][i]);
-                const auto above = first_from(theirs, mine - half);
+                const auto above = first_from(mine - half);
                 Entry least{best, 0};  // the larger total, j
                 if (above != theirs.end())
                     least = std::min(least, {loads_[from] - mine + above->first, above->second});
                 if (above != theirs.begin()) {
-                    const auto below = first_from(theirs, std::prev(above)->first);
+                    const auto below = first_from(std::prev(above)->first);
                     least = std::min(least, {loads_[to] + mine - below->first, below->second});
                 }
                 if (least.first < best) {
@@ -105,27 +108,24 @@ class Dealer {
         std::swap(bins_[from][i], bins_[to][j]);
         loads_[from] -= moved;
         loads_[to] += moved;
-        sort(from);
-        sort(to);
+        by_cost_[from].clear();
+        by_cost_[to].clear();
         return true;
     }
 
-    void sort(std::int64_t b) {
-        by_cost_[b].clear();
-        for (const std::int64_t item : bins_[b])
-            by_cost_[b].push_back({cost(item), ssize(by_cost_[b])});
-        std::sort(by_cost_[b].begin(), by_cost_[b].end());
-    }
-    static std::vector<Entry>::const_iterator first_from(const std::vector<Entry>& sorted,
-                                                         std::int64_t cost) {
-        return std::lower_bound(sorted.begin(), sorted.end(), Entry{cost, 0});
+    const std::vector<Entry>& by_cost(std::int64_t b) {
+        std::vector<Entry>& sorted = by_cost_[b];
+        if (!sorted.empty()) return sorted;
+        for (const std::int64_t item : bins_[b]) sorted.push_back({cost(item), ssize(sorted)});
+        std::sort(sorted.begin(), sorted.end());
+        return sorted;
     }
 
     Span<const std::int64_t> costs_;
     Span<const std::int64_t> sizes_;
     Bins bins_;
     std::vector<std::int64_t> loads_;
-    std::vector<std::vector<Entry>> by_cost_;  // of a bin, once it is asked: costs, places
+    std::vector<std::vector<Entry>> by_cost_;  // of bins that were asked: costs, places
 };
 
 void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {
