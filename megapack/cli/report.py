@@ -24,6 +24,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megapack import __version__
 from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
@@ -175,16 +177,13 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     if ratios:
         ratios = ratios[-max(1, len(ratios) // 10) :]
         yield "slowest rank", f"{sum(ratios) / len(ratios):.2f}", "times the median forward"
-    yield "memory", f"{log.column('memory_gib')[-1]:.3g} GiB", "most ever, first rank"
+    yield "memory", f"{np.nanmax(log.column('memory_gib')):.3g} GiB", "most ever, first rank"
     spent = float(log.column("seconds").sum())
-    left = None
     if facts.num_steps and facts.end.get("reason") == "running":
         left = (facts.num_steps - _done(facts)) * log.recent("seconds")
-    yield (
-        ("trained for", _duration(spent), "without what was taken back")
-        if left is None
-        else ("left", _duration(left), f"after {_duration(spent)} of training")
-    )
+        yield "left", _duration(left), f"after {_duration(spent)} of training"
+    else:
+        yield "trained for", _duration(spent), "without what was taken back"
 
 
 class Check(NamedTuple):
@@ -202,7 +201,8 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    bad = [int(s) for s in log.column("step")[log.column("loss") != log.column("loss")]]
+    lost = np.isnan(log.column("loss")) & (log.column("grad_norm") != 0)  # as ``is_lost``
+    bad = log.column("step")[lost].astype(int).tolist()
     skipped = f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     yield Check(
         2 if bad else int(bool(log.skipped)),

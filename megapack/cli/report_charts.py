@@ -37,10 +37,11 @@ VIOLET, RED = LIGHT["violet"], LIGHT["red"]
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, LIGHT["blue2"], GREY, LIGHT["blue6"])
 WIDE, NARROW = 9.6, 4.9  # inches
 
+_OF_TIME = ["tokens_per_second", "useful_tokens_per_second", "data_wait_share", "mfu", "naive_mfu"]
 _FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
-    *("tokens_per_second", "useful_tokens_per_second", "data_wait_share", "imbalance", "padding"),
-    *("memory_gib", "mfu", "naive_mfu"),
+    *("imbalance", "padding", "memory_gib"),
+    *_OF_TIME,
 )
 
 
@@ -93,11 +94,16 @@ class RunLog:
         """(N,) float64, nan where the log says nothing."""
         return np.frombuffer(self._columns[name])
 
+    def weights(self, name: str) -> Floats:
+        """(N,) what steps weigh in a mean of a column: their seconds where it is over time."""
+        return self.column("seconds") if name in _OF_TIME else np.ones(len(self))
+
     def recent(self, name: str, share: float = 0.1) -> float:
         """Mean over the last steps; nan where the log says nothing."""
-        last = self.column(name)[-max(1, int(share * len(self))) :]
-        known = last[~np.isnan(last)]
-        return float(known.mean()) if len(known) else float("nan")
+        size = max(1, int(share * len(self)))
+        last, weights = self.column(name)[-size:], self.weights(name)[-size:]
+        known = ~np.isnan(last)
+        return float(np.average(last[known], weights=weights[known])) if known.any() else np.nan
 
 
 class Bins:
@@ -417,7 +423,7 @@ def _columns(facts: RunFacts, unit: str, words: Mapping[str, str], factor: float
     chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
     bins = Bins(steps, NUM_BINS // 2)
     for name, colour in zip(words, COLOURS, strict=False):
-        curve(chart, bins, factor * facts.log.column(name), colour)
+        curve(chart, bins, factor * facts.log.column(name), colour, facts.log.weights(name))
     chart.axes.set_ylim(bottom=0)
     chart.axes.yaxis.set_major_formatter(lambda value, _: short(value))
     chart.axes.set_ylabel(unit)

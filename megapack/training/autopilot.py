@@ -30,6 +30,7 @@ from megapack.data.blend import Stage
 from megapack.data.run import Decision, Decisions
 from megapack.errors import ConfigError
 from megapack.training.config import AutopilotConfig, MixingConfig
+from megapack.training.engine.directory import is_lost
 from megapack.training.monitoring.monitor import mean_by_source
 
 Line = Mapping[str, Any]  # of log.jsonl
@@ -90,11 +91,11 @@ class SpikeWatch:
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
             self._mixture, self._bands, self._out = mixture, kept, {}
-        step, loss = int(line["step"]), line["loss"]
+        step = int(line["step"])
         begin = step - 2 * self.config.confirm  # steps of before are forgotten
         out = {signal: [s for s in steps if s > begin] for signal, steps in self._out.items()}
         self._out = {signal: steps for signal, steps in out.items() if steps}
-        if loss is None:
+        if is_lost(line):
             first = min((steps[0] for steps in self._out.values()), default=step)
             return Spike(first, step, f"the loss of step {step} is not a number")
         found = None
@@ -145,9 +146,10 @@ class SpikeWatch:
 
 
 def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
-    """(signal, its band, value) of a step; one without labels of a source says nothing of it."""
+    """(signal, its band, value) of a step; one without labels says nothing, nor of a source."""
     bucket = line["capacity"]
-    yield "loss", f"loss of bucket {bucket}", line["loss"]
+    if line["loss"] is not None:
+        yield "loss", f"loss of bucket {bucket}", line["loss"]
     norm = line["grad_norm"]
     if norm is None or norm > 0:
         yield (

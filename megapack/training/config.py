@@ -194,7 +194,8 @@ class CheckpointConfig:
     every: int | None = 1000
     """Steps between checkpoints; null writes one at the end (and on a signal) only."""
     keep: int = 3
-    """Newest checkpoints kept; older ones are removed after a newer one is complete."""
+    """Newest checkpoints kept; older ones are removed after a newer one is complete, but not the
+    one that ``autopilot.spikes`` may have to go back to."""
     keep_every: int | None = None
     """Those of every so many steps stay beside the newest: milestones, to branch from; they are
     written in any case."""
@@ -303,6 +304,11 @@ class AutopilotConfig:
         check_range("autopilot", at_least=16, window=self.window)
         check_range("autopilot", at_least=0, margin_steps=self.margin_steps)
         check_range("autopilot", at_least=0, max_rollbacks=self.max_rollbacks)
+
+    @property
+    def reach(self) -> int:
+        """Steps from the first that is skipped to the one that confirms a spike, at most."""
+        return 2 * self.confirm - 1 + self.margin_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,20 +485,10 @@ class PretrainConfig:
             self._check_muon()
         if self.mixing.rule is not None and self.data.blend is None:
             raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
-        every = self.checkpoint.every
-        if self.autopilot.spikes and every is None:
+        if self.autopilot.spikes and self.checkpoint.every is None:
             raise ConfigError(
                 "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
                 "back to; set checkpoint.every"
-            )
-        # Steps from the first that is skipped to the one that confirms the spike, at most.
-        reach = 2 * self.autopilot.confirm - 1 + self.autopilot.margin_steps
-        fewest = 1 + -(-reach // (every or 1))
-        if self.autopilot.spikes and self.checkpoint.keep < fewest:
-            raise ConfigError(
-                f"autopilot: a spike is sure {reach} steps after the first that is skipped, and "
-                f"{fewest - 1} checkpoints may lie between: checkpoint.keep is "
-                f"{self.checkpoint.keep}; set it to {fewest} or more, or raise checkpoint.every"
             )
 
     def _check_muon(self) -> None:

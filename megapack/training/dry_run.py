@@ -228,14 +228,17 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) ->
 
 
 def _flops_of_run(plan: PlannedRun, flops: ModelFlops) -> float:
-    """From the first steps; padding is computed like any token."""
-    total = 0.0
-    steps = min(_STEPS_LOOKED_AT, plan.num_steps)
-    schedule = plan.schedule
-    for i in range(steps):
-        lengths = segment_lengths(schedule, schedule.step(i))
-        total += flops.step(schedule.stage_at(i).config.tokens_per_step, lengths)
-    return total / schedule.tokens_before(steps) * schedule.tokens_before(plan.num_steps)
+    """From steps of the whole run, as windows grow and orders change; padding is computed like any
+    token."""
+    schedule, number = plan.schedule, np.arange(min(_STEPS_LOOKED_AT, plan.num_steps))
+    # One of every part of the run, at places that follow no period of its buckets.
+    places = (number + number * 0.618034 % 1) * (plan.num_steps / len(number))
+    total = tokens = 0.0
+    for i in places.astype(int).tolist():
+        of_step = schedule.stage_at(i).config.tokens_per_step
+        total += flops.step(of_step, segment_lengths(schedule, schedule.step(i)))
+        tokens += of_step
+    return total / tokens * schedule.tokens_before(plan.num_steps)
 
 
 def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:

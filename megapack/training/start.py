@@ -186,6 +186,7 @@ def prepare(
         zero_stage=config.engine.stage,
         asynchronous=config.checkpoint.asynchronous,
         is_milestone=config.checkpoint.is_milestone,
+        reach=config.autopilot.reach if config.autopilot.spikes else 0,
         mirror=None if mirror is None else Mirror(mirror, here.progress),
     )
     found, home = find_checkpoint(config, here, run, store)

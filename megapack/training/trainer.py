@@ -263,6 +263,7 @@ class Trainer:
             self.engine.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
         self.monitor.skip_time()
+        self.batches.waited()  # within that time
 
     # ---- What the run decides itself (``megapack.training.autopilot``)
 

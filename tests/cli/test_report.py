@@ -16,10 +16,20 @@ import yaml
 from html_pages import assert_stands_alone, words_of
 
 from megapack.cli.main import main
-from megapack.cli.report import checks, render
-from megapack.cli.report_charts import NUM_BINS, Bins, RunLog, loss, loss_by_source, read_run
+from megapack.cli.report import checks, render, tiles
+from megapack.cli.report_charts import (
+    NUM_BINS,
+    Bins,
+    RunLog,
+    loss,
+    loss_by_source,
+    read_run,
+    throughput,
+)
 from megapack.data.blend import Stage
 from megapack.data.run import Decision, Decisions
+from megapack.training.engine.directory import append_jsonl
+from megapack.units import percent, short
 
 FINGERPRINTS = {"web": "1f"}
 
@@ -213,6 +223,15 @@ def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
     assert "has no steps yet" in capsys.readouterr().err
 
 
+def test_start_after_one_whose_line_was_cut_short_is_told(tmp_path: Path) -> None:
+    """The next start was written behind it, and the page refused the run for good."""
+    path = write_log(tmp_path, lines(3))
+    cut = json.dumps(start(0, 2)) + "\n" + json.dumps(start(10, 2))[:70]
+    (path / "starts.jsonl").write_text(cut)
+    append_jsonl(path / "starts.jsonl", start(20, 4))
+    assert [line["step"] for line in read_run(path).starts] == [0, 20]
+
+
 def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_path: Path) -> None:
     log = lines(30)
     log[29]["loss"] = None
@@ -224,6 +243,28 @@ def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_p
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
     assert second.startswith("<b>losses</b>: no number at 1 step, first 29; 1 update skipped")
+
+
+def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
+    """The mean of the steps' speeds is more: on a device a step is recorded before it is done."""
+    log = lines(40)
+    for item, seconds in zip(log, [0.1, 0.1, 0.1, 1.7] * 10, strict=True):
+        of_step = {"seconds": seconds, "useful_tokens_per_second": 1000 / seconds}
+        item.update(of_step, data_wait_share=0.001 / seconds, mfu=0.3 * 0.5 / seconds)
+    facts = read_run(write_log(tmp_path, log))
+    shown = {name: figure for name, figure, _ in tiles(facts)}
+    assert shown["useful tokens"] == short(4000 / 2.0) and shown["MFU"] == percent(0.3, 1)
+    assert shown["waited for data"] == percent(0.004 / 2.0, 1)
+    (_, useful) = throughput(facts).axes.get_lines()
+    assert useful.get_ydata() == pytest.approx([2000.0] * 10)
+
+
+def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
+    """A start that held less, on more ranks, made the page forget it."""
+    log = lines(9)
+    log[2]["memory_gib"] = 2.5
+    shown = {name: figure for name, figure, _ in tiles(read_run(write_log(tmp_path, log)))}
+    assert shown["memory"] == "2.5 GiB"
 
 
 def test_curves_of_one_step_are_seen(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megapack.data.run import Decisions
 from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.inputs import Inputs
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.monitoring.heartbeat import Heartbeat
 from megapack.training.trainer import TimedBatches
@@ -151,6 +152,17 @@ def slow_forward(seconds: float) -> None:
     TrainingModel.forward = forward  # type: ignore[method-assign]
 
 
+def slow_first_batch(seconds: float) -> None:
+    """The first batch of a loader comes so late."""
+    original = Inputs.loader
+
+    def loader(self: Inputs, *args: Any) -> Iterator[Any]:
+        time.sleep(seconds)
+        yield from original(self, *args)
+
+    Inputs.loader = loader  # type: ignore[method-assign,assignment]
+
+
 def writes_wait_for(gate: str, tag: str) -> None:
     """The disk takes nothing of this checkpoint until a file exists."""
     original = WrittenFiles._write
@@ -177,6 +189,7 @@ FAULTS: dict[str, Callable[..., None]] = {
         slow_record,
         small_disk,
         slow_forward,
+        slow_first_batch,
         writes_wait_for,
     )
 }

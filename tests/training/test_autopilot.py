@@ -339,6 +339,21 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
 
 
 @pytest.mark.multiprocess
+def test_autopilot_goes_back_past_all_that_signals_saved(zygote: Zygote, tmp_path: Path) -> None:
+    """The checkpoint of before was removed, as newer ones were as many as are kept, and the run
+    ended."""
+    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
+    run = tmp_path / "run"
+    config = autopilot_config(tmp_path, blend, run)
+    for stop in (40, 41, 42):
+        stopped = ["checkpoint.keep=3", f"stop_at={stop}"]
+        start_run(zygote, config, "stopped", *stopped, ranks=1).succeed()
+    output = start_run(zygote, config, "on", "checkpoint.keep=3", ranks=1).succeed()
+    assert "back to step 35" in output
+    assert [item["step"] for item in read_log(run)] == list(range(64))
+
+
+@pytest.mark.multiprocess
 def test_autopilot_of_a_branch_goes_back_to_its_trunk(zygote: Zygote, tmp_path: Path) -> None:
     """The noise begins before the branch has a checkpoint of its own."""
     blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)

@@ -18,6 +18,7 @@ from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.inputs import Inputs
 from megapack.training.model.flops import ModelFlops
+from megapack.training.monitoring.monitor import StepWork
 
 from .conftest import Corpus
 from .packing_helpers import plain
@@ -54,6 +55,23 @@ def test_the_busiest_rank_is_that_of_the_samples_which_ranks_draw(
     )
     assert found == [(f"{per_step:.4f}", f"{per_micro_step:.4f}")]
     assert (per_micro_step > 1.0005) == (ranks > 1), "otherwise nothing was to be found"
+
+
+def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, tmp_path: Path) -> None:
+    """A window that grows made a run dearer than its first steps, which alone were looked at."""
+    blend, source = tmp_path / "blend.yaml", {"prefix": str(corpus.train)}
+    grows = {"from_step": 60, "attention_window": 128, "window_steps": 100}
+    source["index"] = f"{corpus.train}.samples"
+    tree = {"attention_window": 2, "stages": [grows], "sources": [source]}
+    blend.write_text(yaml.safe_dump(tree))
+    data = {"prefix": None, "index": None, "valid_prefix": None, "blend": str(blend)}
+    config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=300, data=data))
+    inputs, model = plain(config)
+    flops, schedule = ModelFlops.of(model, model.configuration), inputs.schedule
+    work = [StepWork.of(schedule, schedule.step(i), flops) for i in range(300)]
+    padding = sum(of.tokens - of.useful_tokens for of in work) * flops.per_token
+    (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
+    assert float(said) == pytest.approx(sum(of.flops for of in work) + padding, rel=0.01)
 
 
 def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list[list[float]]:

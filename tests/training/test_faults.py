@@ -221,6 +221,17 @@ def test_slowest_rank_is_named_and_drawn(zygote: Zygote, corpus: Corpus, tmp_pat
     assert re.search(r"<th>rank 1 on \S+</th><td>slowest forward</td><td>2 of 2</td>", page)
 
 
+def test_wait_for_the_first_batch_is_no_share_of_a_time_that_does_not_count(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """The probe leaves the time before it out: it is no time of which a wait is a share."""
+    run_dir = tmp_path / "run"
+    config = corpus.config(run_dir, num_steps=2, logging={"every": 1}, checkpoint={"every": None})
+    late = {0: {"faults": {"slow_first_batch": [2.0]}}}
+    start_run(zygote, config, "late", ranks=1, of_rank=late).succeed()
+    assert all(line["data_wait_share"] <= 1 for line in read_log(run_dir))
+
+
 def _line(**more: Any) -> dict[str, Any]:
     even = {"median": 1.0, "most": 1.1, "rank": 3, "host": "node1"}
     idle = {"median": 0.0, "most": 0.1, "rank": 2, "host": "node0"}

@@ -15,13 +15,17 @@ import torch
 import yaml
 from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.flop_counter import FlopCounterMode
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage import IndexedDataset
+from megapack.training.config import ModelConfig
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.evaluate import build_parser, evaluate
 from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
+from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
+from megapack.training.model.opening import build_model
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
@@ -270,9 +274,35 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     counted = ModelFlops.of(gemma, gemma.configuration)
     assert counted.attention([64]) == 6 * 64 * 2 * 64**2
     assert counted.attention([100]) == 6 * 64 * (100**2 + 100**2 - 36**2)
-    gpt2 = tiny_model("gpt2_tiny")
-    expected = 6 * (2 * 12 * 64 * 64 + 384 * 64)
-    assert ModelFlops.of(gpt2, gpt2.configuration).per_token == expected
+
+
+WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4},
+        {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64, **WIDE},
+        {"model_type": "gpt_neox", "intermediate_size": 128, **WIDE},
+        {"model_type": "deepseek_v3", "v_head_dim": 16, "intermediate_size": 128,
+         "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+         **LATENT, **WIDE},
+    ],
+    ids=lambda keys: keys["model_type"],
+)  # fmt: skip
+def test_flops_are_those_that_torch_counts(keys: dict[str, Any]) -> None:
+    """Tables of positions were counted as matrices, latent attention as wide as its RoPE."""
+    config = ModelConfig(config=keys)
+    model = build_model(config, model_configuration(config, 256), backend="sdpa", seed=0)
+    flops, plain = ModelFlops.of(model, model.configuration), model.model
+    plain.set_attn_implementation("eager")  # which computes the pairs of the future, too
+    plain.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        plain(input_ids=torch.arange(64).unsqueeze(0)).logits.sum().backward()
+    assert counter.get_total_flops() == flops.per_token * 64 + 2 * flops.attention([64])
 
 
 # ---- Final perplexity, ranking and smoothing, against numbers worked out by hand

@@ -12,10 +12,13 @@ import pytest
 import torch
 import yaml
 
+from megapack.cli.report import checks
+from megapack.cli.report_charts import read_run
 from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
+from megapack.storage.builder import write_weights
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import read_jsonl
@@ -23,7 +26,7 @@ from megapack.training.engine.engine import _by_sample
 from megapack.training.engine.inputs import open_inputs
 from megapack.training.monitoring.monitor import mean_by_source, named_means
 
-from .conftest import Corpus
+from .conftest import PER_STEP, ROW, Corpus, noisy_blend
 from .packing_helpers import check_gradients, losses_one_by_one, plain
 from .processes import Zygote, run_worker, start_run
 
@@ -97,6 +100,28 @@ def test_run_tells_loss_of_every_source(zygote: Zygote, corpus: Corpus, tmp_path
     assert min(losses.values()) < line["loss"] < max(losses.values())
     written = b"".join(p.read_bytes() for p in (run_dir / "tensorboard").iterdir())
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
+
+
+def test_step_without_a_label_that_weighs_has_no_loss_and_the_run_goes_on(
+    zygote: Zygote, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Its loss was 0.0: half of what a log line said of two steps, and a level to the autopilot."""
+    blend, run = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0), tmp_path / "run"
+    documents = np.ones((4, PER_STEP, ROW), np.float16)
+    documents[1] = 0  # of the second step, as scores are sorted
+    write_weights(tmp_path / "web", documents.reshape(-1, ROW))
+    path = blend_config(
+        *(blend, corpus, run),
+        num_steps=4,
+        autopilot={"spikes": True, "confirm": 1},
+    )
+    path.write_text(path.read_text().replace("tokens_per_step: 1024", "tokens_per_step: 512"))
+    output = start_run(zygote, path, "run").succeed()
+    log = list(read_jsonl(run / "log.jsonl"))
+    assert [line["loss"] is None for line in log] == [False, True, False, False]
+    assert log[1]["grad_norm"] == 0 and f"step 2/4, loss {log[0]['loss']:.4f}, " in output
+    losses = next(check for check in checks(read_run(run)) if check.what == "losses")
+    assert losses == (0, "losses", "all finite")
 
 
 def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:

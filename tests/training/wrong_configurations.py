@@ -129,7 +129,6 @@ CASES = [
     ),
     *_values("checkpoint.", {"every": "0", "keep": "0 true", "asynchronous": "2"}),
     *_cases("steps_per_print", "engine.deepspeed.steps_per_print=0"),
-    *_cases("checkpoint.keep", "autopilot.spikes=true checkpoint.every=3 checkpoint.keep=2"),
     *_values("evaluation.", {"every": "0", "max_tokens": "-1", "buckets": "[0] 32 [true]"}),
     *_values("logging.", {"every": "0", "tensorboard": "maybe", "wandb_project": "7"}),
     *_values(

@@ -212,6 +212,8 @@ class CheckpointStore:
         zero_stage: of the engine that saves and loads.
         scratch: where a checkpoint is rewritten for other ranks; None: beside it.
         is_milestone: of a number of steps, whether its checkpoint stays.
+        reach: steps that the run may have to take back: the newest checkpoint that is so many
+            behind stays, however many came after it, of signals too.
         mirror: where every checkpoint is copied to; None: nowhere.
     """
 
@@ -225,10 +227,11 @@ class CheckpointStore:
         asynchronous: bool = False,
         scratch: Path | None = None,
         is_milestone: Callable[[int], bool] = lambda _: False,
+        reach: int = 0,
         mirror: Mirror | None = None,
     ) -> None:
         self.directory, self.world, self.keep = directory, world, keep
-        self.is_milestone, self.mirror = is_milestone, mirror
+        self.is_milestone, self.reach, self.mirror = is_milestone, reach, mirror
         self.zero_stage, self.scratch = zero_stage, scratch or directory
         cuda = torch.cuda.is_available()
         copies = StagingOptions(  # to the host, where their memory is kept and used again
@@ -335,8 +338,9 @@ class CheckpointStore:
         with atomic_write(self.directory / "latest", "w") as file:  # syncs the directory, too
             file.write(tag)
         newest = self.tags()
+        behind = [old for old in newest if step_of(old) <= step_of(tag) - self.reach]
         for old in newest[: max(0, newest.index(tag) + 1 - self.keep)]:
-            if not self.is_milestone(step_of(old)):
+            if old not in behind[-1:] and not self.is_milestone(step_of(old)):
                 self._remove(old)
         if self.mirror is not None:
             self.mirror.copy(self.directory, self.tags(), tag)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,10 +176,16 @@ def tokens_of(tag: str) -> int:
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Add lines to a log. Raises OSError with the path, which that of a full disk does not have."""
+    """Add lines to a log, in place of a last one that a kill or a full disk cut short. Raises
+    OSError with the path, which that of a full disk does not have."""
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.writelines(json.dumps(line).encode() + b"\n" for line in lines)
     except OSError as error:
         text = os.strerror(error.errno or 0)
         raise OSError(error.errno, f"{text} while writing", str(path)) from error
@@ -200,6 +206,12 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as error:
                 raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def is_lost(line: Mapping[str, Any]) -> bool:
+    """Whether the loss of a line of ``log.jsonl`` is no number. A step without a label that counts
+    has none either, and no gradient."""
+    return line["loss"] is None and line["grad_norm"] != 0
 
 
 def environment() -> dict[str, Any]:

@@ -221,10 +221,10 @@ def train_step(
     balances: list[Tensor] = []
     for batch in micro_batches:
         world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
-        # The loss denominator of the step; 1 for a step without labels.
+        # The loss denominator of the step; 0 for one without labels, whose sums are 0, too.
         denominator = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
-        weight = float(batch[denominator]) or 1.0
-        scale = world.size / weight
+        weight = float(batch[denominator])
+        scale = world.size / (weight or 1.0)
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
         arguments = on_device(batch, world.device, config)

@@ -32,7 +32,7 @@ class ModelFlops:
         full_layers: layers with full attention.
         window_layers: layers with a sliding window.
         window: its tokens.
-        width: of all query heads together.
+        width: of all query heads together; the mean of keys and values.
     """
 
     per_token: float
@@ -44,27 +44,31 @@ class ModelFlops:
     @staticmethod
     def of(model: nn.Module, configuration: Any) -> ModelFlops:
         """Count a causal language model of transformers."""
-        embedding = configuration.vocab_size * configuration.hidden_size
         active = _active_experts(configuration)
+        tables, products = (
+            {id(m.weight) for m in model.modules() if isinstance(m, kind)}
+            for kind in (nn.Embedding, nn.Linear)
+        )
         weights = sum(
             math.prod(whole_shape(p)) * (active if ".experts." in name else 1.0)
             for name, p in model.named_parameters()
-            if len(whole_shape(p)) >= 2
+            # Reading a row of a table is no multiplication; a tied one is the head.
+            if len(whole_shape(p)) >= 2 and not (id(p) in tables and id(p) not in products)
         )
-        if not configuration.tie_word_embeddings:
-            weights -= embedding  # reading a row is no multiplication; a tied table is the head
-        if configuration.model_type == "gpt2":
-            weights -= configuration.n_positions * configuration.hidden_size
         kinds = getattr(configuration, "layer_types", None) or []
         windows = sum(kind == "sliding_attention" for kind in kinds)
         heads = configuration.num_attention_heads
-        head_dim = getattr(configuration, "head_dim", None) or configuration.hidden_size // heads
+        usual = getattr(configuration, "head_dim", None) or configuration.hidden_size // heads
+        # Of latent attention (DeepSeek) keys are wider than values.
+        keys, values = (
+            getattr(configuration, name, None) or usual for name in ("qk_head_dim", "v_head_dim")
+        )
         return ModelFlops(
             per_token=FLOPS_PER_WEIGHT * weights,
             full_layers=configuration.num_hidden_layers - windows,
             window_layers=windows,
             window=getattr(configuration, "sliding_window", None) or 0,
-            width=heads * head_dim,
+            width=heads * (keys + values) // 2,
         )
 
     def attention(self, lengths: ArrayLike) -> float:

@@ -31,7 +31,7 @@ from megapack.data import Schedule, Step
 from megapack.data.batch import cut_lengths
 from megapack.data.sources import SampleSource
 from megapack.training.config import LoggingConfig
-from megapack.training.engine.directory import RunDirectory, append_jsonl
+from megapack.training.engine.directory import RunDirectory, append_jsonl, is_lost
 from megapack.training.engine.engine import StepResult
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops, peak_of
@@ -297,7 +297,7 @@ class Monitor:
         if self.judge is not None:
             self.judge(lines)
         for line in lines:
-            if line["loss"] is None:
+            if is_lost(line):
                 raise FloatingPointError(
                     f"the loss of step {line['step']} is not a number; everything from here on "
                     "would be lost time. Continue from the last checkpoint with a lower "
@@ -392,10 +392,12 @@ class Monitor:
 
 
 def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
-    """Means over the label tokens of each step, from one sum per step on every rank's device."""
+    """Means over the label tokens of each step, from one sum per step on every rank's device; nan
+    of a step without."""
     of_all = torch.stack(sums).to(torch.float64)
     dist.all_reduce(of_all)
-    return [value / r.label_weight for value, r in zip(of_all.tolist(), results, strict=True)]
+    weights = (r.label_weight or math.nan for r in results)
+    return [value / weight for value, weight in zip(of_all.tolist(), weights, strict=True)]
 
 
 class _TensorBoard:
