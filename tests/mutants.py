@@ -495,8 +495,8 @@ empty_bins: a rank is left without documents that would suffice for all
 - if (empty.empty()) return;
 + if (!empty.empty()) return;
 family_ranks: chunks of a group lie on several ranks
-- mine.push_back(m * rules_.num_ranks + rank);
-+ mine.push_back(m * rules_.num_ranks + (rank + m) % rules_.num_ranks);
+- m * rules_.num_ranks + rank->second);
++ m * rules_.num_ranks + (rank->second + m) % rules_.num_ranks);
 
 megapack/planning/online.py: planner
 window: documents are planned before as many wait as were asked for

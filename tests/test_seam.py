@@ -179,6 +179,20 @@ def test_totals_past_64_bits_are_refused_first(strategy: str, lengths: list[int]
         pack(lengths, strategy, buckets=4096)
 
 
+def test_lengths_that_no_memory_holds_are_named_by_all_that_cut() -> None:
+    for name, own in (("concat", {}), ("bucket", {}), ("bucket_llm", {"pool": "stream"})):
+        with pytest.raises(MemoryError, match="documents of 2,305,843,009,213,693,952 tokens"):
+            pack([2**61], name, buckets=16, **own)
+
+
+def test_a_document_that_is_streamed_hears_what_stops_the_packing() -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # after a tenth of a second
+        pack([1 << 29], "bucket_llm", buckets=16, pool="stream", progress=stop)
+
+
 def test_lengths_are_counted_while_they_are_checked() -> None:
     for dtype in (np.int32, np.int64, np.uint64):
         counted = _core.DocumentLengths(np.array([0, 7, 3, 0, 8], dtype), capacity=7)
@@ -255,6 +269,27 @@ def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             _core.deal_evenly(np.array(costs), np.array(sizes))
+
+
+def at_an_odd_byte(array: Any) -> Any:
+    """The same numbers, elsewhere."""
+    given = np.asarray(array)
+    return np.frombuffer(bytearray(b".") + given.tobytes(), given.dtype, offset=1)
+
+
+def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written() -> None:
+    costs, sizes = np.array([5, 1, 4, 2]), np.array([2, 2])
+    dealt = _core.deal_evenly(at_an_odd_byte(costs), at_an_odd_byte(sizes))
+    assert dealt.tolist() == _core.deal_evenly(costs, sizes).tolist()
+    index = pack(LENGTHS, buckets=[8, 16])
+    index.verify(at_an_odd_byte(LENGTHS))
+    with pytest.raises(ValueError, match="segment_length must be one contiguous, aligned"):
+        _core.attention_cost(index.sample_segment_offsets, at_an_odd_byte(index.segment_length))
+    out = [np.zeros(8, dtype) for dtype in (np.int64, np.int64, np.float32, np.int64)]
+    for which, name in enumerate(("tokens", "labels", "loss_mask", "position_ids")):
+        odd = [at_an_odd_byte(a) if i == which else a for i, a in enumerate(out)]
+        with pytest.raises(ValueError, match=f"{name} is read-only or not aligned"):
+            gatherer().gather(np.zeros(1, np.int64), 1, 8, 8, *odd, False, 0, 0)
 
 
 def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:

@@ -56,7 +56,8 @@ grep "install megapack with its extra train" "$work/said"
     --lengths lognormal:999,603,1e4 --set model.vocab_size=257
 "${alone[@]}" megapack-pretrain --config demo_cpu --set run_dir=run --set num_steps=2 \
     --set data.prefix=a --set data.index=a.samples --set data.valid_prefix=null \
-    --set data.tokens_per_step=64 --set data.micro_batch_tokens=32 --set data.micro_step_tokens=32
+    --set evaluation.every=null --set data.tokens_per_step=64 \
+    --set data.micro_batch_tokens=32 --set data.micro_step_tokens=32
 "${alone[@]}" megapack-export run --step 2 --output exported
 
 mkdir -p dist

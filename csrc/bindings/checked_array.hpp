@@ -77,8 +77,9 @@ inline Integers integers(const py::object& object, const char* name) {
     const bool is_integer = dtype.kind() == 'i' && (dtype.itemsize() == 4 || dtype.itemsize() == 8);
     check(is_integer && dtype.byteorder() != '>', name, " has dtype ", std::string(py::str(dtype)),
           "; it must be int32 or int64");
-    check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()), name,
-          " must be one contiguous dimension");
+    check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()) &&
+              is_aligned(array),
+          name, " must be one contiguous, aligned dimension");
     return {array.data(), array.size(), dtype.itemsize() == 8, checks};
 }
 

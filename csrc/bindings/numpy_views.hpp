@@ -1,4 +1,5 @@
-// The seam: numpy arrays in (checked, never copied), owned vectors out (moved, never copied).
+// The seam: numpy arrays in (checked, copied only where they lie at odd bytes), owned vectors out
+// (moved, never copied).
 // Include this before every other header in bindings/: pybind11 wants Python.h first.
 #pragma once
 
@@ -19,7 +20,15 @@ namespace py = pybind11;
 // With py::arg().noconvert() a wrong dtype, stride or list is a TypeError; read-only and
 // memory-mapped arrays pass without a copy.
 template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
+using Array = py::array_t<T, py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
+
+inline bool is_aligned(const py::array& array) {
+    return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
+}
+
+// What is written to: the caller's own memory, never a copy.
+template <typename T>
+using OutputArray = py::array_t<T, py::array::c_style>;
 
 template <typename T>
 Span<const T> view(const Array<T>& array, const char* name) {
@@ -28,9 +37,10 @@ Span<const T> view(const Array<T>& array, const char* name) {
 }
 
 template <typename T>
-Span<T> mutable_view(Array<T>& array, const char* name) {
+Span<T> mutable_view(OutputArray<T>& array, const char* name) {
     check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
-    check(array.writeable(), name, " is read-only; pass an array that owns its memory");
+    check(array.writeable() && is_aligned(array), name,
+          " is read-only or not aligned; pass an array that owns its memory");
     return {array.mutable_data(), array.size()};
 }
 

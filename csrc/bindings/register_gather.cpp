@@ -266,8 +266,8 @@ class Gatherer {
 
     py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
                      const py::object& row_tokens, const py::object& capacity,
-                     Array<std::int64_t>& tokens, Array<std::int64_t>& labels,
-                     Array<float>& loss_mask, Array<std::int64_t>& position_ids,
+                     OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
+                     OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids,
                      const py::object& per_row, const py::object& num_cu_seqlens,
                      const py::object& num_lists, const std::optional<Array<float>>& factors,
                      const Epochs& epochs, const Rates& fim_rates,

@@ -23,9 +23,7 @@ namespace {
 // f of the array as int32, int64 or uint64 numbers.
 template <typename F>
 auto with_lengths(const py::array& array, F f) {
-    using py::detail::npy_api;
-    constexpr int plain = npy_api::NPY_ARRAY_C_CONTIGUOUS_ | npy_api::NPY_ARRAY_ALIGNED_;
-    check(array.ndim() == 1 && (array.flags() & plain) == plain,
+    check(array.ndim() == 1 && (array.flags() & py::array::c_style) != 0 && is_aligned(array),
           "lengths must be a contiguous, aligned array of one dimension");
     const py::dtype dtype = array.dtype();
     const char kind = dtype.kind();

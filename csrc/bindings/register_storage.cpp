@@ -31,9 +31,7 @@ py::tuple with_integer_type(const py::dtype& dtype, const char* name, const F& f
 // The elements of an array whose dtype was just asked for; refuses strides and misalignment.
 template <typename T>
 Span<T> typed_view(const py::array& array, const char* name) {
-    using py::detail::npy_api;
-    constexpr int plain = npy_api::NPY_ARRAY_C_CONTIGUOUS_ | npy_api::NPY_ARRAY_ALIGNED_;
-    if (array.ndim() != 1 || (array.flags() & plain) != plain) {
+    if (array.ndim() != 1 || (array.flags() & py::array::c_style) == 0 || !is_aligned(array)) {
         throw py::type_error(concat_message(name, " must be a contiguous, aligned 1-D array"));
     }
     auto* data = static_cast<T*>(const_cast<void*>(array.data()));

@@ -70,7 +70,10 @@ def add_corpus_arguments(parser: Arguments) -> None:
             "metavar": "KEY",
             "help": "JSON key or column; data.text reaches into objects and structs (text)",
         },
-        max_input_bytes={**size, "help": "take whole files, in order, up to this size in all"},
+        max_input_bytes={
+            **size,
+            "help": "take whole files, in order, up to this size in all; the first always",
+        },
         max_document_bytes={**size, "help": "a longer line or file is a fault; bounds memory (1G)"},
         on_error="malformed JSON, missing key, wrong type, invalid UTF-8: stop, or drop and count "
         "such documents (fail)",

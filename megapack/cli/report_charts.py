@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
 from megapack.units import count, short
 
@@ -37,9 +37,7 @@ VIOLET, RED = LIGHT["violet"], LIGHT["red"]
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, LIGHT["blue2"], GREY, LIGHT["blue6"])
 WIDE, NARROW = 9.6, 4.9  # inches
 
-_OF_TIME = (
-    *("tokens_per_second", "useful_tokens_per_second", "data_wait_share", "mfu", "naive_mfu"),
-)
+_OF_TIME = ["tokens_per_second", "useful_tokens_per_second", "data_wait_share", "mfu", "naive_mfu"]
 _FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
     *("imbalance", "padding", "memory_gib"),
@@ -185,9 +183,12 @@ def read_run(path: str | Path) -> RunFacts:
     Raises:
         DataError: there are no steps yet.
         FormatError: a log is damaged.
-        OSError: there is no log.
+        ConfigError: it is no directory of a run, or of one that has not begun.
+        OSError: the log cannot be read.
     """
     run = RunDirectory(path)
+    if not run.log.exists():
+        raise ConfigError(f"{path} is no run's directory (beside config.yaml), or has no log yet")
     log = RunLog(read_jsonl(run.log))
     if not len(log):
         raise DataError(f"{run.log} has no steps yet")

@@ -46,7 +46,7 @@ from megapack.packing import SampleIndex
 from megapack.planning import DEALERS, Cluster, DealtStep, StepTime, simulate_step
 from megapack.planning.dealers import cut_documents
 from megapack.storage import read_document_lengths
-from megapack.storage.dataset import read_lengths_file
+from megapack.storage.dataset import MAX_DOCUMENT_TOKENS, read_lengths_file
 from megapack.units import counted
 
 MICRO_BATCHES = 8  # that a step fills where nobody says how many documents it has
@@ -252,9 +252,9 @@ def _read_lengths(source: str) -> NDArray[Any]:
         return np.asarray(SampleIndex.load(source).segment_length)
     if source.endswith(".txt"):
         words = Path(source).read_text(encoding="utf-8").split()
-        wrong = next((w for w in words if not w.isdecimal() or int(w) >= 1 << 63), None)
+        wrong = next((w for w in words if not w.isdecimal() or int(w) > MAX_DOCUMENT_TOKENS), None)
         if wrong is not None:
-            raise DataError(f"{source}: {wrong!r} is no number of tokens; write one a line")
+            raise DataError(f"{source}: {wrong!r} is no number of tokens up to 2^40, one a line")
         return np.array(words, np.int64)
     return read_document_lengths(source)
 

@@ -274,11 +274,15 @@ class PackedDataset(Dataset[Batch]):
         Raises:
             IndexError: a sample that does not exist.
             FormatError: the index points outside the documents.
-            ValueError: the samples do not fit the layout.
+            ValueError: the samples do not fit the layout, or a factor is not finite.
+            TypeError: sample_ids are no integers.
             FormatError, ConfigError, OSError: remote tokens cannot be fetched
                 (``RemoteObject.read``).
         """
-        ids = np.ascontiguousarray(sample_ids, np.int64)
+        given = np.asarray(sample_ids)
+        if given.dtype.kind not in "iu" and given.size:
+            raise TypeError(f"sample_ids are {given.dtype.name}, as {given.flat[0]}; give integers")
+        ids = np.ascontiguousarray(given, np.int64)
         if len(ids) == 0 and (capacity is None or layout is None):
             raise ValueError("an empty micro batch needs the capacity of its bucket and a layout")
         if capacity is None:
@@ -297,6 +301,8 @@ class PackedDataset(Dataset[Batch]):
         factors = None
         if loss_weight is not None:
             factors = np.ascontiguousarray(loss_weight, np.float32)
+            if not np.isfinite(factors).all():
+                raise ValueError(f"loss_weight is {loss_weight}; factors must be finite")
 
         def gather() -> Any:  # arguments by position: keywords cost a microsecond
             return self._gatherer.gather(

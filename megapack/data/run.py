@@ -33,6 +33,7 @@ from megapack.data.steps import Attention, Loss, ScheduleConfig, StepConfig, che
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.storage.files import atomic_write
+from megapack.storage.remote import is_remote
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
@@ -301,6 +302,14 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
     from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
 
     section = config.data
+    name = section.blend or section.index
+    assert name is not None  # DataConfig checked it
+    if not (is_remote(name) or Path(name).exists()):
+        raise FileNotFoundError(
+            f"there is no {name} (data.{'blend' if section.blend else 'index'}; relative names are "
+            f"of the directory where the run is started, and this one is {Path.cwd()}): go there, "
+            "or give its full path with --set"
+        )
     decided = decided or read_decisions(config.run_dir)
     options: dict[str, Any] = {
         "decided": () if decided is None else decided.stages,
@@ -313,8 +322,7 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
         blend = load_blend(section.blend)
         data = open_blend(blend, **options)
     else:
-        assert section.index is not None  # DataConfig checked it
-        blend, data = None, PackedDataset(section.prefix, section.index, fim=section.fim, **options)
+        blend, data = None, PackedDataset(section.prefix, name, fim=section.fim, **options)
     planned = plan_steps(config, data, decided)
     return OpenRun(**planned.__dict__, data=data, blend=blend, decisions=decided)
 

@@ -37,6 +37,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -436,6 +437,11 @@ class Schedule:
                 "two (dataclasses.replace changes a config)"
             )
         self.config = config or ScheduleConfig(**fields)
+        for name in [index, *index] if isinstance(index, Sequence) else [index]:
+            if isinstance(name, str | PathLike):
+                raise ConfigError(
+                    f"{name!r} is a file's name: give SampleIndex.load({str(name)!r})"
+                )
         if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
             indices = index if isinstance(index, Sequence) else [index]
             mixture = Mixture(weights=weights, names=names, stages=stages)

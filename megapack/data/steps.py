@@ -158,8 +158,9 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         order_named(self.order)
-        names = ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens", "cost_window")
-        whole_numbers("data", self, *names, above=0)
+        names = ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens")
+        whole_numbers("data", self, *names, above=0, at_most=2**53)
+        whole_numbers("data", self, "cost_window", above=0, at_most=2**32)
         if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
         if self.tokens_per_step % self.draw_tokens:

@@ -201,6 +201,8 @@ def _weigh_losses() -> None:
     """Rebind the loss of a micro batch, and the evaluation that takes the mean of them."""
     training = importlib.import_module("megatron.training")
     evaluation, cross_entropy = segments.evaluation, training.cross_entropy
+    if hasattr(training.evaluate, "__wrapped__"):  # loaders of this process are built once more
+        return
 
     @functools.wraps(cross_entropy)
     def weighed(output: Any, labels: Any, **options: Any) -> Any:

@@ -74,7 +74,8 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
             ``micro_batches``), linear_length, max_documents_per_rank.
 
     Raises:
-        ConfigError: there are no documents, or one has no tokens or more than a rank holds.
+        ConfigError: there are no documents, or one has no tokens or more than a rank holds, other
+            than one label per token, or a mask of TRL's in place of labels.
     """
 
     def __init__(
@@ -155,6 +156,13 @@ def _tokens_and_labels(document: Mapping[str, Any]) -> tuple[Integers, Integers]
     """Tokens, and the label of every position: the next token of the document, or IGNORED."""
     tokens = np.asarray(document["input_ids"], np.int64)
     labels = np.asarray(document.get("labels", tokens), np.int64)
+    masks = sorted({"completion_mask", "assistant_masks"} & document.keys())
+    if len(labels) != len(tokens) or (masks and "labels" not in document):
+        found = f"{len(labels)} labels" if "labels" in document else f"{masks[0]} and no labels"
+        raise ConfigError(
+            f"a document of {len(tokens)} tokens has {found}: give it one label per token, "
+            f"{IGNORED} where the token has no loss"
+        )
     return tokens, np.append(labels[1:], IGNORED)[: len(tokens)]
 
 

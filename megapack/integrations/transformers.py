@@ -21,216 +21,31 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
+from transformers.trainer_callback import ExportableState
 
 from megapack.attention import ATTENTION_NAME, check_architecture
-from megapack.attention.experts import LoadBalancing, token_mask
+from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
 from megapack.attention.transformers_interface import tell_recurrent_layers
-from megapack.data import (
-    Batch,
-    BatchLayout,
-    BucketBatchSampler,
-    MicroBatch,
-    PackedDataset,
-    Schedule,
-    check_token_ids,
-)
-from megapack.data.loader import fetching_ahead
+from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.errors import ConfigError, MegapackWarning
-from megapack.integrations.dialects import IGNORED, TRANSFORMERS, emit
+from megapack.integrations.dialects import IGNORED
+from megapack.integrations.micro_batches import MicroBatches, model_inputs
+
+__all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
+__all__ += ["sft_trainer"]
 
 logger = logging.getLogger("megapack")
 
 PROBED_LOGITS = 256  # of every token: enough to see whether it changed
 LOOKED_AT = 32  # steps among which a micro batch of short documents is chosen to probe the model on
-
-# ---- Micro batches as transformers' models take them, and as a dataset of them ------------------
-
-
-def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A megapack batch under the names of a transformers model's forward.
-
-    Args:
-        batch: of ``build_loader`` or ``PackedDataset.micro_batch``, layout "stream".
-
-    Returns:
-        input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every
-        position, and labels, the same moved to the token it names (what the model would shift
-        itself); cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False.
-        No attention_mask: it would switch the boundaries off.
-    """
-    return {**emit(batch, TRANSFORMERS), "use_cache": False}
-
-
-class MicroBatches(Dataset[dict[str, Any]]):
-    """The micro batches of one rank, in order: item i is the input of the i-th forward.
-
-    Args:
-        dataset: what to gather from.
-        schedule: made of the dataset, the same on all ranks.
-        micro_batch_tokens: tokens of one forward of one rank.
-        data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
-        num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
-        options: of ``BucketBatchSampler`` (dealing, uneven).
-
-    Attributes:
-        with_token_mask: items say which tokens are no padding (``token_mask``, bool (tokens,)), for
-            the load-balancing loss of a mixture of experts; ``PackedTrainer`` asks for it.
-        with_loss_weights: items of a step with loss weights have them, ``loss_weights`` float32
-            (1, tokens): the loss of the step is the sum of losses times these over all its items
-            and ranks. ``PackedTrainer`` asks for it; without it such an item is a ConfigError.
-
-    Raises:
-        ConfigError: sizes that do not fit.
-    """
-
-    # TRL asks datasets for their columns.
-    column_names = ("input_ids", "labels", "position_ids")
-
-    def __init__(
-        self,
-        dataset: PackedDataset,
-        schedule: Schedule,
-        *,
-        micro_batch_tokens: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        num_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        self.dataset, self.schedule = dataset, schedule
-        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens)
-        self.sampler = BucketBatchSampler(
-            schedule,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            micro_batch_tokens=micro_batch_tokens,
-            num_steps=num_steps,
-            samples=dataset.samples,
-            weighted_loss=True,
-            **options,
-        )
-        self._options = options
-        self.with_token_mask = self.with_loss_weights = False
-        self._step: tuple[int, list[MicroBatch]] = (-1, [])
-        self._coming: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
-
-    def of_rank(
-        self,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        num_steps: int | None,
-        *,
-        evaluated: bool = False,
-    ) -> MicroBatches:
-        """The same run as another rank sees it; evaluated: every sample once, and the last micro
-        batches have fewer, or none."""
-        schedule, options = self.schedule, self._options
-        if evaluated:
-            schedule = Schedule(self.dataset, schedule.config, finite=True)
-            options = {**options, "uneven": "pad"}
-        return MicroBatches(
-            self.dataset,
-            schedule,
-            micro_batch_tokens=self.layout.micro_batch_tokens,
-            data_parallel_rank=data_parallel_rank,
-            data_parallel_size=data_parallel_size,
-            num_steps=num_steps,
-            **options,
-        )
-
-    @cached_property
-    def mean_labels(self) -> float:
-        """Tokens with a label of a micro batch, the mean over all ranks.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        steps = range(self.sampler.num_steps)
-        labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
-        if not labels:
-            raise ConfigError(
-                f"{self.dataset}: no token has a label, so there is no loss to evaluate: documents "
-                "are of one token each, or masked by their labels; give others"
-            )
-        return labels / (len(self) * self.sampler.data_parallel_size)
-
-    @property
-    def num_micro_steps(self) -> int:
-        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``.
-
-        Raises:
-            ConfigError: stages differ in it, and Trainer has one number for all steps.
-        """
-        stages = self.schedule.stages
-        counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
-        if len(set(counts.values())) > 1:
-            raise ConfigError(
-                f"stages (first step: micro steps) take {counts}, and Trainer accumulates the same "
-                "number at every step: keep tokens_per_step the same in all stages"
-            )
-        return counts[0]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """See ``model_inputs``. Raises IndexError behind the last one."""
-        batch = self.batch(i)
-        inputs = model_inputs(batch)
-        weights = batch.get("loss_weights")
-        if weights is not None and not self.with_loss_weights:
-            raise ConfigError(
-                "the run has loss weights, and this loop would take the plain mean of its labels: "
-                "train with PackedTrainer, or say with_loss_weights and sum losses times the "
-                "items' loss_weights"
-            )
-        if weights is not None:
-            inputs["loss_weights"] = weights
-        if self.with_token_mask:
-            tokens = batch["tokens"].numel()
-            inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
-        return inputs
-
-    def batch(self, i: int) -> Batch:
-        """The same as ``PackedDataset.micro_batch`` gives it, but that loss weights, if there are
-        some, are ``loss_weights`` and loss_mask says which labels there are."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"micro batch {i} of {len(self)}")
-        chosen = self._fetched(i) if self.dataset.remote_reads.any else self._chosen(i)
-        batch = self.dataset.micro_batch(**chosen.gathered_by, layout=self.layout)
-        if chosen.step_label_weight is not None:
-            if not self.schedule.finite:  # what is held out is not weighted
-                batch["loss_weights"] = batch["loss_mask"] / (chosen.step_label_weight or 1.0)
-            batch["loss_mask"] = (batch["labels"] >= 0).float()
-        return batch
-
-    def _chosen(self, i: int) -> MicroBatch:
-        step, micro_step = divmod(i, self.num_micro_steps)
-        if self._step[0] != step:
-            self._step = (step, self.sampler.micro_batches(step))
-        return self._step[1][micro_step]
-
-    def _fetched(self, i: int) -> MicroBatch:
-        """The same; what follows is fetched ahead where they are taken one after the other."""
-        expected, coming = self._coming
-        if i != expected:
-            rest = map(self._chosen, range(i, len(self)))
-            coming = fetching_ahead(rest, self.dataset.remote_reads)
-        self._coming = (i + 1, coming)
-        return next(coming)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_coming": (-1, iter(()))}
-
 
 # ---- Whether a transformers model keeps the documents of a row apart: tried before it is trained
 
@@ -311,12 +126,47 @@ def _check_windows(implementation: str, dataset: PackedDataset) -> None:
         )
 
 
+class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
+    """Which samples the steps of a run have, in its checkpoints (trainer_state.json), and held
+    against the schedule where the run goes on.
+
+    Raises:
+        ResumeError: the steps before had others (``Schedule.check_state``).
+    """
+
+    schedule: Schedule | None = None
+    step = 0
+    saved: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes, and sets again where it restores callbacks."""
+        saved = None if self.schedule is None else self.schedule.state_dict(self.step)
+        return {"args": {}, "attributes": {"saved": saved}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any
+    ) -> None:
+        del args, control, more
+        batches = getattr(train_dataloader, "dataset", None)
+        self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
+        # A checkpoint of another trainer has none, and the next one is to have it.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        saved = kept["attributes"]["saved"]
+        for change in self.schedule.check_state(saved) if self.schedule and saved else ():
+            logger.warning("%s", change)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        del args, control, more
+        self.step = state.global_step
+
+
 class PackedTrainerMixin:
     """For ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
     The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
     as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
-    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples.
+    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples; a
+    corpus or schedule that has others at the steps before is a ResumeError.
 
     Attributes:
         probe: whether the model is tried on an early micro batch before it trains: four
@@ -360,6 +210,8 @@ class PackedTrainerMixin:
                 f"{batches.num_micro_steps}"
             )
         self._to_probe = batches if self.probe else None
+        if not any(isinstance(one, ScheduleOfRun) for one in self.callback_handler.callbacks):  # type: ignore[attr-defined]
+            self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
         return self._loader(batches)
 
     def _try(self, model: Any, batch: Batch) -> None:
@@ -404,7 +256,9 @@ class PackedTrainerMixin:
         head = self.model.get_output_embeddings()
         hook = None if head is None else head.register_forward_hook(keep)
         try:
-            loss = super().compute_loss(model, inputs)  # type: ignore[misc]
+            loss = super().compute_loss(  # type: ignore[misc]
+                model, inputs, num_items_in_batch=self._labels_alone(inputs)
+            )
         finally:
             if hook is not None:
                 hook.remove()
@@ -437,6 +291,12 @@ class PackedTrainerMixin:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         return self._loader(self._of_this_rank(chosen, None, evaluated=True))
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The same for ``predict``."""
+        if not isinstance(test_dataset, MicroBatches):
+            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+        return self.get_eval_dataloader(test_dataset)
+
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which then takes the mean of the losses of micro batches: of ``MicroBatches``
         each is weighted by its labels, so that it is the mean over all labels."""
@@ -463,12 +323,14 @@ class PackedTrainerMixin:
             step = batches.schedule.shortest_step(0, max(1, soon))
             self._try(model, batches.batch(step * batches.num_micro_steps))
         if not model.training and "shift_labels" in inputs:
-            num_items_in_batch = None  # the mean of this micro batch: prediction_step weights it
+            num_items_in_batch = self._labels_alone(inputs)  # prediction_step weights the mean
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
+        if mask is not None and getattr(self, "aux_loss_enabled", False) and weights is None:
+            weights = self._plain_weights(inputs, num_items_in_batch)
         if weights is not None:
             loss, outputs = self._weighted_loss(model, inputs, weights, mask)
             scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
-            if not (scaled or self.compute_loss_func):  # type: ignore[attr-defined]
+            if model.training and not scaled:
                 loss = loss * self.args.gradient_accumulation_steps  # by which Trainer divides
             return (loss, outputs) if return_outputs else loss
         options = {"num_items_in_batch": num_items_in_batch}
@@ -487,19 +349,46 @@ class PackedTrainerMixin:
             of_step = num_labels / num_items_in_batch
             ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
         ours = balancing.loss(outputs["router_logits"], mask) * of_step
-        loss = loss + ranks * balancing.coefficient * (ours - outputs["aux_loss"])
+        # A smoothed loss has none.
+        theirs = 0 if outputs.get("loss") is None else outputs["aux_loss"]
+        loss = loss + ranks * balancing.coefficient * (ours - theirs)
         return (loss, outputs) if return_outputs else loss
+
+    def _plain_weights(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Of every label the same: for TRL, whose own forward keeps no logits of routers."""
+        labels = inputs["shift_labels"] >= 0
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            alone = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            num_items_in_batch = alone * self.args.world_size
+        return torch.div(labels, num_items_in_batch)
+
+    def _labels_alone(self, inputs: dict[str, Any]) -> Tensor | None:
+        """The labels of one micro batch, as a ``compute_loss_func`` divides by them: its mean.
+        Trainer multiplies by the ranks where it counts over all. None: without such a function."""
+        if self.compute_loss_func is None:  # type: ignore[attr-defined]
+            return None
+        ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+        return torch.mul((inputs["labels"][:, 1:] >= 0).sum().clamp(min=1), ranks)
 
     def _weighted_loss(
         self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
         """The sum of losses times weights, of the model's logits: Trainer counts labels. A mixture
         of experts adds its load-balancing loss in the share of the step's weight that is here."""
+        if self.compute_loss_func or getattr(self.args, "loss_type", "nll") != "nll":  # type: ignore[attr-defined]
+            raise ConfigError(
+                "the run has loss weights, or SFTTrainer balances experts, and compute_loss_func "
+                "and loss_type='dft' are told neither: leave them out"
+            )
         labels = inputs.pop("shift_labels").flatten()
         inputs.pop("labels")
         outputs = model(**inputs)
         losses = nn.functional.cross_entropy(
-            outputs.logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="none"
+            outputs.logits.flatten(0, 1).float(),
+            labels,
+            ignore_index=IGNORED,
+            reduction="none",
+            label_smoothing=self.args.label_smoothing_factor,
         )
         loss = (losses * weights.flatten()).sum()
         if mask is not None:
@@ -537,6 +426,8 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         mine.with_loss_weights = True
+        own = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
+        mine.for_own_shift = own != (None, None) and not evaluated
         return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
@@ -569,13 +460,18 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
         options: further arguments of SFTTrainer (model, eval_dataset, ...).
 
     Raises:
-        ConfigError: args would pack a second time.
+        ConfigError: args would pack a second time, or name a mask that rows cannot have.
     """
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
     if args.packing:
         raise ConfigError("SFTConfig(packing=True) would pack packed rows again; set it to False")
+    if args.completion_only_loss:
+        raise ConfigError(
+            "SFTConfig(completion_only_loss=True) masks nothing of packed rows: <prefix>.labels "
+            "says which tokens count (megapack-build tokenize --messages-key); leave it out"
+        )
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
 
     class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs

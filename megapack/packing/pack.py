@@ -189,7 +189,7 @@ def check_packing(
     if _integer("fim_room", fim_room, 0, capacities[-1]):
         resolved["fim_room"] = int(fim_room)
     share: Any = match_repetition
-    if not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
+    if not isinstance(share, numbers.Real) or not 0 < match_repetition <= 1:
         raise ConfigError(
             f"match_repetition is {share!r}; it must be above 0 and at most 1: tokens "
             "of the proxy run / tokens of the run it stands for"

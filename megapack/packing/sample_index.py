@@ -288,9 +288,8 @@ class SampleIndex:
                 f"the index was packed from {self.num_documents:,} documents; the lengths given "
                 f"are of {len(lengths):,}"
             )
-        if np.asarray(lengths).dtype == np.int32:
-            return np.ascontiguousarray(lengths, dtype=np.int32)
-        return np.ascontiguousarray(lengths, dtype=np.int64)
+        dtype = np.int32 if np.asarray(lengths).dtype == np.int32 else np.int64
+        return np.require(lengths, dtype, ["C", "A"])  # those of an .idx lie at byte 34
 
     # --- identity -------------------------------------------------------------------------------
 

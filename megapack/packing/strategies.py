@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -53,7 +54,14 @@ class Request:
         run = _core.Run(
             seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
         )
-        return _core.pack(strategy, self.lengths, rules, run)
+        try:
+            return _core.pack(strategy, self.lengths, rules, run)
+        except MemoryError as error:
+            raise MemoryError(
+                f"samples of {self.capacity:,} tokens made of {len(self.lengths):,} documents of "
+                f"{self.lengths.num_tokens:,} tokens (the longest has {self.lengths.longest:,}) do "
+                "not fit in memory; are these numbers lengths in tokens?"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class Parameter:
         elif isinstance(value, bool) or not isinstance(value, accepted):
             sound, limit = False, f"of type {self.kind.__name__}"
         else:
-            value = self.kind(value)
+            with suppress(OverflowError):  # an integer beyond all floats is above every limit
+                value = self.kind(value)
             low, high = self.minimum, self.maximum
             sound = (low is None or value >= low) and (high is None or value <= high)
             limit = f"at least {low}" if high is None else f"from {low} to {high}"

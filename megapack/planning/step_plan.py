@@ -277,7 +277,8 @@ def plan_step(
 
     Raises:
         ValueError: a document is empty, `max_degree` ranks cannot hold it (or, if that is above 1,
-            its group), a cost is negative or not finite, or an argument has no meaning.
+            its group), a cost is negative or not finite, ranks times micro batches are above 2^24,
+            or an argument has no meaning.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -286,7 +287,7 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
-    if not math.isfinite(linear_length):
+    if not -math.inf < linear_length < math.inf:
         raise ValueError(f"linear_length is {linear_length}; it must be a number of tokens")
     priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
     grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
@@ -300,6 +301,9 @@ def plan_step(
             )
     if grouped.size and grouped.dtype.kind not in "iu":
         raise ValueError(f"groups has dtype {grouped.dtype}; numbers of groups are integers")
+    for name, array in (("lengths", given), ("groups", grouped)):
+        if array.max(initial=0) > np.iinfo(np.int64).max:
+            raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(priced).ravel(),

@@ -377,17 +377,25 @@ def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
     return IndexFile(path_of(files, ".idx"))
 
 
+MAX_DOCUMENT_TOKENS = 1 << 40  # more is damage, or no length
+
+
 def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Tokens per document from a .npy file: ``(num_documents,)``, any integer dtype, mapped.
 
     Raises:
         FormatError, OSError: it is not a .npy file, or cannot be read.
-        DataError: it holds something else.
+        DataError: it holds something else, or a document of more than 2^40 tokens.
     """
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise DataError(
             f"{path} does not hold a one-dimensional array of integers, tokens per document"
+        )
+    if (longest := lengths.max(initial=0)) > MAX_DOCUMENT_TOKENS:
+        raise DataError(
+            f"{path}: a document has {longest} tokens; the most is {MAX_DOCUMENT_TOKENS} (2^40): "
+            "give a file of lengths"
         )
     return lengths
 

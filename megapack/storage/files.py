@@ -345,13 +345,18 @@ def publish(*files: Publishable, durable: bool = True) -> None:
             the process) a file may then have its name and not its content.
 
     Raises:
-        OSError: a file could not be synced or renamed; those after it keep no name.
+        OSError: a file could not be synced or renamed; none has its name then.
     """
     if durable:
         for file in files:
             file.sync()
-    for file in files:
-        file.take_name()
+    for i, file in enumerate(files):
+        try:
+            file.take_name()
+        except OSError:  # no room in the directory
+            for named in files[:i]:
+                named.path.unlink(missing_ok=True)
+            raise
     if durable:
         for directory in {file.path.parent for file in files}:
             _sync_directory(directory)

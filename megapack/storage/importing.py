@@ -130,13 +130,23 @@ def open_foreign(
     Raises:
         FormatError: the file is damaged or not of that kind.
         DataError: the token that ends documents never occurs.
-        ConfigError: an argument that this kind needs is missing.
+        ConfigError: an argument that this kind needs is missing, or contradicts what it says.
         OSError: a file cannot be read.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
     found = KINDS[kind](Path(path), dtype)
-    return found if found.layout is not None else _split(found, eod_token, eod_at)
+    said = f"{path} is of kind {kind}, which says"
+    if dtype is not None and _token_dtype(dtype) != found.dtype:
+        raise ConfigError(f"{said} that its tokens are {found.dtype.name}: leave out --dtype")
+    if found.layout is None:
+        return _split(found, eod_token, eod_at)
+    if eod_token is not None:
+        raise ConfigError(
+            f"{said} where documents end: leave out --eod-token, or give --kind flat to read it "
+            "without its index"
+        )
+    return found
 
 
 def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
@@ -385,7 +395,11 @@ def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
     tokens = foreign.facts or scan_tokens(path, foreign.dtype, foreign.num_tokens, begin_byte=begin)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):
         low, high = tokens.token_range
-        raise DataError(f"{path} has ids from {low} to {high}, outside of {limits.describe()}")
+        bits = foreign.dtype.itemsize * 8
+        also = f" ({low % 2**bits} as uint{bits})" if low < 0 else ""
+        raise DataError(
+            f"{path} has ids from {low}{also} to {high}, outside of {limits.describe()}"
+        )
     return tokens
 
 

@@ -357,27 +357,28 @@ class DatasetContent:
         }
 
     def difference_from(self, prefix: str) -> str | None:
-        """How the dataset that stands at a prefix differs, None when it is this one. Compares the
-        meta files and the checksum of .idx; .bin is not read.
+        """How what stands at a prefix differs, None when it is this dataset, or what a killed
+        process left of it. Compares the meta files and the checksum of .idx; .bin is not read.
         """
         idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
-        if not (idx_path.exists() and bin_path.exists()):
-            return "it is not complete"
         try:
             there = read_meta(prefix)
         except FormatError as error:
             return str(error)
         if there is None:
-            return "without a meta file nothing tells what it holds"
+            whole = idx_path.exists() and bin_path.exists()
+            return (
+                "without a meta file nothing tells what it holds" if whole else "it is not complete"
+            )
         meta = json.loads(json.dumps(self.meta(lambda _: None)))
         for key in meta | there:
             old, new = there.get(key), meta.get(key)
             if old != new:
                 known = not isinstance(old, dict | list) and not isinstance(new, dict | list)
                 return f"its {key} is {old!r}, not {new!r}" if known else f"its {key} differs"
-        if checksum(idx_path) != meta["idx"]["xxh3_128"]:
+        if idx_path.exists() and checksum(idx_path) != meta["idx"]["xxh3_128"]:
             return "its .idx is not the one its meta file speaks of"
-        if bin_path.stat().st_size != meta["bin"]["bytes"]:
+        if bin_path.exists() and bin_path.stat().st_size != meta["bin"]["bytes"]:
             return "its .bin is not the one its meta file speaks of"
         return None
 
@@ -408,13 +409,15 @@ def check_prefix(
     difference: str | Callable[[], str | None],
     keeps_bin: bool = False,
 ) -> bool:
-    """``check_target`` of a whole dataset: any of its files counts.
+    """``check_target`` of a whole dataset: any of its files counts, and one that does not differ
+    but lacks its .idx or .bin is written to its end.
 
     Raises:
         ConfigError: see ``check_target`` and ``check_prefix_names``.
     """
     there = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
-    return not there or check_target(there[0], overwrite=overwrite, difference=difference)
+    new = not there or check_target(there[0], overwrite=overwrite, difference=difference)
+    return new or not all(path_of(prefix, end).exists() for end in (".bin", ".idx"))
 
 
 def publish_dataset(
@@ -428,7 +431,8 @@ def publish_dataset(
     """Write what stands beside the tokens and give all files their names.
 
     Whoever looks at any moment finds the old dataset, none, or the new one: the old .idx goes
-    before the new .bin has its name, and the new .idx comes last (see ``open_pair``).
+    before the new .bin has its name, and the new .idx comes last (see ``open_pair``). The meta file
+    comes first: by it the same work, done again, knows what a killed process left.
 
     Args:
         prefix: of the dataset.
@@ -446,7 +450,7 @@ def publish_dataset(
         meta.write(
             (json.dumps(content.meta(idx.write), indent=1, ensure_ascii=False) + "\n").encode()
         )
-        files = [*([] if bin_file is None else [bin_file]), meta, idx]
+        files = [meta, *([] if bin_file is None else [bin_file]), idx]
         if durable:
             for file in files:  # the longest part, while the old dataset still stands
                 file.sync()

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,14 @@ from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.files import WriterLock
-from megapack.storage.index_file import path_of, pick_dtype
+from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.metadata import (
     TokenFacts,
     check_metadata,
     common_metadata,
     joined_range,
+    read_meta,
 )
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.copies import local_copy, local_output
@@ -71,7 +74,7 @@ def merge(
 
     Raises:
         ConfigError: another dataset stands at ``output``, or its files cannot be written there;
-            inputs are to be removed and not all of this is local.
+            inputs are to be removed and not all of this is local, or some are gone already.
         LockedError: another process writes ``output``.
         DataError: dtypes or tokenizers differ, or an id does not fit.
         FormatError: an input is damaged.
@@ -83,6 +86,8 @@ def merge(
         raise ConfigError(
             "inputs are removed where they and the result are local (--remove-inputs)"
         )
+    if remove_inputs:
+        _check_removal([prefix_of(prefix) for prefix in prefixes], prefix_of(output))
     with ExitStack() as stack:
         target = stack.enter_context(local_output(output, overwrite=overwrite))
         copies = {p: stack.enter_context(local_copy(p)) for p in dict.fromkeys(prefixes)}
@@ -122,10 +127,34 @@ def merge(
                 finally:
                     tokens.target.discard()
         if remove_inputs:
-            for dataset in inputs:  # .idx first: without it the rest is no dataset
-                for suffix in (".idx", ".bin", ".meta.json"):
-                    path_of(dataset.prefix, suffix).unlink(missing_ok=True)  # of one named twice
+            for dataset in inputs:
+                for path in _files(dataset.prefix):
+                    path.unlink(missing_ok=True)  # of one named twice
     return is_new
+
+
+def _files(prefix: str) -> list[Path]:
+    return [path_of(prefix, end) for end in (".idx", ".bin", ".meta.json")]
+
+
+def _check_removal(prefixes: Sequence[str], output: str) -> None:
+    """ConfigError where the output stands and not all inputs do, or where it holds more than they
+    and ends with them: a merge was stopped while it removed its inputs, and the output is all that
+    is left of some."""
+    if not all(path.exists() for path in _files(output)):
+        return
+    left = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
+    metas = [read_meta(prefix) for prefix in (*left, output)]
+    *ours, there = (meta["bin"]["xxh3_128"] if meta else [None] for meta in metas)
+    sums = [*chain(*ours)]
+    if len(left) < len(prefixes) or (sums and sums != there and sums == there[-len(sums) :]):
+        names = [os.fspath(path) for p in prefixes for path in _files(p) if path.exists()]
+        raise ConfigError(
+            f"{output} is there, and some of its inputs are gone, as after a merge that was "
+            "stopped while it removed them: if it holds them all, it is done. Remove what is left "
+            f"({', '.join(names[:9]) or 'nothing'}{', ...' if names[9:] else ''}), or leave out "
+            "--remove-inputs to merge these alone"
+        )
 
 
 def _concatenate(

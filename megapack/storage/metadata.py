@@ -23,7 +23,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,17 +135,20 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     return content
 
 
-def checksum(path: Path) -> str:
-    """xxh3_128 of a whole file, in hexadecimal."""
+def checksum(path: Path, progress: Callable[[], object] = lambda: None) -> str:
+    """xxh3_128 of a whole file, in hexadecimal; ``progress`` is called for every part of it."""
     with open_regular(path) as file:
-        return checksum_of(file, identity_of(file).num_bytes)
+        return checksum_of(file, identity_of(file).num_bytes, progress)
 
 
-def checksum_of(file: io.FileIO, num_bytes: int) -> str:
+def checksum_of(
+    file: io.FileIO, num_bytes: int, progress: Callable[[], object] = lambda: None
+) -> str:
     """xxh3_128 of the bytes from the file's position on. FormatError where it ends before."""
     digest = xxhash.xxh3_128()
     for block in read_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
+        progress()
     return digest.hexdigest()
 
 

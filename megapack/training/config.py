@@ -77,7 +77,8 @@ class ModelConfig:
         if self.preset is not None:
             check_known("model", "preset", [self.preset], PRESETS)
         check_range("model", at_least=0, z_loss=self.z_loss)
-        check_positive("model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
+        sizes = {"vocab_size": self.vocab_size, "vocab_multiple": self.vocab_multiple}
+        check_range("model", above=0, at_most=2**31, **sizes)  # a token id is 32 bits
 
     @property
     def has_vocabulary(self) -> bool:
@@ -118,7 +119,8 @@ class OptimizerConfig:
     ``run_dir/model_average``; null keeps none."""
 
     def __post_init__(self) -> None:
-        check_positive("optimizer", lr=self.lr, eps=self.eps, muon_lr=self.muon_lr)
+        rates = {"lr": self.lr, "eps": self.eps, "muon_lr": self.muon_lr}
+        check_range("optimizer", above=0, at_most=1e30, **rates)  # and ten times that is a float32
         check_range("optimizer", at_least=0, below=1, muon_momentum=self.muon_momentum)
         check_range("optimizer", above=0, below=1, ema_decay=self.ema_decay)
         check_range(
@@ -204,8 +206,8 @@ class CheckpointConfig:
     begins (``--branch-from``): with its weights, its optimizer, and its data order continued. What
     is to be different from there on (a decay, a mixture) is said here; the trunk stays as it is."""
     mirror: str | None = None
-    """An address (s3://bucket/folder, ...) to which every checkpoint is copied while training goes
-    on, and from which a ``run_dir`` without checkpoints is restored."""
+    """An address (s3://bucket/folder, ...), of this run alone, to which every checkpoint is copied
+    while training goes on, and from which a ``run_dir`` without checkpoints is restored."""
     asynchronous: bool = True
     """Training waits for a copy in host memory only, and goes on while that is written; false
     takes no such memory, and waits."""
@@ -246,7 +248,8 @@ class EvaluationConfig:
     """Validation during training, over ``data.valid_prefix``."""
 
     every: int | None = None
-    """Steps between evaluations; null evaluates at the end only."""
+    """Steps between evaluations, for which there must be held-out documents; null evaluates at the
+    end only, if there are any."""
     max_tokens: int | None = None
     """Evaluate samples up to this many tokens per bucket; null takes all."""
     buckets: tuple[int, ...] = ()
@@ -414,6 +417,11 @@ class EngineConfig:
                 "compute its MLP again chunk by chunk: set one of them"
             )
         _refuse_decided(self.deepspeed)
+        printed = self.deepspeed.get("steps_per_print")
+        if printed is not None and not (isinstance(printed, int) and printed > 0):
+            raise ConfigError(
+                f"engine.deepspeed: steps_per_print is {printed!r}; it must be an integer above 0"
+            )
 
     @property
     def stage(self) -> int:

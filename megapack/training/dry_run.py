@@ -26,12 +26,13 @@ from megapack.devices import peak_flops
 from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
-from megapack.training.engine.export import tokenizer_of
-from megapack.training.engine.inputs import check_run, open_inputs, steps_from_lengths
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.inputs import check_run, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
+from megapack.training.start import check_directory, check_start
 
 _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
@@ -62,13 +63,14 @@ def dry_run(
         ConfigError: whatever would stop the run at its start.
         FormatError, OSError: a file is damaged or cannot be read.
     """
+    ranks, run = world_size, RunDirectory(config.run_dir)
+    steps: PlannedRun
     if lengths is None:
-        steps: PlannedRun = open_inputs(config)
-        tokenizer_of(config.model)
+        steps, architecture, _ = check_start(config, run, ranks)
     else:
+        check_directory(config.checkpoint, run)
         steps = steps_from_lengths(config, lengths, buckets)
-    ranks = world_size
-    architecture = check_run(config, steps, ranks)
+        architecture = check_run(config, steps, ranks)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = (
         config.model if here.type == "cuda" else replace(config.model, attention_backend="auto")

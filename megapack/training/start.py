@@ -27,7 +27,7 @@ from megapack.errors import (
     exit_code,
 )
 from megapack.training.autopilot import find_rule
-from megapack.training.config import PretrainConfig
+from megapack.training.config import CheckpointConfig, PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory, tags_in, tokens_of
@@ -57,9 +57,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     """
     show_log()
     run = RunDirectory(config.run_dir)
-    inputs = check_start(config, run, profile)
-    architecture = check_run(config, inputs, num_ranks)
-    tokenizer = tokenizer_of(config.model)
+    inputs, architecture, tokenizer = check_start(config, run, num_ranks, profile)
     if torch.cuda.is_available():
         run.record_flight()
     with world(
@@ -91,26 +89,59 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
                 leave(here, run, "interrupted before it could save", code=130)
 
 
-def check_start(config: PretrainConfig, run: RunDirectory, profile: range | None) -> Inputs:
-    """Open what the run reads, and refuse what does not go together; no other rank is asked."""
-    if config.checkpoint.resume == "never" and tags_in(run.checkpoints):
-        raise ConfigError(
-            f"{run.checkpoints} has checkpoints and checkpoint.resume is never; choose another "
-            "run_dir, or remove them"
-        )
-    if config.checkpoint.branch_from is not None and not tags_in(run.checkpoints):
-        check_branch(Path(config.checkpoint.branch_from), config.checkpoint.mirror)
+def check_start(
+    config: PretrainConfig, run: RunDirectory, num_ranks: int, profile: range | None = None
+) -> tuple[Inputs, Any, Any]:
+    """Open what the run reads, and refuse what does not go together; no other rank is asked.
+
+    Returns:
+        Its data, the transformers configuration of its model, the tokenizer that goes along.
+    """
+    check_directory(config.checkpoint, run)
     inputs = open_inputs(config)
     check_mixing(config, inputs)
+    if config.evaluation.every is not None and not inputs.held_out:
+        raise ConfigError(
+            f"evaluation.every is {config.evaluation.every} and there are no held-out documents; "
+            "give data.valid_prefix (or that of a source of the blend), or set it to null"
+        )
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
-    return inputs
+    return inputs, check_run(config, inputs, num_ranks), tokenizer_of(config.model)
+
+
+def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
+    """Refuse checkpoints that the run must not have, or must not go on from. Raises ConfigError,
+    ResumeError; OSError: its mirror cannot be read."""
+    own, anew = tags_in(run.checkpoints), section.resume == "never"
+    if anew and own:
+        raise ConfigError(
+            f"{run.checkpoints} has checkpoints and checkpoint.resume is never; choose another "
+            "run_dir, or remove them"
+        )
+    if section.branch_from is not None and not own:
+        check_branch(Path(section.branch_from), section.mirror)
+    if section.mirror is None:
+        return
+    mirror = Mirror(section.mirror)
+    mirror.check_owner(run)
+    if anew and (there := mirror.tags()):
+        raise ConfigError(
+            f"{mirror.address} has {there[-1]}, which this run would remove, and "
+            "checkpoint.resume is never; choose another mirror, or remove what is there"
+        )
 
 
 def check_branch(origin: Path, mirror: str | None) -> None:
     """Refuse to begin where there is no checkpoint, or with the mirror of the trunk."""
+    for folder in (origin / "checkpoints", origin):
+        if tags := tags_in(folder):
+            raise ConfigError(
+                f"checkpoint.branch_from is {origin}, which is a run; name one of its checkpoints, "
+                f"as in {folder / tags[-1]}"
+            )
     CheckpointManifest.read(origin)
     section = RunDirectory(origin.absolute().parents[1]).settings().get("checkpoint", {})
     if mirror is not None and mirror.rstrip("/") == str(section.get("mirror")).rstrip("/"):
@@ -169,6 +200,7 @@ def prepare(
         seed=config.seed,
         zero_3=zero_3_configuration(config, here.size),
         sequence_group=here.sequence_group,
+        progress=partial(here.progress.inside, "the weights of the model"),
     )
     logger.info("attention: %s, %s", attention.name, attention.reason)
     logger.info("model: %s", model.description)
@@ -192,6 +224,8 @@ def prepare(
             "data_order_changes": changes,
         }
         run.begin(config, facts)
+        if store.mirror is not None:
+            run.own_id()  # started anew, it is not taken for the one that was faster to copy
         if inputs.decisions is not None:  # of a checkpoint, if the file was lost
             inputs.decisions.write(run.path)
         run.forget_after(inputs.schedule.tokens_before(start_step))
@@ -266,12 +300,6 @@ def find_checkpoint(
     def is_before(tag: str) -> bool:
         return at_most is None or tokens_of(tag) <= at_most
 
-    anew = section.resume == "never" and not back
-    if anew and store.mirror is not None and (there := here.on_first(store.mirror.tags)):
-        raise ConfigError(
-            f"{store.mirror.address} has {there[-1]}, which this run would remove, and "
-            "checkpoint.resume is never; choose another mirror, or remove what is there"
-        )
     if section.resume == "auto" or back:
         fallback = section.fallback or back
         found = store.find(verify=section.verify, fallback=fallback, among=is_before)

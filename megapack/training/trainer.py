@@ -419,7 +419,12 @@ class Trainer:
         if self.watch is not None:
             state["watch"] = self.here.on_first(self.watch.state)
         self.save_began = time.perf_counter()
-        self.store.begin(self.engine, self.done, self.tokens_seen, state)
+        try:
+            self.store.begin(self.engine, self.done, self.tokens_seen, state)
+        except FloatingPointError as error:  # of weights, on all ranks alike
+            if self.watch is None:
+                raise
+            raise SpikeFound(Spike(self.done - 1, self.done - 1, str(error))) from error
         self.save_waited = time.perf_counter() - self.save_began
         self.begun = self.done
         self.monitor.skip_time()

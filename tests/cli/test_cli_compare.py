@@ -166,6 +166,7 @@ def test_training_options_reach_the_estimate(lengths: Path) -> None:
         (["--lengths", "missing.npy"], 1, "missing.npy"),
         (["--lengths", "text.npy"], 1, "text.npy is not a .npy file of numbers"),
         (["--lengths", "floats.npy"], 1, "does not hold a one-dimensional array of integers"),
+        (["--lengths", "long.npy"], 1, f"a document has {1 << 62} tokens; the most is {1 << 40}"),
         (["--lengths", "good.npy", "--strategies", "buket"], 2, "did you mean 'bucket'?"),
         (["--lengths", "good.npy", "--model-shape", "2e9,10"], 2, "is not PARAMETERS,LAYERS,WIDTH"),
         (["--lengths", "good.npy", "--utilization", "40"], 2, "it is a share"),
@@ -184,6 +185,7 @@ def test_bad_input_is_named_and_leaves_no_report(
     np.save("good.npy", np.arange(1, 9))
     np.save("negative.npy", np.array([4, -3, 5]))
     np.save("zeros.npy", np.zeros(4, np.int32))
+    np.save("long.npy", np.array([1, 1 << 62]))
     done = compare(*arguments, "--html", "report.html")
     assert done.returncode == status, done.stderr
     assert message in done.stderr
@@ -315,7 +317,7 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
         ("run.yaml", ("--max-tokens", "600"), "says itself what a step holds"),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),
         ("wrong.txt", ("--max-tokens", "600"), "'seven' is no number of tokens"),
-        ("large.txt", ("--max-tokens", "600"), f"'{1 << 63}' is no number of tokens"),
+        ("large.txt", ("--max-tokens", "600"), f"'{1 << 62}' is no number of tokens up to 2^40"),
         ("empty.txt", ("--max-tokens", "600"), "no document has a token"),
         ("below.npy", ("--max-tokens", "600"), "a document has -3 tokens; give 0 or more"),
         ("lengths.npy", ("--max-tokens", "6", "--set", "seed=1"), "--set seed=1 is for a run"),
@@ -330,7 +332,7 @@ def test_errors_say_what_is_wrong(
 ) -> None:
     peer("torch")
     (folder / "wrong.txt").write_text("3\nseven\n")
-    (folder / "large.txt").write_text(f"3\n{1 << 63}\n")
+    (folder / "large.txt").write_text(f"3\n{1 << 62}\n")
     (folder / "empty.txt").write_text("0\n")
     np.save(folder / "below.npy", np.array([7, -3]))
     assert main(["simulate", str(folder / source), *words]) in (1, 2)

@@ -74,7 +74,6 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
         ("repair {}.samples", "names no dataset"),
         ("merge {} --output-prefix {}/", "is a directory, and names no files"),  # a hidden .bin
         ("compare .", "prefix '.' is a directory"),
-        ("merge {} --output-prefix s3:/bucket/docs", "s3://bucket/docs was given with one slash"),
         ("pack {} --buckets 4 --output {}.bin --overwrite", "is read here, and would be replaced"),
         ("simulate {} --max-tokens 4 --context 3", "context_parallel is 3"),
         ("train-tokenizer --input {}.idx --output {}.json", "--type sentencepiece writes NAME.mod"),

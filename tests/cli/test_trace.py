@@ -64,6 +64,18 @@ def ask(config: Path, *words: str) -> Any:
     return json.loads(printed("trace", config, *words, "--json"))
 
 
+def test_a_blend_of_another_directory_is_named_with_the_remedy(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", str(config), "--set", "data.blend=blend.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert "no blend.yaml (data.blend;" in said and f"{tmp_path}): go there, or" in said
+
+
 def test_the_documents_of_a_step(config: Path) -> None:
     schedule = schedule_of(config)
     found = ask(config, "--step", "9")

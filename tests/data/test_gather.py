@@ -383,6 +383,11 @@ def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> 
     for bad in (2, -1, 2**40):
         with pytest.raises(IndexError, match="2 samples"):
             packed.micro_batch([bad], capacity=8)
+    for wrong in ([1.7], [True], ["1"]):
+        with pytest.raises(TypeError, match="give integers"):
+            packed.micro_batch(wrong)
+    with pytest.raises(ValueError, match=r"loss_weight is \[nan\]"):
+        packed.micro_batch([1], loss_weight=[float("nan")])
     with pytest.raises(FormatError, match="more than 4 tokens"):
         packed.micro_batch([1], capacity=4)
     with pytest.raises(ValueError, match="for 1 slots"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,42 @@ def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.D
         assert own == sorted(own, reverse=True)
         at += size
     assert np.array_equal(order, _core.deal_evenly(costs, np.array(bins, np.int64)))
+
+
+def dealt(costs: list[int], sizes: list[int]) -> list[int]:
+    """The definition of csrc/core/schedule/deal.hpp: every exchange looked at, the first best."""
+    bins: list[list[int]] = [[] for _ in sizes]
+
+    def load(b: int) -> int:
+        return sum(costs[i] for i in bins[b])
+
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        bins[min((b for b, own in enumerate(bins) if len(own) < sizes[b]), key=load)].append(item)
+    for _ in range(64):
+        fullest = max(range(len(bins)), key=load)
+        best = load(fullest)
+        if best <= 1.001 * sum(costs) / len(bins):
+            break
+        chosen = None
+        for other in set(range(len(bins))) - {fullest}:
+            for i, j in itertools.product(range(len(bins[fullest])), range(len(bins[other]))):
+                moved = costs[bins[fullest][i]] - costs[bins[other][j]]
+                if max(load(fullest) - moved, load(other) + moved) < best:
+                    best = max(load(fullest) - moved, load(other) + moved)
+                    chosen = other, i, j
+        if chosen is None:
+            break
+        other, i, j = chosen
+        bins[fullest][i], bins[other][j] = bins[other][j], bins[fullest][i]
+    return [i for own in bins for i in sorted(own, key=lambda i: (-costs[i], i))]
+
+
+@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5), data=st.data())
+def test_dealing_is_as_defined(sizes: list[int], data: st.DataObject) -> None:
+    cost = data.draw(st.sampled_from([st.integers(0, 4), st.integers(0, 1 << 40)]))
+    costs = data.draw(st.lists(cost, min_size=sum(sizes), max_size=sum(sizes)))
+    order = _core.deal_evenly(np.array(costs, np.int64), np.array(sizes, np.int64))
+    assert order.tolist() == dealt(costs, sizes)
 
 
 @given(

@@ -7,6 +7,7 @@ import pickle
 from collections import Counter
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +155,9 @@ def test_settings_without_a_meaning_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Schedule(index, **{"tokens_per_step": 64, **options})
+    for name in ("x.samples", Path("x.samples"), ["x.samples"]):
+        with pytest.raises(ConfigError, match=r"give SampleIndex\.load\('x\.samples'\)"):
+            Schedule(name, tokens_per_step=64)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no sample index"):
         Schedule([], tokens_per_step=64)
 

@@ -111,7 +111,7 @@ def _map_cuda() -> None:
 
 
 def _map_groups() -> None:
-    init, new_group = dist.init_process_group, dist.new_group
+    init, new_group, isend = dist.init_process_group, dist.new_group, dist.isend
 
     def init_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
@@ -125,6 +125,11 @@ def _map_groups() -> None:
         kwargs.pop("device_id", None)
         return new_group(ranks, timeout, "gloo", *args, **kwargs)
 
+    def isend_kept(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron gives what pipelines send other memory at once; streams would see to that."""
+        return isend(tensor.detach(), *args, **kwargs)
+
     for module in (dist, dist.distributed_c10d):
         module.init_process_group = init_gloo  # type: ignore[assignment]
         module.new_group = new_gloo  # type: ignore[assignment]
+        module.isend = isend_kept  # type: ignore[assignment]

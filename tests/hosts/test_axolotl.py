@@ -1,8 +1,13 @@
 """axolotl's own train on the CPU, as the example has it: losses, gradients, evaluation, refusals.
 
 ``AXOLOTL=/path/to/checkout/src:/packages``, folders as PATH has them; the packages are those that
-this axolotl wants and the environment has not. For 0.19.0: transformers 5.14.1, trl 1.8.0,
-tokenizers 0.22.2, huggingface_hub 1.17.0, datasets 4.8.4, torchao, peft, bitsandbytes, ...
+this axolotl wants and the environment has not. For 0.19.0 (pip install --no-deps --target FOLDER):
+transformers 5.14.1, trl 1.8.0, tokenizers 0.22.2, huggingface_hub 1.17.0, datasets 4.8.4,
+accelerate 1.13.0, peft 0.19.1, torchao 0.17.0, bitsandbytes 0.49.1, triton, httpx with httpcore,
+anyio, sniffio and h11, addict, art, backoff, colorama, distro, einops, evaluate, fastcore, fire,
+llvmlite, numba, optimum 1.16.2, posthog, python-dotenv, schedulefree, termcolor, typer, wandb with
+opentelemetry-api, -sdk, -semantic-conventions and -proto, axolotl-contribs-mit and -lgpl; no
+kernels; and axolotl's own dist-info, by which it asks for its version.
 Losses and gradients are compared with those of the documents one by one, by transformers' own
 ``eager`` attention.
 """

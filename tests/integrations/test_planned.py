@@ -157,6 +157,21 @@ def test_steps_refuse_a_document_that_no_rank_holds() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"labels": [5, 6]}, "2 labels"),
+        ({"labels": [5, 6, 7, 8]}, "4 labels"),
+        ({"completion_mask": [0, 1, 1]}, "completion_mask and no labels"),
+    ],
+)
+def test_steps_refuse_a_document_without_a_label_per_token(more: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=f"a document of 3 tokens has {found}: give it one label"):
+        PlannedSteps(
+            [{"input_ids": [5, 6, 7], **more}], documents_per_step=1, max_tokens_per_rank=8
+        )
+
+
 # ---- Accelerate ----------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megapack.integrations import gpt_neox, megatron_deepspeed
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.manifest import Manifest, Source
 from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
+from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
 from megapack.integrations.text_rows import (
     SIDE_KEYS,
@@ -187,6 +189,20 @@ def test_evaluation_loss_is_the_mean_over_all_labels() -> None:
     expected = torch.cat(losses)[torch.cat(masks) > 0].mean()
     assert evaluation.wrap(evaluate, divide)()["loss"] == pytest.approx(float(expected))
     assert mean(losses[0], masks[0]) == losses[0][:120].mean(), "in training nothing is weighed"
+
+
+def test_neox_weighs_losses_once_however_often_it_builds_loaders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses, mask = torch.arange(128.0), (torch.arange(128) < 80).float()
+    training: Any = ModuleType("megatron.training")
+    training.cross_entropy = lambda output, labels: (output * labels[1]).sum() / labels[1].sum()
+    training.evaluate = lambda: {"lm_loss": training.cross_entropy(losses, (None, mask))}
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setattr(gpt_neox, "_rebinding", Rebinding("GPT-NeoX"))
+    for _ in range(2):
+        gpt_neox._weigh_losses()
+    assert float(training.evaluate()["lm_loss"]) == pytest.approx(39.5)
 
 
 @pytest.mark.parametrize(

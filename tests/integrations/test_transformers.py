@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megapack import attention
 from megapack.data import PackedDataset, Schedule, Stage, build_loader
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, ResumeError
 from megapack.integrations.transformers import (
     MicroBatches,
     PackedTrainer,
@@ -196,6 +197,43 @@ def test_a_trainer_step_is_the_token_mean_over_the_documents_of_the_step(
     assert_same_parameters(trainer.model, expected)
 
 
+def divided(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """A compute_loss_func as users write it."""
+    logits, labels = outputs.logits[0, :-1], labels[0, 1:]
+    return cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_that_shift_labels_themselves_are_means_over_the_labels_they_are_told(
+    folder: Path, tmp_path: Path, smoothing: float
+) -> None:
+    """A compute_loss_func and label smoothing; the label behind a row's end cannot be told."""
+    trainer = PackedTrainer(
+        model=tiny_llama(),
+        args=arguments(tmp_path, max_steps=1, label_smoothing_factor=smoothing),
+        compute_loss_func=None if smoothing else divided,
+        train_dataset=micro_batches(folder),
+        eval_dataset=micro_batches(folder),
+    )
+    evaluated = trainer.evaluate()["eval_loss"]
+    trained = trainer.train().training_loss
+    step = [micro_batches(folder)[i] for i in range(STEP // MICRO)]
+    model, cut, found = tiny_llama(), 0, []
+    for items in (step, trainer.get_eval_dataloader()):
+        total, count = 0.0, 0
+        for item in items:
+            labels = item["labels"][0, 1:]
+            logits = model(**{**item, "labels": None}).logits[0, :-1].detach()
+            options = {"reduction": "sum", "label_smoothing": smoothing}
+            total += float(cross_entropy(logits, labels, **options))
+            count += int((labels >= 0).sum())
+            cut += int(item["shift_labels"][0, -1] >= 0)
+        found.append(total / count)
+    assert cut > 0
+    assert trained == pytest.approx(found[0], rel=1e-6)
+    assert evaluated == pytest.approx(found[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("sft", [False, True])
 def test_a_trainer_step_takes_loss_weights(folder: Path, tmp_path: Path, sft: bool) -> None:
     """Of sources and tokens, as a mean of sequences; the loss of documents one by one."""
@@ -336,13 +374,17 @@ def _train_experts(rank: int, world_size: int, folder: str, out: str) -> Any:
 def test_experts_are_balanced_over_micro_batches_and_ranks_as_defined(
     folder: Path, tmp_path: Path, free_port: int
 ) -> None:
-    found = run_ranks(_train_experts, 2, free_port, str(folder), str(tmp_path))[0]
+    two_ranks = run_ranks(_train_experts, 2, free_port, str(folder), str(tmp_path))[0]
+    sft = tiny_sft(tmp_path, micro_batches(folder), tiny_mixtral())
+    sft.train()
+    trained = {name: value.detach().numpy() for name, value in sft.model.named_parameters()}
     expected, before = tiny_mixtral(), tiny_mixtral()
     balanced_step(expected, micro_batches(folder), 0.1)
     for (name, wanted), start in zip(expected.named_parameters(), before.parameters(), strict=True):
         moved = float((wanted - start).abs().max())
         assert moved > 0, name
-        assert float((torch.from_numpy(found[name]) - wanted).abs().max()) < 2e-3 * moved, name
+        for found in (two_ranks, trained):
+            assert float((torch.from_numpy(found[name]) - wanted).abs().max()) < 2e-3 * moved, name
 
 
 def _train_in_rank(rank: int, world_size: int, folder: str, out: str, steps: int) -> Any:
@@ -373,6 +415,32 @@ def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     assert begun == undisturbed[:2]
     assert len(resumed) == 4
     np.testing.assert_allclose(resumed, undisturbed, rtol=1e-4)
+
+
+def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -> None:
+    """Also where Trainer restores callbacks; and a checkpoint that has no schedule is taken."""
+
+    def train(seed: int, steps: int, *, resume: bool = True, **changes: Any) -> PackedTrainer:
+        batches = micro_batches(folder)
+        schedule = Schedule(batches.dataset, tokens_per_step=STEP, seed=seed)
+        mine = MicroBatches(batches.dataset, schedule, micro_batch_tokens=MICRO)
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps, **changes}
+        trainer = PackedTrainer(
+            model=tiny_llama(), args=arguments(tmp_path, **options), train_dataset=mine
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    train(0, 1, resume=False)
+    for step, restore in ((2, False), (3, True)):
+        with pytest.raises(ResumeError, match="seed"):
+            train(1, step, restore_callback_states_from_checkpoint=restore)
+        train(0, step, restore_callback_states_from_checkpoint=restore)
+    path = tmp_path / "run" / "checkpoint-3" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("ScheduleOfRun")["attributes"]["saved"]["step"] == 3
+    path.write_text(json.dumps(state))
+    train(1, 4)
 
 
 def test_wrong_numbers_are_corrected_in_the_message(
@@ -435,7 +503,15 @@ def test_evaluation_is_the_loss_of_the_documents_one_by_one(
     assert found == pytest.approx([total / labels] * ranks, rel=1e-6)
 
 
-def tiny_sft(tmp_path: Path, batches: MicroBatches) -> Any:
+def test_prediction_is_an_evaluation(folder: Path, tmp_path: Path) -> None:
+    evaluation = micro_batches(folder)
+    trainer = PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), eval_dataset=evaluation)
+    found = trainer.predict(evaluation)
+    assert found.metrics["test_loss"] == trainer.evaluate()["eval_loss"]
+    assert found.predictions.shape == (len(found.label_ids), MICRO, 1000)
+
+
+def tiny_sft(tmp_path: Path, batches: MicroBatches, model: Any = None, **changed: Any) -> Any:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
     from trl import SFTConfig  # noqa: PLC0415
 
@@ -446,10 +522,13 @@ def tiny_sft(tmp_path: Path, batches: MicroBatches) -> Any:
     )
     given = arguments(tmp_path, max_steps=1)
     options = {name: getattr(given, name) for name in names.split()}
-    config = SFTConfig(**options, report_to=[], packing=False, bf16=False)
+    config = SFTConfig(**options, report_to=[], packing=False, bf16=False, **changed)
     config.gradient_checkpointing = False
     return sft_trainer(
-        model=tiny_llama(), args=config, train_dataset=batches, processing_class=tokenizer
+        model=model or tiny_llama(),
+        args=config,
+        train_dataset=batches,
+        processing_class=tokenizer,
     )
 
 
@@ -463,6 +542,12 @@ def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> No
     config.packing = True
     with pytest.raises(ConfigError, match="pack packed rows again"):
         sft_trainer(model=tiny_llama(), args=config, train_dataset=micro_batches(folder))
+    with pytest.raises(ConfigError, match=r"completion_only_loss=True.*<prefix>\.labels"):
+        tiny_sft(tmp_path, micro_batches(folder), completion_only_loss=True)
+    balanced = tiny_sft(tmp_path, micro_batches(folder), tiny_mixtral(), loss_type="dft")
+    item = next(iter(balanced.get_train_dataloader()))
+    with pytest.raises(ConfigError, match="balances experts, and compute_loss_func"):
+        balanced.compute_loss(balanced.model, item)  # in train() Accelerate would stay in its step
 
 
 def _vocabulary() -> Any:

@@ -3,8 +3,10 @@
 MEGAPACK_VERL names folders, as PATH does: verl 0.9.1 or a checkout, and what it imports (pip
 install --no-deps --target FOLDER verl tensordict codetiming hydra-core omegaconf pyvers cachetools
 peft and antlr4-python3-runtime of omegaconf). Its SFT trainer (tests/hosts/test_verl_sft.py) wants
-more: a transformers that it knows with its tokenizers, huggingface_hub, httpx, httpcore and
-datasets, a trl with AutoModelForCausalLMWithValueHead, orjson, fastapi and starlette.
+more: a transformers that it knows (5.10.2) with its tokenizers (0.22.2), huggingface_hub (1.17.0),
+httpx, httpcore, anyio, sniffio, h11 and datasets (4.8.4), a trl with
+AutoModelForCausalLMWithValueHead (0.9.6, with tyro, shtab, docstring_parser and typeguard), dill,
+pylatexenc, orjson, fastapi and starlette with opentelemetry-api.
 """
 
 from __future__ import annotations

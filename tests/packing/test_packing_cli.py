@@ -213,6 +213,8 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
         ({"threads": 1.5}, "threads is 1.5; it must be an integer"),
         ({"threads": 1025}, "threads is 1,025; it must be from 1 to 1,024"),
         ({"match_repetition": 0}, "match_repetition is 0; it must be above 0"),
+        ({"match_repetition": 10**400}, "match_repetition is 1000"),
+        ({"padding_threshold": 10**400}, "padding_threshold is 1000.*; it must be from 0.0 to 1.0"),
         ({"match_repetition": "a"}, "match_repetition is 'a'; it must be above 0"),
         ({"pool_size": 1 << 63}, "pool_size is 9223372036854775808; it must be from 1 to"),
         ({"lengths": [[1, 2]]}, "it must be a one-dimensional array of integers"),

@@ -322,6 +322,18 @@ def test_a_step_without_documents_has_no_micro_batches() -> None:
         ([3], {"linear_length": 1 << 29}, "linear_length is 536870912"),
         ([3.5], {}, "it must be one list of integers"),
         ([3], {"linear_length": float("inf")}, "linear_length is inf"),
+        ([3], {"linear_length": 10**400}, "linear_length is 1000"),
+        (np.array([2**63], np.uint64), {}, "lengths has the number 9223372036854775808"),
+        (
+            [3],
+            {"groups": np.array([2**63], np.uint64)},
+            "groups has the number 9223372036854775808",
+        ),
+        (
+            [3],
+            {"num_ranks": 64, "micro_batch_multiple": 1 << 20},
+            r"64 ranks \(num_ranks\) of 1048576 micro batches are 67108864 places .* most 16777216",
+        ),
         ([3, 4], {"costs": [1.0]}, r"costs has shape \(1,\); there are 2 documents"),
         ([3, 4], {"costs": []}, r"costs has shape \(0,\); there are 2 documents"),
         ([3, 4], {"costs": np.zeros((2, 0))}, r"costs has shape \(2, 0\); there are 2 documents"),

@@ -19,12 +19,13 @@ from programs import started, tell
 
 from megapack.cli.arguments import byte_count
 from megapack.data import PackedDataset
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as remote_cache
 from megapack.storage.remote import reader
 from megapack.storage.remote.cache import Chunks, RangeLocks, make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
+from megapack.storage.remote.client import find_object
 from megapack.storage.remote.reader import read_consistently
 from tests.remote.far import HOLDS, put_dataset, run
 
@@ -100,6 +101,23 @@ def test_folder_that_vanishes_is_made_again(
     monkeypatch.setattr(Path, "mkdir", mkdir_in_vain)
     chunks.write(5, FULL[:BLOCK_BYTES].data)
     assert chunks.copy(ALL, None).size == NUM_BLOCKS - 1
+
+
+def test_folder_that_vanishes_below_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
+    found = find_object(f"{put_dataset(tmp_path / 'docs')}.idx")
+    assert found is not None
+    cache = open_cache()
+    path = cache.entry("docs", found.url) / "docs.idx"
+    shutil.rmtree(path.parent)
+    cache.fetch(found, path)
+    assert path.read_bytes() == (tmp_path / "docs.idx").read_bytes()
+    path.unlink()
+    left = [1]
+    cache.fetch(found, path, lambda file: left and left.pop() and shutil.rmtree(file.parent))
+    assert path.read_bytes() == (tmp_path / "docs.idx").read_bytes()
+    path.unlink()
+    with pytest.raises(FormatError, match=r"docs\.idx .*empties the cache .*\(see MEGAPACK_CACHE"):
+        cache.fetch(found, path, lambda file: shutil.rmtree(file.parent))
 
 
 def test_removed_cache_is_filled_again(

@@ -102,8 +102,9 @@ def test_damaged_small_object_named(
         write_checksums(str(tmp_path / "docs"), local)
     flip(local, -9)
     put_object(f"{address}{suffix}", local)
-    with pytest.raises(FormatError, match=rf"^s3://.*docs\{suffix} is damaged"):
+    with pytest.raises(FormatError, match=rf"^s3://.*docs\{suffix} is damaged") as failed:
         PackedDataset(address, f"{address}.samples")
+    assert ".tmp" not in str(failed.value)
     assert not list((tmp_path / "cache").glob(f"*/docs{suffix}"))
 
 

@@ -198,6 +198,26 @@ def test_inputs_are_removed_on_request_only(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("named", ["abc", "bc"])  # one by one; by a directory, which lists the rest
+def test_inputs_of_which_some_were_removed_already_are_no_reason_to_replace_the_result(
+    tmp_path: Path, named: str
+) -> None:
+    for name, corpus in (("a", SMALL), ("b", SMALL[:2]), ("c", SMALL[1:])):
+        write(tmp_path / name, corpus)
+    merge([tmp_path / name for name in "abc"], tmp_path / "out")
+    before = files(tmp_path / "out")
+    (tmp_path / "a.idx").unlink()  # as a kill leaves it
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"it is done\. Remove what is left \(.*b\.idx, "):
+            merge(
+                [tmp_path / name for name in named],
+                tmp_path / "out",
+                remove_inputs=True,
+                overwrite=overwrite,
+            )
+    assert files(tmp_path / "out") == before and IndexedDataset.exists(tmp_path / "b")
+
+
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     """30 bytes per document are allowed; a merge needs none."""
     count = 1_000_000
@@ -367,9 +387,18 @@ def test_failed_import_is_clean(tmp_path: Path, options: dict, error: type, mess
     assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
 
 
+@pytest.mark.parametrize("options", [{"dtype": "int32"}, {"eod_token": 7}])
+def test_what_an_index_says_is_not_said_otherwise(tmp_path: Path, options: dict) -> None:
+    write(tmp_path / "theirs", SMALL)
+    option = f"--{next(iter(options)).replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"is of kind mmididx, which says .*leave out {option}"):
+        import_dataset(tmp_path / "theirs.bin", tmp_path / "ours", **options)
+    assert not list(tmp_path.glob("ours*"))
+
+
 def test_unsigned_ids_that_are_no_int32_are_refused(tmp_path: Path) -> None:
     np.array([1, 2**31, 0], np.uint32).tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="ids from -2147483648"):
+    with pytest.raises(DataError, match=r"ids from -2147483648 \(2147483648 as uint32\)"):
         import_dataset(tmp_path / "train.bin", tmp_path / "ours", dtype="uint32", eod_token=0)
 
 

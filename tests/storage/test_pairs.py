@@ -18,7 +18,7 @@ from programs import answer, started, tell
 
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.files import WriterLock
+from megapack.storage.files import AtomicFile, WriterLock, publish
 from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
@@ -168,6 +168,32 @@ def test_a_bin_without_its_index_is_somebodys_data_too(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     with pytest.raises(ConfigError, match=r"is there already: it is not complete\. Replace it"):
         merge([tmp_path / "a"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("named", [[".meta.json"], [".meta.json", ".bin"]])
+def test_what_a_killed_process_left_without_index_is_written_to_its_end(
+    tmp_path: Path, named: list[str]
+) -> None:
+    write(tmp_path / "a", SMALL)
+    work = lambda: merge([tmp_path / "a"], tmp_path / "out")  # noqa: E731
+    work()
+    whole = files(tmp_path / "out")
+    for end in {".bin", ".idx"} - set(named):
+        (tmp_path / f"out{end}").unlink()
+    assert work() and files(tmp_path / "out") == whole
+    (tmp_path / "out.idx").unlink()
+    (tmp_path / "out.bin").write_bytes(b"somebody's")
+    with pytest.raises(ConfigError, match=r"its \.bin is not the one its meta file speaks of"):
+        work()
+
+
+def test_a_file_that_cannot_get_its_name_takes_it_from_those_before_it(tmp_path: Path) -> None:
+    first, second = AtomicFile(tmp_path / "first"), AtomicFile(tmp_path / "second")
+    (tmp_path / "second").mkdir()
+    with pytest.raises(OSError, match="second"):
+        publish(first, second)
+    second.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]
 
 
 def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:

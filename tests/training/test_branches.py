@@ -154,6 +154,46 @@ def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None
         check_branch(origin, "s3://bucket/run/")
 
 
+def test_a_mirror_is_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another one's copies removed the checkpoints of the first; and was it restored, or moved?"""
+    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
+    from megapack.training.engine.directory import RunDirectory  # noqa: PLC0415
+    from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
+    from megapack.training.start import check_directory  # noqa: PLC0415
+
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
+    mirror = Mirror(f"file://{tmp_path}/store")
+
+    def copy(run: str, tag: str) -> None:
+        path = tmp_path / run / "checkpoints" / tag
+        path.mkdir(parents=True)
+        CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files={}).write(path)
+        mirror.copy(path.parent, [tag], tag)
+        mirror.keep_only(path.parent, [tag])
+        mirror.wait()
+
+    def check(run: str) -> None:
+        section = CheckpointConfig(mirror=mirror.address)
+        check_directory(section, RunDirectory(tmp_path / run))
+
+    check("first")
+    copy("first", "step_00000002_tokens_9")
+    copy("second", "step_00000003_tokens_12")
+    assert mirror.tags() == ["step_00000002_tokens_9"]
+    assert "is that of another run" in caplog.text
+    with pytest.raises(ConfigError, match=r"mirror is file.*another run than .*give another addr"):
+        check("second")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    check("moved")
+    mirror.restore(tmp_path / "restored" / "checkpoints")
+    for run in ("restored", "moved"):
+        copy(run, "step_00000004_tokens_18")
+        check(run)
+    assert mirror.tags() == ["step_00000004_tokens_18"]
+
+
 def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +239,7 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     put_object(f"file://{store}/large", directory / tags[1] / "two.pt", lambda: parts.append(1))
     assert len(parts) >= 3
     # What comes while another is copied is left out, unless nothing comes after it.
-    mirror.keep_only([])
+    mirror.keep_only(directory, [])
     gate = Event()
     monkeypatch.setattr(
         "megapack.training.engine.mirror.put_object", lambda *a: gate.wait() and put_object(*a)
@@ -209,6 +249,6 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     gate.set()
     mirror.wait()
     assert mirror.tags() == tags
-    mirror.keep_only([])
+    mirror.keep_only(directory, [])
     mirror.wait()
     assert mirror.tags() == [] and others.exists()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.metadata import checksum
 from megapack.training.config import ModelConfig
-from megapack.training.engine.checkpoint import CheckpointStore
+from megapack.training.engine.checkpoint import CheckpointStore, compare_file
 from megapack.training.engine.export import end_token, open_tokenizer
-from megapack.training.engine.world import World
+from megapack.training.engine.world import RankProgress, World
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
@@ -302,24 +306,55 @@ def test_nan_loss_keeps_the_begun_checkpoint(
 def test_rewriting_that_is_left_ends_its_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an interrupt, say: a converter that went on would write beside the next one."""
+    """By an interrupt, say; and that of a rank which is killed does not write into the next one's
+    folder, as it did: what was loaded could be half of the one and half of the other."""
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
         started.append(popen(*args, **options))
-        return started[0]
+        Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return started[-1]
 
-    def leave(_: Path) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("megapack.training.engine.checkpoint.files_below", leave)
     monkeypatch.setattr(subprocess, "Popen", start)
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
     store = CheckpointStore(tmp_path, alone, keep=1, zero_stage=1)
-    with pytest.raises(KeyboardInterrupt):
-        store._convert("none", tmp_path / "universal")
-    assert started[0].returncode == -signal.SIGKILL
+    left = tmp_path / "step_00000002_tokens_9.universal"
+    left.mkdir()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            store._convert("step_00000002_tokens_9")
+    folders = {process.args[process.args.index("--output_folder") + 1] for process in started}
+    assert len(folders) == 2 and not left.exists()
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path) -> None:
+    """A healthy run ended where its check or its export took longer than engine.stall_seconds."""
+    progress = RankProgress()
+    path = tmp_path / "large"
+    path.write_bytes(bytes(3 << 20))
+    expected = {"bytes": 3 << 20, "xxh3": checksum(path)}
+    read = partial(progress.inside, "the check")
+    assert compare_file(path, expected, "checksum", read) is None
+    assert progress.signs == 3
+    with progress.while_written(tmp_path / "export", "the export"):
+        (tmp_path / "export").mkdir()
+        (tmp_path / "export" / "model").write_bytes(bytes(1 << 20))
+        wait_for(lambda: progress.place == "the export", "a sign")
+
+
+def test_every_tensor_that_is_loaded_is_progress(llama: Path) -> None:
+    signs: list[int] = []
+    config = ModelConfig(pretrained=str(llama))
+    build_model(
+        config,
+        model_configuration(config, VOCAB),
+        backend="sdpa",
+        seed=0,
+        progress=lambda: signs.append(1),
+    )
+    assert len(signs) >= len(load_file(llama / "model.safetensors"))
 
 
 # ---- What a run exports is whole: weights, tokenizer, and the token at which generation stops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megapack.training.monitoring.monitor import StepWork
 
 from .conftest import Corpus
 from .packing_helpers import plain
+from .test_sources import blend_config, write_blend
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -126,6 +128,35 @@ def test_a_tokenizer_that_is_not_there_is_met_before_the_start(
     with pytest.raises(ConfigError, match=r"no\.model"):
         dry_run(config)
     assert "steps: " in dry_run(config, lengths="lognormal:60,50,900", buckets=[128])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"checkpoint": {"resume": "never"}}, "has checkpoints and checkpoint.resume is never"),
+        ({"checkpoint": {"mirror": "file:///{store}"}}, "is that of another run"),
+        ({"mixing": {"rule": "no_such_rule"}, "blend": True}, "no_such_rule"),
+        ({"evaluation": {"every": 2}, "data": {"valid_prefix": None}}, "data.valid_prefix"),
+        ({"run_dir": "b", "checkpoint": {"branch_from": "{run}"}}, "name one of its checkpoints"),
+    ],
+    ids=["resume", "mirror", "mixing", "evaluation", "branch"],
+)
+def test_what_stops_a_start_is_met_by_its_plan(
+    corpus: Corpus, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    """Each was printed as a plan."""
+    (tmp_path / "run" / "checkpoints" / "step_00000002_tokens_9").mkdir(parents=True)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "run_id").write_text("of another")
+    text = yaml.safe_dump(sections).replace("{store}", f"{tmp_path}/store")
+    tree = yaml.safe_load(text.replace("{run}", f"{tmp_path}/run"))
+    run_dir = tmp_path / tree.pop("run_dir", "run")
+    if tree.pop("blend", False):
+        path = blend_config(write_blend(tmp_path / "blend.yaml", corpus), corpus, run_dir, **tree)
+    else:
+        path = corpus.config(run_dir, **tree)
+    with pytest.raises(ConfigError, match=message):
+        dry_run(load_config(PretrainConfig, path))
 
 
 def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:

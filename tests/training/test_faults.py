@@ -63,6 +63,11 @@ def test_weights_not_finite_are_not_saved(zygote: Zygote, corpus: Corpus, tmp_pa
     assert "model.model.embed_tokens.weight" in ranks.output()
     assert [p.name[:13] for p in (run_dir / "checkpoints").glob("step_*")] == ["step_00000002"]
     assert not (run_dir / "model").exists()
+    words = ["autopilot.spikes=true", "checkpoint.keep=4", f"run_dir={tmp_path / 'back'}"]
+    faults = _faulty(nan_weight_after=[3])
+    output = start_run(zygote, config, "back", *words, ranks=1, of_rank=faults).succeed()
+    assert "weights are not finite" in output and "back to step 2" in output
+    assert read_end(tmp_path / "back")["reason"] == "done"
 
 
 def test_step_size_keeps_checkpoints(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:

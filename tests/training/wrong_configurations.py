@@ -88,8 +88,8 @@ CASES = [
     *_values(
         "model.",
         {
-            "vocab_size": "0 .inf",
-            "vocab_multiple": "0 true",
+            "vocab_size": "0 .inf 4611686018427387904",
+            "vocab_multiple": "0 true 4611686018427387904",
             "overrides": "3",
             "attention_backend": "7",
         },
@@ -97,11 +97,11 @@ CASES = [
     *_values(
         "data.",
         {
-            "tokens_per_step": "0 true 1e9 null",
+            "tokens_per_step": "0 true 1e9 null 4611686018427387904",
             "micro_batch_tokens": "0 300 -256 null",
             "num_cycles": "0",
             "row_tokens": "0",
-            "cost_window": "0 -3",
+            "cost_window": "0 -3 9223372036854775807",
             "check_ranks_every": "-1 true",
             "verify": "1",
         },
@@ -109,7 +109,7 @@ CASES = [
     *_values(
         "optimizer.",
         {
-            "lr": ".nan 0 -1e-3 .inf fast true",
+            "lr": ".nan 0 -1e-3 .inf fast true 1e300",
             "betas": "[0.9] [0.9,1.0] [.nan,0.9] 0.9 [-0.1,0.9]",
             "eps": "0 .nan",
             "weight_decay": ".nan -0.1",
@@ -128,6 +128,7 @@ CASES = [
         },
     ),
     *_values("checkpoint.", {"every": "0", "keep": "0 true", "asynchronous": "2"}),
+    *_cases("steps_per_print", "engine.deepspeed.steps_per_print=0"),
     *_values("evaluation.", {"every": "0", "max_tokens": "-1", "buckets": "[0] 32 [true]"}),
     *_values("logging.", {"every": "0", "tensorboard": "maybe", "wandb_project": "7"}),
     *_values(
@@ -246,6 +247,7 @@ CASES = [
             ("micro_batch_tokens", {"stages": [{"from_step": 3, "tokens_per_step": 640}]}),
         )
     ],
+    *_cases("data.valid_prefix", "evaluation.every=5 data.valid_prefix=null", late=True),
     # the model and the engine
     *_cases("zero_optimisation", "engine.deepspeed.zero_optimisation.x=1", late=True),
     *_cases("no_such_key", "engine.deepspeed.no_such_key=1", late=True),

@@ -198,6 +198,15 @@ class StreamingPool {
           queues_(largest_ + 1),
           buckets_(rules.capacities.size()) {}
 
+    // Memory for all that is cut: where there is too little, nobody waits for it to run out.
+    void reserve(Span<const Length> lengths) {
+        std::size_t pieces = 0;
+        for (const std::int64_t length : lengths)
+            if (length > largest_) pieces += (length - 1) / largest_;
+        std::vector<Segment>& segments = buckets_.back().segments;
+        segments.reserve(std::min(pieces, segments.max_size()));
+    }
+
     void add(Id document, Length begin, std::int64_t length) {
         ++size_;
         if (length > largest_) {
@@ -384,14 +393,19 @@ Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const Buc
     const auto order =
         shuffle<Id, Length>(lengths, random_for(run.seed, Purpose::kDocuments), run.threads);
     StreamingPool<Id, Length> pool(rules, random_for(run.seed, Purpose::kSegments));
+    pool.reserve(lengths);
+    std::int64_t num_samples = 0;
+    const auto generate = [&] {
+        pool.generate();
+        if (++num_samples % kReportEvery == 0) run.progress.advance(0);  // it hears Ctrl-C
+    };
     for (std::int64_t i = 0; i < order.size(); ++i) {
-        if (order[i].length > 0) {
-            pool.add(order[i].document, 0, order[i].length);
-            if (pool.size() >= rules.pool_size) pool.generate();
-        }
-        if ((i + 1) % kReportEvery == 0) run.progress.advance(kReportEvery);
+        if (i > 0 && i % kReportEvery == 0) run.progress.advance(kReportEvery);
+        if (order[i].length == 0) continue;
+        pool.add(order[i].document, 0, order[i].length);
+        if (pool.size() >= rules.pool_size) generate();
     }
-    while (pool.size() > 0) pool.generate();
+    while (pool.size() > 0) generate();
     return pool.samples();
 }
 

@@ -1,5 +1,6 @@
 // Items exchanged between bins until ranks have equal work.
 #include <algorithm>
+#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -41,12 +42,8 @@ class Exchange {
 
     // The longest path; of two that are as long, the one whose others are shorter.
     std::int64_t objective() const {
-        std::int64_t longest = 0, sum = 0;
-        for (const std::int64_t path : paths_) {
-            longest = std::max(longest, path);
-            sum += path;
-        }
-        return 8 * longest + sum;
+        return 8 * *std::max_element(paths_.begin(), paths_.end()) +
+               std::accumulate(paths_.begin(), paths_.end(), std::int64_t{0});
     }
 
     // Until nothing pays between meetings that are at most so far apart.

@@ -4,6 +4,7 @@
 #include <functional>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -11,6 +12,8 @@ namespace megapack {
 namespace {
 
 constexpr std::int64_t kNone = -1;
+
+using Entry = std::pair<std::int64_t, std::int64_t>;  // what is looked for, and a bin or a rank
 
 }  // namespace
 
@@ -32,22 +35,22 @@ void Dealing::open_bins() {
     std::vector<Bin> bins;
     for (std::int64_t m = 0; m < num_micro_batches_; ++m)
         for (std::int64_t r = 0; r < rules_.num_ranks; ++r) bins.push_back({m, r, 1});
-    bins_ = std::move(bins);
-    cost_.assign(bins_.size() * items_.kinds, 0);
-    amount_.assign(bins_.size() * items_.cap.size(), 0);
+    hold(std::move(bins));
 }
 
 void Dealing::take(std::vector<Bin> bins) {
+    hold(std::move(bins));
+    fill_empty_bins();
+}
+
+void Dealing::hold(std::vector<Bin> bins) {
     bins_ = std::move(bins);
     cost_.assign(bins_.size() * items_.kinds, 0);
     amount_.assign(bins_.size() * items_.cap.size(), 0);
     for (std::int64_t b = 0; b < num_bins(); ++b) {
-        std::vector<std::int32_t> items;
-        items.swap(bins_[b].items);
         bins_[b].tokens = bins_[b].documents = 0;
-        for (const std::int32_t item : items) put(item, b);
+        for (const std::int32_t item : bins_[b].items) count(item, b, 1);
     }
-    fill_empty_bins();
 }
 
 void Dealing::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
@@ -136,43 +139,41 @@ std::vector<std::int64_t> Dealing::by_falling_work() const {
 
 // The chunks of a family go to micro batches of the rank that has least work so far.
 bool Dealing::place_families() {
-    std::vector<std::int64_t> load(rules_.num_ranks, 0);
-    for (std::int64_t begin = 0; begin < items_.size();) {
-        std::int64_t end = begin + 1;
-        while (end < items_.size() && items_.family[begin] >= 0 &&
-               items_.family[end] == items_.family[begin])
+    std::set<Entry> ranks;                 // by work
+    std::vector<std::set<Entry>> bins_of;  // by work, of every rank that was asked
+    for (std::int64_t begin = 0, end = 0; begin < items_.size(); begin = end) {
+        for (end = begin + 1; end < items_.size() && items_.family[begin] >= 0 &&
+                              items_.family[end] == items_.family[begin];)
             ++end;
-        if (end - begin > 1) {
-            if (end - begin > num_micro_batches_) return false;
-            // Ranks by rising load; the first with as many micro batches that have room.
-            std::vector<std::int64_t> ranks(rules_.num_ranks);
-            std::iota(ranks.begin(), ranks.end(), 0);
-            std::stable_sort(ranks.begin(), ranks.end(),
-                             [&](auto a, auto b) { return load[a] < load[b]; });
-            std::vector<std::int64_t> found;
-            for (const std::int64_t rank : ranks) {
-                std::vector<std::int64_t> mine;
-                for (std::int64_t m = 0; m < num_micro_batches_; ++m)
-                    mine.push_back(m * rules_.num_ranks + rank);
-                std::stable_sort(mine.begin(), mine.end(),
-                                 [&](auto a, auto b) { return work(a) < work(b); });
-                found.clear();
-                for (std::int64_t item = begin, at = 0; item < end && at < ssize(mine); ++at)
-                    if (has_room(mine[at], item)) {
-                        found.push_back(mine[at]);
-                        ++item;
-                    }
-                if (ssize(found) == end - begin) break;
-            }
-            if (ssize(found) < end - begin) return false;
-            for (std::int64_t item = begin; item < end; ++item) {
-                const std::int64_t b = found[item - begin], before = work(b);
-                put(item, b);
-                bins_[b].pinned = true;
-                load[bins_[b].first_rank] += work(b) - before;
-            }
+        if (end - begin == 1) continue;
+        if (end - begin > num_micro_batches_) return false;
+        for (std::int64_t r = ssize(ranks); r < rules_.num_ranks; ++r)
+            ranks.emplace_hint(ranks.end(), 0, r);
+        bins_of.resize(rules_.num_ranks);
+        // The first with as many micro batches that have room.
+        std::vector<std::int64_t> found;
+        auto rank = ranks.begin();
+        for (; rank != ranks.end(); ++rank) {
+            std::set<Entry>& mine = bins_of[rank->second];
+            for (std::int64_t m = ssize(mine); m < num_micro_batches_; ++m)
+                mine.emplace_hint(mine.end(), 0, m * rules_.num_ranks + rank->second);
+            found.clear();
+            for (auto at = mine.begin(); at != mine.end() && ssize(found) < end - begin; ++at)
+                if (has_room(at->second, begin + ssize(found))) found.push_back(at->second);
+            if (ssize(found) == end - begin) break;
         }
-        begin = end;
+        if (rank == ranks.end()) return false;
+        auto [load, r] = *rank;
+        ranks.erase(rank);
+        for (std::int64_t item = begin; item < end; ++item) {
+            const std::int64_t b = found[item - begin], before = work(b);
+            put(item, b);
+            bins_[b].pinned = true;
+            load += work(b) - before;
+            bins_of[r].erase({before, b});
+            bins_of[r].emplace(work(b), b);
+        }
+        ranks.emplace(load, r);
     }
     return true;
 }
@@ -205,7 +206,6 @@ bool Dealing::deal_dearest_first(bool by_tokens) {
         fill_empty_bins();
         return true;
     }
-    using Entry = std::pair<std::int64_t, std::int64_t>;  // work or room, bin
     const auto entry = [&](std::int64_t b) {
         return Entry{by_tokens ? bins_[b].tokens : work(b), b};
     };
@@ -247,13 +247,16 @@ bool Dealing::deal_best_fit() {
         if (items_.family[i] < 0) order.push_back(i);
     std::stable_sort(order.begin(), order.end(),
                      [&](auto a, auto b) { return items_.tokens[a] > items_.tokens[b]; });
+    std::set<Entry> fullest;  // by falling tokens
+    for (std::int64_t b = 0; b < num_bins(); ++b) fullest.emplace(-bins_[b].tokens, b);
     for (const std::int64_t item : order) {
-        std::int64_t best = kNone;
-        for (std::int64_t b = 0; b < num_bins(); ++b)
-            if ((best == kNone || bins_[b].tokens > bins_[best].tokens) && has_room(b, item))
-                best = b;
-        if (best == kNone) return false;
-        put(item, best);
+        auto at = fullest.lower_bound({items_.tokens[item] - rules_.max_tokens, 0});
+        while (at != fullest.end() && !has_room(at->second, item)) ++at;
+        if (at == fullest.end()) return false;
+        const std::int64_t b = at->second;
+        fullest.erase(at);
+        put(item, b);
+        fullest.emplace(-bins_[b].tokens, b);
     }
     fill_empty_bins();
     return true;
@@ -313,19 +316,12 @@ void Dealing::arrange() {
         }
     }
     std::vector<Bin> bins(bins_.size());
-    std::vector<std::int64_t> cost(cost_.size()), amount(amount_.size());
     for (std::int64_t at = 0; at < ssize(bins); ++at) {
         bins[at] = std::move(bins_[bin_at[at]]);
         bins[at].micro_batch = at / ranks;
         bins[at].first_rank = at % ranks;
-        std::copy_n(cost_.begin() + bin_at[at] * items_.kinds, items_.kinds,
-                    cost.begin() + at * items_.kinds);
-        std::copy_n(amount_.begin() + bin_at[at] * ssize(items_.cap), ssize(items_.cap),
-                    amount.begin() + at * ssize(items_.cap));
     }
-    bins_ = std::move(bins);
-    cost_ = std::move(cost);
-    amount_ = std::move(amount);
+    hold(std::move(bins));
 }
 
 }  // namespace megapack

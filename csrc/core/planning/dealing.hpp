@@ -92,6 +92,7 @@ class Dealing {
 
   private:
     void open_bins();
+    void hold(std::vector<Bin> bins);
     bool place_families();
     void count(std::int64_t item, std::int64_t bin, std::int64_t sign);
     std::vector<std::int64_t> by_falling_work() const;

@@ -17,6 +17,7 @@ constexpr std::int64_t kMostWork = std::int64_t{1} << 56;
 // Costs of all items are whole numbers that sum to this or less.
 constexpr std::int64_t kWorkOfAll = std::int64_t{1} << 48;
 constexpr std::int64_t kMostKinds = 64;
+constexpr std::int64_t kMostPlaces = std::int64_t{1} << 24;  // ranks times micro batches
 // Exchanges that are looked at: what is left to gain after these costs more time than it saves.
 constexpr std::int64_t kLooks = std::int64_t{1} << 18;
 
@@ -326,6 +327,10 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
     };
     for (std::int64_t m = rounded(least_micro_batches(items, rules));;
          m = rounded(std::min(m + 1 + m / 16, items.size()))) {
+        check(m <= kMostPlaces / rules.num_ranks, rules.num_ranks, " ranks (num_ranks) of ", m,
+              " micro batches are ", m * rules.num_ranks, " places for documents; at most ",
+              kMostPlaces, " are planned: lower num_ranks or micro_batch_multiple, or raise ",
+              "max_tokens_per_rank");
         price(items, costs, members, rules, m);
         std::vector<Dealing> found = dealings(items, rules, m);
         if (found.empty()) continue;

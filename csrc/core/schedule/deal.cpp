@@ -1,10 +1,12 @@
 #include "core/schedule/deal.hpp"
 
 #include <algorithm>
-#include <limits>
+#include <functional>
+#include <iterator>
 #include <numeric>
 #include <queue>
 #include <tuple>
+#include <utility>
 
 #include "core/base/check.hpp"
 
@@ -12,19 +14,23 @@ namespace megapack {
 namespace {
 
 using Bins = std::vector<std::vector<std::int64_t>>;
+using Entry = std::pair<std::int64_t, std::int64_t>;
 
 class Dealer {
   public:
     Dealer(Span<const std::int64_t> costs, Span<const std::int64_t> sizes)
-        : costs_(costs), sizes_(sizes), bins_(sizes.size()), loads_(sizes.size(), 0) {}
+        : costs_(costs),
+          sizes_(sizes),
+          bins_(sizes.size()),
+          loads_(sizes.size(), 0),
+          by_cost_(sizes.size()) {}
 
     void deal_longest_first() {
         std::vector<std::int64_t> items(costs_.size());
         std::iota(items.begin(), items.end(), 0);
         std::stable_sort(items.begin(), items.end(),
                          [&](std::int64_t a, std::int64_t b) { return cost(a) > cost(b); });
-        using Entry = std::pair<std::int64_t, std::int64_t>;  // load, bin
-        std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;
+        std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;  // load, bin
         for (std::int64_t b = 0; b < ssize(bins_); ++b) {
             if (sizes_[b] > 0) open.push({0, b});
         }
@@ -68,21 +74,31 @@ class Dealer {
     std::int64_t cost(std::int64_t item) const { return costs_[item]; }
 
     // The exchange that leaves the smallest maximum of the two bins, if it is below the present
-    // one.
+    // one; of several the first, by the other bin, and by the items as they lie in both.
     bool exchange_from(std::int64_t from) {
         std::int64_t best = loads_[from];
         std::tuple<std::int64_t, std::int64_t, std::int64_t> choice;
         for (std::int64_t to = 0; to < ssize(bins_); ++to) {
-            if (to == from) continue;
+            const std::int64_t half = (loads_[from] - loads_[to]) / 2;
+            if (loads_[from] - half >= best) continue;  // moving half leaves the smallest
+            const std::vector<Entry>& theirs = by_cost(to);
+            const auto first_from = [&](std::int64_t cost) {
+                return std::lower_bound(theirs.begin(), theirs.end(), Entry{cost, 0});
+            };
             for (std::int64_t i = 0; i < ssize(bins_[from]); ++i) {
-                for (std::int64_t j = 0; j < ssize(bins_[to]); ++j) {
-                    const std::int64_t moved = cost(bins_[from][i]) - cost(bins_[to][j]);
-                    if (moved <= 0) continue;
-                    const std::int64_t larger = std::max(loads_[from] - moved, loads_[to] + moved);
-                    if (larger < best) {
-                        best = larger;
-                        choice = {to, i, j};
-                    }
+                // Costs beside the one that would move half; of equal ones the first item.
+                const std::int64_t mine = cost(bins_[from][i]);
+                const auto above = first_from(mine - half);
+                Entry least{best, 0};  // the larger total, j
+                if (above != theirs.end())
+                    least = std::min(least, {loads_[from] - mine + above->first, above->second});
+                if (above != theirs.begin()) {
+                    const auto below = first_from(std::prev(above)->first);
+                    least = std::min(least, {loads_[to] + mine - below->first, below->second});
+                }
+                if (least.first < best) {
+                    best = least.first;
+                    choice = {to, i, least.second};
                 }
             }
         }
@@ -92,13 +108,24 @@ class Dealer {
         std::swap(bins_[from][i], bins_[to][j]);
         loads_[from] -= moved;
         loads_[to] += moved;
+        by_cost_[from].clear();
+        by_cost_[to].clear();
         return true;
+    }
+
+    const std::vector<Entry>& by_cost(std::int64_t b) {
+        std::vector<Entry>& sorted = by_cost_[b];
+        if (!sorted.empty()) return sorted;
+        for (const std::int64_t item : bins_[b]) sorted.push_back({cost(item), ssize(sorted)});
+        std::sort(sorted.begin(), sorted.end());
+        return sorted;
     }
 
     Span<const std::int64_t> costs_;
     Span<const std::int64_t> sizes_;
     Bins bins_;
     std::vector<std::int64_t> loads_;
+    std::vector<std::vector<Entry>> by_cost_;  // of bins that were asked: costs, places
 };
 
 void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {

@@ -456,12 +456,19 @@ class Cache:
 
         def attempt() -> None:
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 self._download(found, temporary, progress)
                 try:
                     check(temporary)
                 except FormatError as error:
-                    raise WrongBytesError(str(error)) from error
+                    said = str(error).replace(str(temporary), found.url)
+                    raise WrongBytesError(said.replace(temporary.name, path.name)) from error
                 temporary.replace(path)
+            except FileNotFoundError as error:  # of the object, or of the folder
+                if error.filename is None or Path(error.filename) != temporary:
+                    raise
+                why = f"something else empties the cache {self.directory} (see MEGAPACK_CACHE)"
+                raise WrongBytesError(why) from error
             finally:
                 temporary.unlink(missing_ok=True)
 

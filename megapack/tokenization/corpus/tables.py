@@ -265,9 +265,9 @@ def _arrow_text(
 
 
 def _hashes(column: Any) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Hashes of a column's values as .jsonl has them, and which rows have none."""
+    """Hashes of a column's values as .jsonl has them, and which rows have none (or no scalar)."""
     values = column.to_pylist()
-    missing = np.array([value is None for value in values], np.bool_)
+    missing = np.array([v is None or isinstance(v, list | dict) for v in values], np.bool_)
     texts = [str(v).lower() if isinstance(v, bool) else v for v in values]
     data = [v if isinstance(v, bytes) else str(v).encode("utf-8") for v in texts]
     return np.array([*map(xxhash.xxh3_64_intdigest, data)], np.uint64), missing

@@ -20,7 +20,7 @@ import functools
 import json
 import shlex
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,61 +117,51 @@ class BuildConfig:
         # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
         object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
         check_range("tokenize", at_least=1, workers=self.workers)
+        check_range("tokenize", at_least=0, min_words=self.min_words, max_words=self.max_words)
         check_range("tokenize", at_least=0, at_most=1, verify_fraction=self.verify_fraction)
         if self.part is not None and not 0 <= self.part[0] < self.part[1]:
             i, n = self.part
             raise ConfigError(f"part is {i}/{n}; it must be i/n with 0 <= i < n")
         if self.split is not None:
             parse_split(self.split)
-        for wrong, remedy in self._contradictions():
-            if wrong:
-                raise ConfigError(remedy)
+        for remedy in self._contradictions():
+            raise ConfigError(remedy)
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        words = self.min_words is not None or self.max_words is not None
-        hashed = self.split is not None and self.split_by == "hash"
-        chat = self.messages_key is not None
-        return [
-            (
-                any(map(is_remote, self.inputs)),
-                "inputs are files of this machine: copy what lies at addresses first",
-            ),
-            (
-                self.part is not None and self.finish,
-                "--part builds one part, --finish joins all parts; give one of them",
-            ),
-            (
-                is_remote(self.output_prefix)
-                and (self.part is not None or self.finish or self.executor == "ray"),
+    def _contradictions(self) -> Iterator[str]:
+        few, many, chat = self.min_words, self.max_words, self.messages_key is not None
+        if any(map(is_remote, self.inputs)):
+            yield "inputs are files of this machine: copy what lies at addresses first"
+        if self.part is not None and self.finish:
+            yield "--part builds one part, --finish joins all parts; give one of them"
+        if is_remote(self.output_prefix) and (
+            self.part is not None or self.finish or self.executor == "ray"
+        ):
+            yield (
                 f"parts of {self.output_prefix} would be built on several machines, of which none "
                 "sees what the others did: build under a local prefix that all of them see, and "
-                "copy the result with `megapack-build upload`",
-            ),
-            (chat and words, "conversations have no --min-words and --max-words"),
-            (
-                chat and self.verify_fraction > 0,
-                "--verify-fraction is for text; chat templates are always run by the reference",
-            ),
-            (
-                bool(self.template_variables) and not (chat and self.chat_format == "template"),
+                "copy the result with `megapack-build upload`"
+            )
+        if few is not None and many is not None and few > many:
+            yield f"--min-words {few} is above --max-words {many}: no document has both"
+        if chat and (few is not None or many is not None):
+            yield "conversations have no --min-words and --max-words"
+        if chat and self.verify_fraction > 0:
+            yield "--verify-fraction is for text; chat templates are always run by the reference"
+        if self.template_variables and not (chat and self.chat_format == "template"):
+            yield (
                 "--template-variables are for chat templates; give --messages-key, and no "
-                "--chat-format headers",
-            ),
-            (
-                self.split_key is not None and not hashed,
-                "--split-key needs --split and --split-by hash",
-            ),
-            (
-                self.weights_key is not None and (chat or self.backend.startswith("gigatoken")),
+                "--chat-format headers"
+            )
+        if self.split_key is not None and (self.split is None or self.split_by != "hash"):
+            yield "--split-key needs --split and --split-by hash"
+        if self.weights_key is not None and (chat or self.backend.startswith("gigatoken")):
+            yield (
                 "--weights-key is for text, and needs to know where in it a token stands: leave "
                 "out --messages-key (--chat-loss says what is learned of conversations) and "
-                "--backend gigatoken",
-            ),
-            (
-                self.label_names == "neox" and not chat,
-                "--label-names neox is for conversations; give --messages-key",
-            ),
-        ]
+                "--backend gigatoken"
+            )
+        if self.label_names == "neox" and not chat:
+            yield "--label-names neox is for conversations; give --messages-key"
 
     @property
     def split_weights(self) -> tuple[float, ...] | None:
@@ -416,6 +406,9 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     )
     shard_bytes = config.shard_bytes
     shard_bytes = default_shard_bytes(inputs) if shard_bytes is None else shard_bytes
+    num_shards = sum(file.size for file in inputs) // max(1, shard_bytes)
+    if shard_bytes < 1 << 20 and num_shards > 1000:
+        note(f"--shard-bytes {shard_bytes} makes about {num_shards:,} shards: 1M or more is faster")
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
     _require_keys(config, inputs)
     backend = config.backend

@@ -40,6 +40,7 @@ from megapack.tokenization.pipeline.workspace import (
     free_bytes,
     shard_prefix,
 )
+from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.encoders import Limits
 
 
@@ -102,7 +103,7 @@ def preview(config: BuildConfig, progress: Progress) -> Preview:
     return Preview(
         plan=plan,
         prefixes=config.outputs,
-        estimate=estimate(plan, open_coder(plan)),
+        estimate=_estimated(plan, open_coder(plan), progress.note),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
         left_behind=workspace.left_behind(),
@@ -197,7 +198,7 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
     )
     disk_bytes = 0
     if missing:
-        whole = estimate(plan, worker.coder).num_bytes
+        whole = _estimated(plan, worker.coder, progress.note).num_bytes
         everything = plan.num_bytes(range(len(plan.shards)))
         disk_bytes = round(whole * plan.num_bytes(missing) / max(1, everything))
         to_join = whole if config.part is None else 0
@@ -214,6 +215,19 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
         ray_address=config.ray_address,
         remedy="fewer --workers or smaller --block-bytes",
     )
+
+
+def _estimated(plan: Plan, coder: Coder, note: Callable[[str], None]) -> Estimate:
+    """``estimate``; ``note`` is told of splits that ``assemble`` would refuse after all work."""
+    found = estimate(plan, coder)
+    if plan.split is None or plan.split_while_writing:
+        return found
+    cut = ordered_split(plan.split, found.num_documents)
+    for name, weight, documents in zip(SPLIT_NAMES, plan.split, cut, strict=True):
+        if weight and not documents:
+            few = f"of about {found.num_documents:,} documents the {name} split may have none"
+            note(f"{few}, and is refused then: give it a larger --split")
+    return found
 
 
 def assemble(

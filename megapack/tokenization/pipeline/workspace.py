@@ -331,6 +331,7 @@ _SURE = 0.8
 class Estimate:
     """Estimated content of all shards of a plan."""
 
+    num_documents: int
     num_tokens: int
     num_bytes: int  # on disk, .bin and .idx
 
@@ -348,7 +349,11 @@ def estimate(plan: Plan, coder: Coder) -> Estimate:
     for end in plan.ends:
         stored = documents if end == GROUPS else tokens
         num_bytes += stored * np.dtype(plan.stored(end)["dtype"]).itemsize
-    return Estimate(num_tokens=round(tokens * whole), num_bytes=math.ceil(num_bytes * whole))
+    return Estimate(
+        num_documents=round(documents * whole),
+        num_tokens=round(tokens * whole),
+        num_bytes=math.ceil(num_bytes * whole),
+    )
 
 
 def _bytes_read(block: TextBlock) -> int:

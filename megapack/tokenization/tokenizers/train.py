@@ -61,13 +61,16 @@ def train_tokenizer(
 
     Raises:
         ConfigError: ``output`` is no name for a file, or holds another tokenizer and ``overwrite``
-            is False; the vocabulary is larger than the text can fill, or too small.
+            is False; the vocabulary is larger than the text can fill, or too small; a
+            special token is empty.
         DataError: a document that may not pass; no text at all.
     """
     if vocab_size < 300:
         raise ConfigError(
             f"vocabulary size {vocab_size} is below 300; 256 are needed for single bytes"
         )
+    if "" in special_tokens:
+        raise ConfigError("a special token is '', which stands everywhere: leave it out")
     path = target_of(output)
     check_not_read(path, [file.path for file in files])
     counted = _Counted(_sample(files, sample_bytes, read, faults))

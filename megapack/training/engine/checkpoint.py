@@ -17,15 +17,17 @@ DeepSpeed's, and a thread writes them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +38,7 @@ import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
-from megapack.storage.files import AtomicFile, Buffer, atomic_write, files_below, publish
+from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
 from megapack.storage.metadata import checksum
 from megapack.training.engine.directory import step_of, tags_in, tokens_of
 from megapack.training.engine.engine import not_finite
@@ -80,15 +82,18 @@ class CheckpointManifest:
             json.dump(self.__dict__, file, indent=1)
 
 
-def compare_file(path: Path, expected: dict[str, Any], verify: Verify) -> str | None:
-    """The fault of a file of a manifest, as half a sentence; None: it is sound."""
+def compare_file(
+    path: Path, expected: dict[str, Any], verify: Verify, progress: Callable[[], object]
+) -> str | None:
+    """The fault of a file of a manifest, as half a sentence; None: it is sound. ``progress`` is
+    called for every part that is read."""
     try:
         size = path.stat().st_size
     except OSError:
         return "is missing"
     if size != expected["bytes"]:
         return f"has {size} bytes instead of {expected['bytes']}"
-    if verify == "checksum" and checksum(path) != expected["xxh3"]:
+    if verify == "checksum" and checksum(path, progress) != expected["xxh3"]:
         return "has another checksum than when it was written"
     return None
 
@@ -323,9 +328,7 @@ class CheckpointStore:
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        for kind in ("partial", "universal"):
-            for leftover in self.directory.glob(f"step_*.{kind}"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        _remove_left(self.directory, "partial", "universal")
 
     def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
         partial = self.directory / f"{tag}.partial"
@@ -403,7 +406,7 @@ class CheckpointStore:
             with atomic_write(self.directory / "latest", "w") as file:
                 file.write(tag)  # or of its trunk
             if self.mirror is not None:
-                self.mirror.keep_only(self.tags())
+                self.mirror.keep_only(self.directory, self.tags())
 
     def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
         """Checkpoints keep their files under a name that nobody loads or prunes."""
@@ -440,8 +443,7 @@ class CheckpointStore:
                 f"ZeRO-{resume.manifest.zero_stage}, or begin anew from the exported model"
             )
         if resume.universal:
-            place = self.scratch / f"{resume.tag}.universal"
-            self.world.on_first(lambda: self._convert(resume.tag, place))
+            place = self.world.on_first(lambda: self._convert(resume.tag))
         # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
         engine._config.load_universal_checkpoint = resume.universal
         with _own_settings(engine):
@@ -463,8 +465,10 @@ class CheckpointStore:
             self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 
-    def _convert(self, tag: str, universal: Path) -> None:
-        shutil.rmtree(universal, ignore_errors=True)
+    def _convert(self, tag: str) -> Path:
+        """Into a folder of this start's own: the converter of one that was killed may go on."""
+        _remove_left(self.scratch, "universal")
+        universal = self.scratch / f"{tag}.{uuid.uuid4().hex}.universal"
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(self.directory / tag)]
         command += ["--output_folder", str(universal), "--inject_missing_state"]
@@ -472,14 +476,10 @@ class CheckpointStore:
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=env)
-            written = 0
             try:
-                while process.returncode is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=1.0)
-                    if (count := sum(1 for _ in files_below(universal))) > written:
-                        written = count
-                        self.world.progress.inside(f"rewriting {tag} for this number of ranks")
+                place = f"rewriting {tag} for this number of ranks"
+                with self.world.progress.while_written(universal, place):
+                    process.wait()
             except BaseException:
                 process.kill()
                 process.wait()
@@ -491,6 +491,7 @@ class CheckpointStore:
                 f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
                 f"stage: {last}"
             )
+        return universal
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
         """Faults of a checkpoint, the same list on every rank."""
@@ -501,10 +502,20 @@ class CheckpointStore:
             mine = [str(error)]
         else:
             for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
-                problem = compare_file(self.directory / tag / name, manifest.files[name], verify)
+                place = f"the check of {tag}/{name}"
+                read = functools.partial(self.world.progress.inside, place)
+                path, expected = self.directory / tag / name, manifest.files[name]
+                problem = compare_file(path, expected, verify, read)
                 if problem:
                     mine.append(f"{name} {problem}")
         return sorted({problem for part in self.world.gather(mine) for problem in part})
+
+
+def _remove_left(directory: Path, *kinds: str) -> None:
+    """What a start that was killed has left."""
+    for kind in kinds:
+        for leftover in directory.glob(f"step_*.{kind}"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

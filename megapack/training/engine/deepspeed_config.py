@@ -120,11 +120,11 @@ def check_deepspeed(config: PretrainConfig) -> None:
     Raises:
         ConfigError: a key that it does not know, with the nearest one, or a value that it refuses.
     """
+    if not config.engine.deepspeed:
+        return
     import deepspeed.runtime.config as theirs  # noqa: PLC0415
     from pydantic import ValidationError  # noqa: PLC0415
 
-    if not config.engine.deepspeed:
-        return
     section = _Read(deepspeed_configuration(config, 1))
     where = "engine.deepspeed"
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

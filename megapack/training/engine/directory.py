@@ -4,7 +4,8 @@
 hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
 ``checkpoints/``, ``tensorboard/``, ``model/`` and ``model_average/`` (what ``from_pretrained``
 loads), ``end.json`` (why and where the run ended), and when asked for ``batches/``, what every rank
-was fed, ``profile/``, traces of steps, and ``run_id``, the name of its curves on a server.
+was fed, ``profile/``, traces of steps, and ``run_id``, the name of its curves on a server and the
+owner of its mirror.
 ``flight/`` has the collectives of every rank after a timeout of NCCL.
 
 Whoever reads a run, as ``megapack-build report`` does, needs no torch.
@@ -38,6 +39,7 @@ from megapack.storage.files import WriterLock, atomic_write
 if TYPE_CHECKING:
     from megapack.training.engine.world import World
 
+RUN_ID = "run_id"
 LOGS = ("log.jsonl", "evaluation.jsonl")
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
@@ -63,13 +65,20 @@ class RunDirectory:
         self._lock: WriterLock | None = None
         self._is_held = False
 
-    def own_id(self) -> str:
-        """An id of this run that no other directory has; the same at every start."""
-        path = self.path / "run_id"
-        if not path.exists():
-            with atomic_write(path) as file:
-                file.write(uuid.uuid4().hex.encode())
-        return path.read_text(encoding="utf-8").strip()
+    @property
+    def known_id(self) -> str | None:
+        """The id of this run, None where nobody has asked for one yet."""
+        path = self.path / RUN_ID
+        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+    def own_id(self, given: str | None = None) -> str:
+        """An id of this run that no other directory has; the same at every start. ``given``: that
+        of the run that it goes on with, where it has none yet."""
+        found = self.known_id or given or uuid.uuid4().hex
+        if self.known_id is None:
+            with atomic_write(self.path / RUN_ID, "w") as file:
+                file.write(found)
+        return found
 
     @contextmanager
     def held(self, world: World) -> Iterator[None]:

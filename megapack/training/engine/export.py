@@ -47,6 +47,7 @@ def export_model(
 
         weights = {}
         for name, parameter in engine.module.named_parameters():
+            world.progress.inside(f"the export of {name}")
             with deepspeed.zero.GatheredParameters([parameter]):
                 if world.is_first:
                     weights[name] = parameter.detach().cpu().clone()
@@ -62,7 +63,8 @@ def export_model(
         if end is not None and tokenizer is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        engine.module.save(partial, weights)
+        with world.progress.while_written(partial, f"the export to {directory}"):
+            engine.module.save(partial, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         shutil.rmtree(directory, ignore_errors=True)

@@ -3,6 +3,7 @@
 ``Mirror`` is given every checkpoint that is complete on the disk, and a ``run_dir`` without any is
 filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
+    s3://bucket/run/run_id  # whose store it is, as in that run_dir
     s3://bucket/run/log.jsonl  # and evaluation.jsonl: rules of mixtures look back on them
     s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
     s3://bucket/run/step_00001000_tokens_4096000.manifest.json
@@ -22,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import FormatError, MegapackError, ResumeError
+from megapack.errors import ConfigError, FormatError, MegapackError, ResumeError
 from megapack.storage.files import atomic_write
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.client import (
@@ -33,7 +34,7 @@ from megapack.storage.remote.client import (
     remove_object,
 )
 from megapack.training.engine.checkpoint import MANIFEST, CheckpointManifest, compare_file
-from megapack.training.engine.directory import LOGS, tokens_of
+from megapack.training.engine.directory import LOGS, RUN_ID, RunDirectory, tags_in, tokens_of
 from megapack.training.engine.world import RankProgress
 
 _MIRRORED = ".manifest.json"
@@ -48,7 +49,8 @@ class Mirror:
     checkpoint is complete there or absent; the logs that led to it are there before. They are
     copied in a thread while training goes on, one checkpoint at a time; where one is not done when
     the next is there, that one is left out, but not the last of a run. What the directory no longer
-    has is removed. A failure is said and does not stop the run.
+    has is removed. A failure is said and does not stop the run. The store is that of the run which
+    copied there first, or is restored from there: no other one copies or removes anything.
 
     Args:
         address: of the store.
@@ -61,6 +63,19 @@ class Mirror:
         self._copied = RankProgress()  # of the thread
         self._copying: Future[None] | None = None
         self._left_out: tuple[Path, list[str], str] | None = None
+
+    def check_owner(self, run: RunDirectory) -> str | None:
+        """The ``run_id`` of the store, None where it has none yet. Raises ConfigError: it is not
+        that of this run, whose directory is not empty."""
+        found = find_object(f"{self.address}/{RUN_ID}")
+        owner = found and bytes(found.read(0, found.num_bytes)).decode().strip()
+        if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
+            raise ConfigError(
+                f"checkpoint.mirror is {self.address}, which is that of another run than {run.path}"
+                f": what it has there would be removed; give another address or, where it is this "
+                f"run after all, copy {self.address}/{RUN_ID} into {run.path}"
+            )
+        return owner or None
 
     def copy(self, directory: Path, tags: list[str], tag: str) -> None:
         """Begin to copy a checkpoint of the directory, which holds these."""
@@ -83,6 +98,10 @@ class Mirror:
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
             manifest = CheckpointManifest.read(directory / tag)
+            run = RunDirectory(directory.parent)
+            if self.check_owner(run) is None:
+                run.own_id()
+                put_object(f"{self.address}/{RUN_ID}", run.path / RUN_ID)
             remove_object(f"{self.address}/{tag}{_MIRRORED}")  # of a path that the run left
             copied = functools.partial(self._copied.inside, f"copying {tag} to its mirror")
             for name in manifest.files:
@@ -94,14 +113,15 @@ class Mirror:
         except (OSError, MegapackError) as error:
             logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
         else:
-            self._remove_all_but(tags)
+            self._remove_all_but(directory, tags)
 
-    def keep_only(self, tags: list[str]) -> None:
-        """Begin to remove all others: the run left their path."""
-        _MIRROR.submit(self._remove_all_but, tags)  # after a copy that was begun
+    def keep_only(self, directory: Path, tags: list[str]) -> None:
+        """Begin to remove all others: the run of the directory left their path."""
+        _MIRROR.submit(self._remove_all_but, directory, tags)  # after a copy that was begun
 
-    def _remove_all_but(self, tags: list[str]) -> None:
+    def _remove_all_but(self, directory: Path, tags: list[str]) -> None:
         try:
+            self.check_owner(RunDirectory(directory.parent))
             for old in set(self.tags()) - set(tags):
                 self._remove(old)
         except (OSError, MegapackError) as error:
@@ -132,8 +152,11 @@ class Mirror:
         Raises:
             ResumeError: a file is missing.
             FormatError: one is not what its manifest says, again and again.
-            ConfigError, OSError: the store cannot be read.
+            ConfigError: the store is another run's, or as of OSError.
+            OSError: it cannot be read.
         """
+        run = RunDirectory(directory.parent)
+        owner = self.check_owner(run)
         known = [tag for tag in self.tags() if at_most is None or tokens_of(tag) <= at_most]
         if not known:
             return None
@@ -150,25 +173,23 @@ class Mirror:
             file = find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-            open_cache().fetch(file, partial / name, _as_in_manifest(expected), came)
+            check = functools.partial(_check, expected, came)
+            open_cache().fetch(file, partial / name, check, came)
         for log in (directory.parent / name for name in LOGS):
             if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
+        run.own_id(owner)
         partial.rename(directory / tag)
         with atomic_write(directory / "latest", "w") as latest:
             latest.write(tag)
         return tag
 
 
-def _as_in_manifest(expected: dict[str, Any]) -> Callable[[Path], None]:
-    """A check of a file that came: it raises FormatError where it is not as in its manifest."""
-
-    def check(path: Path) -> None:
-        problem = compare_file(path, expected, "checksum")
-        if problem is not None:
-            raise FormatError(f"{path} {problem}")
-
-    return check
+def _check(expected: dict[str, Any], progress: Callable[[], object], path: Path) -> None:
+    """Raises FormatError: a file that came is not as in its manifest."""
+    problem = compare_file(path, expected, "checksum", progress)
+    if problem is not None:
+        raise FormatError(f"{path} {problem}")
 
 
 def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megapack.errors import ConfigError, MegapackError, ResumeError
+from megapack.storage.files import files_below
 
 T = TypeVar("T")
 
@@ -50,6 +53,26 @@ class RankProgress:
                 seen = thread.signs
                 self.inside(thread.place)
         work.result()
+
+    @contextmanager
+    def while_written(self, folder: Path, place: str) -> Iterator[None]:
+        """Between two places: what others write into a folder meanwhile is a sign."""
+        done = threading.Event()
+
+        def look() -> None:
+            before = 0
+            while not done.wait(1.0):
+                if (now := sum(file.num_bytes for file in files_below(folder))) != before:
+                    before = now
+                    self.inside(place)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ Training*, 2025). The gradients of a weight over the chunks are added up in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -118,6 +120,7 @@ def open_model(
     empty: bool = False,
     zero_3: Mapping[str, Any] | None = None,
     sequence_group: Any = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> tuple[TrainingModel, Choice]:
     """The model of a run in float32, and the attention that was chosen for it; with ``zero_3``
     collective, and in the dtype it will compute in; with ``sequence_group`` collective, too.
@@ -131,6 +134,7 @@ def open_model(
         empty: shapes without numbers (the meta device), for an estimate.
         zero_3: DeepSpeed's configuration, where ZeRO-3 is to divide parameters as they are made.
         sequence_group: process group of the ranks that share long samples.
+        progress: called for every tensor that is loaded, but with ``zero_3``, where nobody tells.
 
     Raises:
         ConfigError: no attention can serve it, packed rows would train it wrongly, or its MLPs
@@ -153,6 +157,7 @@ def open_model(
             fused_loss=engine.compile,
             zero_3=zero_3,
             sequence_group=sequence_group,
+            progress=progress,
         )
     if engine.mlp_chunk_tokens is not None:
         tile_mlps(model.layers, engine.mlp_chunk_tokens)
@@ -238,6 +243,7 @@ def build_model(
     fused_loss: bool = False,
     zero_3: Mapping[str, Any] | None = None,
     sequence_group: Any = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> TrainingModel:
     """The model in float32 on the current default device, divided by ZeRO-3 if asked to.
 
@@ -261,7 +267,7 @@ def build_model(
             with in_shares(zero_3):
                 model = _from_scratch(configuration, ATTENTION_NAME)
         else:
-            with in_shares(zero_3, loaded=True):
+            with in_shares(zero_3, loaded=True), _telling(progress):
                 model = AutoModelForCausalLM.from_pretrained(
                     config.pretrained,
                     config=configuration,
@@ -281,6 +287,29 @@ def build_model(
         z_loss=config.z_loss,
         sequence_group=sequence_group,
     ).train()
+
+
+@contextmanager
+def _telling(progress: Callable[[], object]) -> Iterator[None]:
+    """Of every item for which transformers moves a progress bar."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    def told(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            progress()
+            yield item
+
+    def bar(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if args:
+            options = {"total": length_hint(args[0]) or None, **options}
+            args = (told(args[0]), *args[1:])
+        return make(*args, **options)
+
+    before = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def _check_tied(model: Any, config: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-from ..helpers import Build, WriteJsonl
+from ..helpers import Build, Silence, WriteJsonl
 
 NAMES = ("train", "valid", "test")
 
@@ -148,8 +148,10 @@ def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_bu
 
 def test_empty_split_is_an_error(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i}"} for i in range(10)])
+    progress = Silence()
     with pytest.raises(DataError, match="out_valid would have no documents"):
-        run_build(corpus, split="98,1,1")
+        run_build(corpus, split="98,1,1", progress=progress)
+    assert "documents the valid split may have none" in progress.notes[0]
     assert not IndexedDataset.exists(tmp_path / "out_train"), "all splits or none"
     result = run_build(corpus, split="80,20", overwrite=True)
     assert list(result.prefixes) == ["_train", "_valid"]

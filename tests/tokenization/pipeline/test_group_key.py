@@ -59,6 +59,14 @@ def test_group_ids_stand_beside_their_documents(
     assert len(set.union(*seen.values())) == len(seen) == 4 and min(map(min, seen.values())) >= 0
 
 
+def test_lists_and_objects_are_no_group(tmp_path: Path, run_build: Build) -> None:
+    values = pa.array([[1], [2], None]), pa.array([{"a": 1}, {"a": 1}, None])
+    for of in values:
+        pq.write_table(pa.table({"text": ["a", "b", "c"], "of": of}), tmp_path / "x.parquet")
+        run_build(tmp_path / "x.parquet", group_key="of", overwrite=True)
+        assert IndexedDataset(tmp_path / "out.groups").tokens.tolist() == [-1, -1, -1]
+
+
 def test_files_without_keys_are_refused(tmp_path: Path, run_build: Build) -> None:
     (tmp_path / "a.txt").write_text("text")
     split: dict[str, Any] = {"split": "1,1", "split_by": "hash"}

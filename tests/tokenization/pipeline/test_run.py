@@ -241,6 +241,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"part": (0, 2), "finish": True}, "give one of them"),
     ({"output_prefix": "out\udcff"}, r"out\\xff is not UTF-8"),
     ({"messages_key": "m", "min_words": 5}, "--min-words"),
+    ({"min_words": -3}, "min_words is -3; it must be at least 0"),
+    ({"min_words": 50, "max_words": 10}, "--min-words 50 is above --max-words 10"),
     ({"split_key": "id"}, "--split-key needs"),
     ({"label_names": "neox"}, "give --messages-key"),
     ({"split": "1,x"}, "not a list of numbers"),
@@ -254,6 +256,15 @@ def test_options_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run_build(corpus, **options)
+
+
+def test_shards_of_a_few_bytes_are_noted(
+    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
+) -> None:
+    progress = Silence()
+    run_build(write_jsonl(tmp_path / "x.jsonl", [{"text": "x" * 6000}]), shard_bytes=5,
+              progress=progress)  # fmt: skip
+    assert "--shard-bytes 5 makes about 1,202 shards" in progress.notes[0]
 
 
 PEAK = """

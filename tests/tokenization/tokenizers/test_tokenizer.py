@@ -336,6 +336,8 @@ def test_sample_is_bounded_and_of_all_the_corpus(tmp_path: Path, source_texts: l
 def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[InputFile]) -> None:
     with pytest.raises(ConfigError, match="299 is below 300"):
         train(source_files, tmp_path / "x.model", vocab_size=299)
+    with pytest.raises(ConfigError, match="a special token is ''"):
+        train(source_files, tmp_path / "x.model", special_tokens=("a", ""))
     (tmp_path / "small.txt").write_text("tiny corpus")
     with pytest.raises(ConfigError, match=r"sentencepiece cannot train.*--vocab-size"):
         train(find_inputs([str(tmp_path / "small.txt")]), tmp_path / "x.model", vocab_size=5000)
