@@ -47,14 +47,14 @@ demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 
 test: types pytest ## the gate: format, lint, types, and every test of the product
 
-lint: style types ## format, lint and types alone
+lint: style types ## format, lint and types, without tests
 
-style: $(VENV)/.dev
+style: $(VENV)/.dev ## format and lint alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev ## types alone (mypy)
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## repair formatting
