@@ -201,8 +201,7 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    lost = np.isnan(log.column("loss")) & (log.column("grad_norm") != 0)  # as ``is_lost``
-    bad = log.column("step")[lost].astype(int).tolist()
+    bad = log.lost
     skipped = f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     yield Check(
         2 if bad else int(bool(log.skipped)),

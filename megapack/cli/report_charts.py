@@ -25,7 +25,13 @@ from numpy.typing import NDArray
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.training.engine.directory import RunDirectory, read_jsonl, step_of, tags_in
+from megapack.training.engine.directory import (
+    RunDirectory,
+    is_lost,
+    read_jsonl,
+    step_of,
+    tags_in,
+)
 from megapack.units import count, short
 
 Floats = NDArray[np.float64]
@@ -55,6 +61,7 @@ class RunLog:
         sources: name -> (rows, losses, label tokens), those with the most label tokens first.
         ranks: of every line that was shown, its step and what it says of ranks.
         skipped: steps whose update was skipped.
+        lost: steps whose loss is no number.
         latest: lines of the last log line, as ``slowdowns`` takes them; may be empty.
     """
 
@@ -63,6 +70,7 @@ class RunLog:
         found: dict[str, tuple[array[Any], ...]] = {}
         self.ranks: list[tuple[int, Line, Line]] = []
         self.skipped: list[int] = []
+        self.lost: list[int] = []
         self.latest: list[Line] = []
         since: deque[Line] = deque(maxlen=1000)
         for row, line in enumerate(lines):
@@ -76,6 +84,8 @@ class RunLog:
                     part.append(number)
             if line.get("skipped"):
                 self.skipped.append(line["step"])
+            if is_lost(line):
+                self.lost.append(line["step"])
             since.append(line)
             if "rank_forward" in line:
                 self.ranks.append((line["step"], line["rank_forward"], line["rank_data_wait"]))

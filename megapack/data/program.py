@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megapack.config import check_positive, check_range
 from megapack.data.blend import Mixture, Ramp, Stage
 from megapack.data.bucket_streams import whole_weights
-from megapack.data.steps import ScheduleConfig, order_named
+from megapack.data.steps import MOST_TOKENS, ScheduleConfig, order_named
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
@@ -183,9 +183,6 @@ def tokens_before(program: Program, step: int) -> int:
     return sum(
         (end - stage.begin) * stage.config.tokens_per_step for stage, end in spans(program, step)
     )
-
-
-MOST_TOKENS = 1 << 53  # of a run
 
 
 def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:

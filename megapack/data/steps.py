@@ -122,6 +122,7 @@ def order_named(name: str) -> Order:
 
 # ---- What a step consists of ---------------------------------------------------------------------
 
+MOST_TOKENS = 1 << 53  # of a run, and so of a step
 Attention = Literal["document", "group", "sample"]
 """What a token attends to before it: of its document, of its group's documents, of the sample."""
 Loss = Literal["token_mean", "sequence_mean", "longalign"]
@@ -159,7 +160,7 @@ class StepConfig:
     def __post_init__(self) -> None:
         order_named(self.order)
         names = ("tokens_per_step", "num_cycles", "micro_step_tokens", "row_tokens")
-        whole_numbers("data", self, *names, above=0, at_most=2**53)
+        whole_numbers("data", self, *names, above=0, at_most=MOST_TOKENS)
         whole_numbers("data", self, "cost_window", above=0, at_most=2**32)
         if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")

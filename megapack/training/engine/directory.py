@@ -211,7 +211,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 def is_lost(line: Mapping[str, Any]) -> bool:
     """Whether the loss of a line of ``log.jsonl`` is no number. A step without a label that counts
     has none either, and no gradient."""
-    return line["loss"] is None and line["grad_norm"] != 0
+    return line.get("loss") is None and line.get("grad_norm") != 0
 
 
 def environment() -> dict[str, Any]:
