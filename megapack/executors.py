@@ -23,15 +23,17 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from megapack.errors import MegapackError, require
+from megapack.errors import ConfigError, MegapackError, require
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -244,9 +246,12 @@ def _run_ray(
         ray.init(address=address, log_to_driver=False)
     pending: list[Any] = []
     try:
-        task = ray.remote(num_cpus=worker.threads, max_retries=_RETRIES)(_build)
+        cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        # A task that asks for more than any node has would wait for ever.
+        num_cpus = min(worker.threads, int(max(cores, default=0))) or 1
+        task = ray.remote(num_cpus=num_cpus, max_retries=_RETRIES)(_build)
         everywhere = ray.put(worker)
-        running = pending = [task.remote(everywhere, index) for index in indices]
+        running = pending = [task.remote(everywhere, index, Path.cwd()) for index in indices]
         while pending:
             done, pending = ray.wait(pending)
             for _, counted in ray.get(done):
@@ -255,6 +260,12 @@ def _run_ray(
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise (cause if isinstance(cause, Exception) else error) from None
+    except ray.exceptions.RayError as error:
+        raise MegapackError(
+            f"{error} It was tried {1 + _RETRIES} times; the usual reason is memory: `ray start` "
+            "with fewer --num-cpus has a node work at fewer shards at once. Finished shards are "
+            "kept; run the same command to go on"
+        ) from error
     finally:
         for reference in pending:
             ray.cancel(reference)
@@ -266,10 +277,16 @@ def _run_ray(
 _ray_worker: Worker[Any] | None = None
 
 
-def _build(worker: Worker[R], index: int) -> tuple[R, Counted]:
+def _build(worker: Worker[R], index: int, folder: Path) -> tuple[R, Counted]:
     """The record, and what was done."""
     global _ray_worker  # noqa: PLW0603 (a task has no other place that outlives it)
+    with contextlib.suppress(OSError):  # a node need not have it where all paths are absolute
+        os.chdir(folder)  # of the command, to which paths are relative
     _ray_worker = _ray_worker if _ray_worker == worker else worker  # its tokenizer is loaded
     done = [Counted()]
-    record = _ray_worker.build(index, lambda more: done.append(done.pop().plus(more)))
+    try:
+        record = _ray_worker.build(index, lambda more: done.append(done.pop().plus(more)))
+    except (OSError, ConfigError) as error:  # a mount or a package may be missing on one node
+        error.args = (f"{error} (on {socket.gethostname()})",)
+        raise
     return record, done[0]

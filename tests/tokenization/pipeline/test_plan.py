@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,9 +21,9 @@ import pytest
 from patience import PATIENCE
 from peers import peer
 
-from megapack import IndexedDataset
+from megapack import IndexedDataset, executors
 from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.executors import Counted
+from megapack.executors import Counted, Report, carry_out
 from megapack.storage.files import WriterLock
 from megapack.tokenization.pipeline.plan import BuildConfig, Plan
 from megapack.tokenization.pipeline.run import build, preview
@@ -430,12 +431,32 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     alone: tuple[bytes, bytes],
     write_jsonl: WriteJsonl,
     run_build: Build,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the error of a task is the error itself; one test, for clusters are slow to start."""
-    bad = write_jsonl(tmp_path / "x.jsonl", [{"text": "good"}] * 50 + [{"no": "text"}])
+    """And the error of a task is the error itself, also where paths are relative to a folder that
+    the cluster was not started in, and where the command's machine has more cores than any node;
+    one test, for clusters are slow to start."""
+    write_jsonl(tmp_path / "x.jsonl", [{"text": "good"}] * 50 + [{"no": "text"}])
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"x\.jsonl:51: missing key") as caught:
-        run_build(bad, executor="ray", shard_bytes=200, output_prefix=str(tmp_path / "bad"))
+        run_build("x.jsonl", executor="ray", shard_bytes=200, output_prefix="bad", workers=999)
     assert "Traceback" not in str(caught.value)
+
+    class Missing:
+        threads = 1
+
+        def build(self, index: int, report: Report) -> None:
+            open("gone")  # noqa: PTH123,SIM115
+
+    class Killed(Missing):
+        def build(self, index: int, report: Report) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(FileNotFoundError, match=rf"'gone' \(on {socket.gethostname()}\)"):
+        carry_out(Missing(), [0], lambda _: None, executor="ray")
+    with monkeypatch.context() as patch, pytest.raises(MegapackError, match="was tried 1 times; "):
+        patch.setattr(executors, "_RETRIES", 0)
+        carry_out(Killed(), [0], lambda _: None, executor="ray")
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     progress = KillsANode(cluster, node)
