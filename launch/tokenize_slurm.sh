@@ -6,7 +6,8 @@
 #
 # submits an array of 16 tasks, each building every 16th shard with all CPUs of its allocation, and
 # one task behind it that joins the shards. Inputs and output must lie on a shared file system.
-# A task that fails can be submitted again: it resumes behind its last finished shard.
+# Where a task failed, that one is cancelled; the same command, with any number of tasks, goes on
+# behind the finished shards.
 #
 # Options of sbatch (partition, account, time) come from SBATCH_* variables, as sbatch reads them;
 # TASK_OPTIONS adds others, for example TASK_OPTIONS="--cpus-per-task=32 --mem=64G".
@@ -35,5 +36,8 @@ read -r -a options <<<"${TASK_OPTIONS:-}"
 array=$(sbatch --parsable --job-name=tokenize --array="0-$((tasks - 1))" \
     ${options[@]+"${options[@]}"} "$0" "$@")
 finish=$(sbatch --parsable --job-name=tokenize-finish --dependency="afterok:${array%%;*}" \
-    "$0" --finish "$@")
+    --kill-on-invalid-dep=yes "$0" --finish "$@") || {
+    scancel "${array%%;*}"
+    exit 1
+}
 echo "array ${array%%;*} (${tasks} tasks), then ${finish%%;*} joins the shards"

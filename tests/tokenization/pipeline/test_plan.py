@@ -378,7 +378,7 @@ def test_script_submits_an_array(tmp_path: Path, corpus: Path, alone: tuple[byte
     assert done.returncode == 0, done.stderr
     assert "2 tasks" in done.stdout
     said = log.read_text().split()
-    assert {"--array=0-1", "--mem=1G"} <= set(said)
+    assert {"--array=0-1", "--mem=1G", "--kill-on-invalid-dep=yes"} <= set(said)
     assert any(option.startswith("--dependency=afterok:") for option in said)
     assert files_of(tmp_path / "out") == alone
     usage = subprocess.run([str(SCRIPT)], check=False, capture_output=True, env=environment())
