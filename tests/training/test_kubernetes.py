@@ -12,6 +12,7 @@ import pytest
 import yaml
 from patience import PATIENCE
 from ports import free_port
+from torch.distributed.launcher import LaunchConfig
 
 from megapack.training.command import read_config
 from megapack.training.engine.directory import read_jsonl
@@ -32,7 +33,7 @@ def options() -> dict[str, str]:
     return {name.removeprefix("--"): value for name, _, value in (w.partition("=") for w in words)}
 
 
-def test_pods_of_a_job_are_the_nodes_of_a_torchrun() -> None:
+def test_pods_of_a_job_are_the_nodes_of_a_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun, job, service = options(), JOB["metadata"]["name"], SERVICE["metadata"]["name"]
     assert JOB["spec"]["completionMode"] == "Indexed"
     assert int(torchrun["nnodes"]) == JOB["spec"]["completions"] == JOB["spec"]["parallelism"] > 1
@@ -45,6 +46,10 @@ def test_pods_of_a_job_are_the_nodes_of_a_torchrun() -> None:
     assert ports == {int(torchrun["master-port"])}
     mounted = {mount["name"] for mount in CONTAINER["volumeMounts"]}
     assert mounted == {volume["name"] for volume in POD["volumes"]}
+    env = {entry["name"]: entry.get("value") for entry in CONTAINER["env"]}
+    monkeypatch.setenv(name := "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", env[name])
+    patience = LaunchConfig(1, 1, 1).shutdown_timeout or 0
+    assert 200 < patience < POD["terminationGracePeriodSeconds"]
     args = build_parser().parse_args(COMMAND[COMMAND.index("--module") + 2 :])
     assert read_config(args.config, args.set).run_dir.startswith("/shared/")
 
