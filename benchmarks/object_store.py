@@ -271,7 +271,8 @@ def _length(head: bytes) -> int:
 
 
 def _error(status: str, code: str) -> bytes:
-    body = f"<Error><Code>{code}</Code><Message>of the line</Message></Error>".encode()
+    error = f"<Error><Code>{code}</Code><Message>of the line</Message></Error>"
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()  # as Amazon writes it
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

@@ -62,7 +62,7 @@ _PERMANENT = (
         r"^(?:PermissionDenied|PermissionError|Unauthenticated)|BareRedirect|"
         r"status code: (?:4(?!08|29)\d\d (?!.*RequestTimeout)|501|505)",
         "the store refuses the request. Are the credentials there, not expired and sufficient, the "
-        "region and endpoint right?",
+        "region, the endpoint and this machine's clock right?",
     ),
 )
 _WRONG_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
@@ -264,7 +264,7 @@ def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
             # A request that only trickles takes longer than the limit: there is always a second.
             if (time.monotonic() > until and number > 1) or ending.is_set():
                 raise _unreachable(url, error, limit) from error
-            _say(url, number, _first_line(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
+            _say(url, number, _summary(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
         # Random: not all readers at once. The last attempt comes when the time is up, not later.
         ending.wait(min(random.uniform(0, pause), max(0.0, until - time.monotonic())))
         pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
@@ -299,18 +299,18 @@ def _replaced(url: str) -> FormatError:
 def _raise_if_permanent(url: str, error: Exception) -> None:
     text = f"{type(error).__name__} {error}"
     if _WRONG_RANGE.search(text):
-        raise WrongBytesError(_first_line(error)) from error
+        raise WrongBytesError(_summary(error)) from error
     for pattern, remedy in _PERMANENT:
         match = re.search(pattern, text, re.DOTALL)
         if match is not None and _TOKEN_REQUEST.search(text):
             raise _no_credentials(url, error) from error
         if match is not None:
             what = remedy.format(*match.groups())
-            raise ConfigError(f"{url}: {what} ({_first_line(error)})") from error
+            raise ConfigError(f"{url}: {what} ({_summary(error)})") from error
 
 
 def _unreachable(url: str, error: Exception, limit: float) -> Exception:
-    why = _first_line(error)
+    why = _summary(error)
     if _TOKEN_REQUEST.search(str(error)):
         return _no_credentials(url, error)
     if _THROTTLED.search(str(error)):
@@ -327,12 +327,16 @@ def _unreachable(url: str, error: Exception, limit: float) -> Exception:
 def _no_credentials(url: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"{url}: no credentials are set, and the service that gives them to machines in a cloud "
-        f"gave none: set those that docs/guides/object_storage.md names ({_first_line(error)})"
+        f"gave none: set those that docs/guides/object_storage.md names ({_summary(error)})"
     )
 
 
-def _first_line(error: Exception) -> str:
-    return redacted(str(error).partition("\n")[0])[:300]
+def _summary(error: Exception) -> str:
+    """The first line, and a store's code and message, which come behind one of XML (and before what
+    may hold a token)."""
+    line, _, more = str(error).partition("\n\nDebug source")[0].partition("\n")
+    code = "".join(re.findall(r"^<Error>.*?</Message>", more, re.DOTALL))
+    return redacted(line)[:300] + redacted(code)[:300]
 
 
 # --- the client ---------------------------------------------------------------------------------
@@ -395,7 +399,7 @@ def _open_store(folder: str, limit: float, parts: float) -> Any:
         return _client().store.from_url(folder, client_options=options, retry_config=retries)
     except (_client().exceptions.BaseError, ValueError) as error:
         raise ConfigError(
-            f"{folder}: {_first_line(error)}; docs/guides/object_storage.md tells how addresses "
+            f"{folder}: {_summary(error)}; docs/guides/object_storage.md tells how addresses "
             "are written and which settings a store needs"
         ) from error
 
