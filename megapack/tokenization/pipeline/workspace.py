@@ -225,9 +225,11 @@ class Workspace:
             yield
 
     def missing(self) -> list[int]:
-        """Shards that have no record."""
+        """Shards that have no record: by a listing, for NFS keeps in mind which names were not
+        there, maybe until after another node has made them."""
+        there = set(self.directory.glob("shard-*.json"))
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
-        return [i for i, prefix in enumerate(prefixes) if not record_path(prefix).exists()]
+        return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in there]
 
     def left_behind(self) -> list[str]:
         """A sentence for every other plan whose shards lie here."""
