@@ -21,6 +21,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@300
+#SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -uo pipefail
@@ -37,6 +38,8 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# From Slurm 22.05 on a step has one CPU per task unless it is told again.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # A collective that hangs ends the job with an error instead of waiting for the time limit.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 

@@ -50,6 +50,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
+JobRequeue=0
 MinJobAge=3600
 KillWait={kill_wait}
 PlugStackConfig={folder}/plugstack.conf
