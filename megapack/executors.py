@@ -108,15 +108,8 @@ def _run_processes(
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
     alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
-    with (
-        here,
-        ProcessPoolExecutor(
-            num_processes,
-            mp_context=context,
-            initializer=_start_worker,
-            initargs=(worker, counters, alive),
-        ) as pool,
-    ):
+    start = (_start_worker, (worker, counters, alive))
+    with here, ProcessPoolExecutor(num_processes, context, *start) as pool:
         try:
             try:
                 with _uninterrupted():
@@ -205,8 +198,7 @@ def _work(index: int) -> Any:
 
 def _count(counted: Counted) -> None:
     with _counters.get_lock():
-        for i, value in enumerate(counted):
-            _counters[i] += value
+        _counters[:] = Counted(*_counters).plus(counted)
 
 
 def _end_with(parent: Connection) -> None:
@@ -233,7 +225,6 @@ def _end_with(parent: Connection) -> None:
 # ---- Shards on a Ray cluster: one task each, tried again where a node dies ----------------------
 # Every node must see the inputs and the output directory under the same paths.
 
-
 _RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
 
 
@@ -246,10 +237,9 @@ def _run_ray(
         ray.init(address=address, log_to_driver=False)
     pending: list[Any] = []
     try:
-        cores = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
         # A task that asks for more than any node has would wait for ever.
-        num_cpus = min(worker.threads, int(max(cores, default=0))) or 1
-        task = ray.remote(num_cpus=num_cpus, max_retries=_RETRIES)(_build)
+        most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes()), default=0)
+        task = ray.remote(num_cpus=min(worker.threads, most) or 1, max_retries=_RETRIES)(_build)
         everywhere = ray.put(worker)
         running = pending = [task.remote(everywhere, index, Path.cwd()) for index in indices]
         while pending:
@@ -263,8 +253,7 @@ def _run_ray(
     except ray.exceptions.RayError as error:
         raise MegapackError(
             f"{error} It was tried {1 + _RETRIES} times; the usual reason is memory: `ray start` "
-            "with fewer --num-cpus has a node work at fewer shards at once. Finished shards are "
-            "kept; run the same command to go on"
+            "with fewer --num-cpus. Finished shards are kept; run the same command to go on"
         ) from error
     finally:
         for reference in pending:

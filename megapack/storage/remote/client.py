@@ -332,8 +332,7 @@ def _no_credentials(url: str, error: Exception) -> ConfigError:
 
 
 def _summary(error: Exception) -> str:
-    """The first line, and a store's code and message, which come behind one of XML (and before what
-    may hold a token)."""
+    """The first line, and a store's code and message; what follows those may hold a token."""
     line, _, more = str(error).partition("\n\nDebug source")[0].partition("\n")
     code = "".join(re.findall(r"^<Error>.*?</Message>", more, re.DOTALL))
     return redacted(line)[:300] + redacted(code)[:300]

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,12 +162,8 @@ class Workspace:
                 raise
             before = None
         is_new = [
-            check_prefix(
-                prefix,
-                overwrite=overwrite,
-                difference=functools.partial(self._difference, before, prefix),
-            )
-            for prefix in self._config.outputs.values()
+            check_prefix(p, overwrite=overwrite, difference=partial(self._difference, before, p))
+            for p in self._config.outputs.values()
         ]
         whole = all(map(IndexedDataset.exists, self._config.outputs.values()))
         return None if before is None or any(is_new) or not whole else Totals.of_manifest(before)
@@ -225,8 +221,7 @@ class Workspace:
             yield
 
     def missing(self) -> list[int]:
-        """Shards that have no record: by a listing, for NFS keeps in mind which names were not
-        there, maybe until after another node has made them."""
+        """Shards that have no record. NFS caches which names were absent, but not in a listing."""
         there = set(self.directory.glob("shard-*.json"))
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
         return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in there]
@@ -297,9 +292,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise FormatError(f"{path} is not valid JSON ({error}); start over with --overwrite") from (
-            error
-        )
+        raise FormatError(f"{path} is no JSON ({error}); start over with --overwrite") from error
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
         raise FormatError(
             f"{path} is no plan of this version of megapack; start over with --overwrite"
