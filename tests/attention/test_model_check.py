@@ -154,11 +154,7 @@ def test_gradients_that_are_not_of_the_loss_are_found() -> None:
     register("eager")
     with pytest.raises(ConfigError, match=r"gradients of a row are not those of the architecture"):
         check_architecture(
-            AutoConfig.for_model("llama"),
-            attention="megapack",
-            build=build,
-            device=CPU,
-            loss=loss,
+            AutoConfig.for_model("llama"), attention="megapack", build=build, device=CPU, loss=loss
         )
 
 

@@ -146,10 +146,7 @@ def tables(**changed: list[int]) -> Any:
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0])), "do not fit each other"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0, -1])), "a part is token -1"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(**{"cuts'": [0, 1, 1]})), "token 1 has 2 ch"),
-        (
-            lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})),
-            "70000 cha",
-        ),
+        (lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})), "70000 cha"),
     ],
 )
 def test_the_seam_refuses_what_is_no_fim(call: Callable[[], Any], message: str) -> None:

@@ -16,13 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from megapack.data import (
-    BucketBatchSampler,
-    PackedDataset,
-    Schedule,
-    build_loader,
-    resume,
-)
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, resume
 from megapack.data.batch import slot_tokens
 from megapack.data.loader import ThreadPrefetcher
 from megapack.data.schedule import Step

@@ -75,11 +75,7 @@ def run_of(tmp_path: Path) -> Any:
     """A configuration of a run over one source, and what adds to its manifest."""
     packed_documents(tmp_path / "web", random_documents(packed_lengths(400, 32)), [16, 32])
     web = {"name": "web", "prefix": "web", "index": "web.samples", "weight": 1}
-    data = {
-        "blend": str(tmp_path / "blend.yaml"),
-        "tokens_per_step": 256,
-        "micro_batch_tokens": 64,
-    }
+    data = {"blend": str(tmp_path / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
     run = {"run_dir": "run", "seed": 3, "model": {"preset": "llama_tiny"}, "data": data}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
 

@@ -14,26 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack import _core
-from megapack.data import (
-    PackedDataset,
-    Schedule,
-    Scores,
-    Stage,
-    load_blend,
-    open_blend,
-)
+from megapack.data import PackedDataset, Schedule, Scores, Stage, load_blend, open_blend
 from megapack.data.blend import Mixture
 from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged
-from tests.data.corpora import (
-    packed_documents,
-    packed_index,
-    packed_lengths,
-    random_documents,
-)
+from tests.data.corpora import packed_documents, packed_index, packed_lengths, random_documents
 
 
 def order_of(size: int, block: int, window: int) -> Epochs:

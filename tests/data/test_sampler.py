@@ -90,10 +90,7 @@ def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> 
     assert empty == size * -(-micro_batches // size) - micro_batches
 
 
-@given(
-    bins=st.lists(st.integers(0, 6), min_size=1, max_size=9),
-    data=st.data(),
-)
+@given(bins=st.lists(st.integers(0, 6), min_size=1, max_size=9), data=st.data())
 def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.DataObject) -> None:
     n = sum(bins)
     costs = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)), np.int64)

@@ -175,7 +175,7 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
         return schedule.settings_at(step).window_at(step)
 
     assert [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)] == [
-        *(None, None, 8, 8, 8, 8, 16, 16, 24, 32),
+        *(None, None, 8, 8, 8, 8, 16, 16, 24, 32)
     ]
     assert [at(step) for step in (60, 61, 62, 63, 64, 79, 80)] == [40, 32, 24, 16, 8, 8, None]
     assert schedule.smallest_window == 8

@@ -128,11 +128,7 @@ Pattern = tuple[int, int, dict[int, int]]
 
 
 def drained(
-    lengths: list[int],
-    rules: Rules,
-    pool_size: int,
-    seed: int,
-    given: tuple[Pattern, ...] = (),
+    lengths: list[int], rules: Rules, pool_size: int, seed: int, given: tuple[Pattern, ...] = ()
 ) -> Packing:
     num_pools = max(1, -(-len(lengths) // pool_size))
     largest = rules.buckets[-1]
