@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -25,14 +26,11 @@ class Case:
     alibi: bool = False
     repeats: int = 0  # how often cu_seqlens repeats its last entry
 
-    def rule(self) -> dict[str, object]:
-        slopes = alibi_slopes(self.key_heads * self.group) if self.alibi else None
-        return {
-            "causal": self.causal,
-            "window": self.window,
-            "softcap": self.softcap,
-            "alibi_slopes": slopes,
-        }
+    def rule(self, device: str) -> dict[str, Any]:
+        heads = self.key_heads * self.group
+        slopes = alibi_slopes(heads).to(device) if self.alibi else None
+        rule = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        return {**rule, "alibi_slopes": slopes}
 
     def needs(self, device: str, dtype: torch.dtype) -> AttentionNeeds:
         return AttentionNeeds(
@@ -74,21 +72,13 @@ def run_case(
     q, k, v, weight = (torch.randn(*s, case.width).to(dtype).double() for s in shapes)
     for x in (q, k, v):
         x.requires_grad_(backward)
-    expected = reference_attention(q, k, v, list(case.lengths), **case.rule())  # type: ignore[arg-type]
+    expected = reference_attention(q, k, v, list(case.lengths), **case.rule("cpu"))
 
     bounds = torch.tensor([0, *case.lengths]).cumsum(0)
     bounds = torch.cat([bounds, bounds[-1:].expand(case.repeats)]).to(torch.int32)
     ours = [x.detach().to(device, dtype).requires_grad_(backward) for x in (q, k, v)]
-    rule = case.rule()
-    if isinstance(rule["alibi_slopes"], Tensor):
-        rule["alibi_slopes"] = rule["alibi_slopes"].to(device)
-    out = varlen_attention(
-        *ours,
-        bounds.to(device),
-        max_seqlen=max(case.lengths),
-        backend=backend,
-        **rule,  # type: ignore[arg-type]
-    )
+    how = {"max_seqlen": max(case.lengths), "backend": backend, **case.rule(device)}
+    out = varlen_attention(*ours, bounds.to(device), **how)
     assert out.dtype == dtype and out.shape == q.shape
     tolerance = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 4e-2}[dtype]
     assert_close(out, expected, tolerance, "output")

@@ -100,9 +100,8 @@ def test_the_inverse_restores_every_document(
     cuts: str, end: int, spm_rate: float, tmp_path: Path
 ) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 300).tolist()
-    documents = [
-        [*d[:-1], EOD] if i % 3 else d for i, d in enumerate(random_documents(lengths, high=120))
-    ]
+    documents = random_documents(lengths, high=120)
+    documents = [[*d[:-1], EOD] if i % 3 else d for i, d in enumerate(documents)]
     tables = character_tables(TEXTS) if cuts == "character" else None
     packed = opened(tmp_path, documents, end=end, spm_rate=spm_rate, tables=tables)
     fim = packed.samples.fim
@@ -113,9 +112,7 @@ def test_the_inverse_restores_every_document(
         if len(document) == 1:
             assert told == document  # nothing to move
             continue
-        assert told[0] == PRE and [told.count(token) for token in fim.sentinels] == [1] * (
-            len(fim.sentinels)
-        )
+        assert told[0] == PRE and all(told.count(token) == 1 for token in fim.sentinels)
         assert len(document) + len(fim.sentinels) <= len(told) <= len(document) + fim.room
         restored = fim.restore(told).tolist()
         assert text(restored) == text(document) and (restored[-1] == EOD) == (document[-1] == EOD)

@@ -54,9 +54,8 @@ def test_windows_and_micro_steps_are_inverted(order: str, window: int, skip: int
 
 
 def test_every_sample_of_a_document_is_found() -> None:
-    schedule = Schedule(
-        [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)], tokens_per_step=64
-    )
+    indices = [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)]
+    schedule = Schedule(indices, tokens_per_step=64)
     held: dict[tuple[int, int], set[int]] = defaultdict(set)
     for sample in range(schedule.samples.num_samples):
         source, segments = schedule.samples.segments(sample)

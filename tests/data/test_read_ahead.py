@@ -126,16 +126,13 @@ def test_batches_are_asked_for_until_all_is_here(
     asked: list[int] = []
     reads = 0
 
-    class Dataset:
-        def read_exactly(self) -> None:
-            pass
-
-        def will_need(self, ids: NDArray[np.int64]) -> None:
-            asked.extend(ids.tolist())
-
     monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
     given = []
-    dataset: Any = Dataset()
+
+    def will_need(ids: NDArray[np.int64]) -> None:
+        asked.extend(ids.tolist())
+
+    dataset: Any = SimpleNamespace(read_exactly=lambda: None, will_need=will_need)
     for item in read_ahead.reading_ahead(micro_batches(1000), dataset, depth):
         number = int(item.sample_ids[0])
         reach = min(depth, 2**number - 1)

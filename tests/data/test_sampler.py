@@ -20,8 +20,15 @@ from megapack.data import sampler as dealing
 from megapack.data.loader import _describe
 from megapack.data.sampler import deal
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex, pack
-from tests.data.corpora import of_rank, packed_index, packed_lengths, small_loader, write_documents
+from megapack.packing import pack
+from tests.data.corpora import (
+    of_rank,
+    packed_index,
+    packed_lengths,
+    random_documents,
+    small_loader,
+    write_documents,
+)
 
 if TYPE_CHECKING:
     from tests.training.processes import Zygote
@@ -35,14 +42,15 @@ def launches(draw: st.DrawFn) -> dict[str, Any]:
     """Ranks, micro batch and step sizes that fit each other."""
     size = draw(st.sampled_from([1, 2, 3, 4, 6]))
     micro_batch_tokens = 64 * draw(st.integers(1, 3))
-    micro_steps = draw(st.integers(1, 3))
-    draws = draw(st.sampled_from([1, 1, 2]))
-    draw_tokens = size * micro_batch_tokens * micro_steps
-    options: dict[str, Any] = {"tokens_per_step": draw_tokens * draws}
-    if draws > 1:
+    draw_tokens = size * micro_batch_tokens * draw(st.integers(1, 3))
+    options = {
+        "tokens_per_step": draw_tokens,
+        "order": draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+    if draw(st.integers(0, 2)) == 2:
         options |= {"mix": "micro_step", "micro_step_tokens": draw_tokens}
-    options["order"] = draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"]))
-    options["seed"] = draw(st.integers(0, 1000))
+        options["tokens_per_step"] *= 2
     return {"size": size, "micro_batch_tokens": micro_batch_tokens, "schedule": options}
 
 
@@ -70,8 +78,7 @@ def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing:
             assert len(batch) * batch.capacity == launch["micro_batch_tokens"]
             seen.setdefault(batch.step, []).extend(batch)
     for step, ids in seen.items():
-        content = schedule.step(step)
-        assert sorted(ids) == sorted(content.sample_ids.tolist())
+        assert sorted(ids) == sorted(schedule.step(step).sample_ids.tolist())
         assert rows[0][0].num_step_label_tokens == schedule.step(0).num_label_tokens
 
 
@@ -88,20 +95,6 @@ def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> 
     assert sorted(ids) == sorted(schedule.step(3).sample_ids.tolist())
     empty = sum(len(batch) == 0 for own in batches for batch in own)
     assert empty == size * -(-micro_batches // size) - micro_batches
-
-
-@given(bins=st.lists(st.integers(0, 6), min_size=1, max_size=9), data=st.data())
-def test_dealing_gives_every_bin_its_number_of_items(bins: list[int], data: st.DataObject) -> None:
-    n = sum(bins)
-    costs = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n, max_size=n)), np.int64)
-    order = _core.deal_evenly(costs, np.array(bins, np.int64))
-    assert sorted(order.tolist()) == list(range(n))
-    at = 0
-    for size in bins:
-        own = costs[order[at : at + size]].tolist()
-        assert own == sorted(own, reverse=True)
-        at += size
-    assert np.array_equal(order, _core.deal_evenly(costs, np.array(bins, np.int64)))
 
 
 def dealt(costs: list[int], sizes: list[int]) -> list[int]:
@@ -132,28 +125,13 @@ def dealt(costs: list[int], sizes: list[int]) -> list[int]:
     return [i for own in bins for i in sorted(own, key=lambda i: (-costs[i], i))]
 
 
-@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5), data=st.data())
+@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=7), data=st.data())
 def test_dealing_is_as_defined(sizes: list[int], data: st.DataObject) -> None:
+    """Every bin has its number, costliest first, and no exchange makes work more equal."""
     cost = data.draw(st.sampled_from([st.integers(0, 4), st.integers(0, 1 << 40)]))
     costs = data.draw(st.lists(cost, min_size=sum(sizes), max_size=sum(sizes)))
     order = _core.deal_evenly(np.array(costs, np.int64), np.array(sizes, np.int64))
     assert order.tolist() == dealt(costs, sizes)
-
-
-@given(
-    costs=st.lists(st.integers(1, 40), min_size=12, max_size=12), size=st.sampled_from([2, 3, 4])
-)
-def test_exchanges_cannot_make_work_more_equal(costs: list[int], size: int) -> None:
-    """Dealing longest first alone leaves such exchanges."""
-    bins = _core.deal_evenly(np.array(costs), np.full(12 // size, size)).reshape(-1, size)
-    bins = np.array(costs)[bins]
-    loads = bins.sum(axis=1)
-    fullest = int(loads.argmax())
-    if loads[fullest] <= 1.001 * loads.mean():
-        return
-    for other in set(range(len(bins))) - {fullest}:
-        moved = bins[fullest][:, None] - bins[other]
-        assert (np.maximum(loads[fullest] - moved, loads[other] + moved) >= loads[fullest]).all()
 
 
 def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
@@ -215,7 +193,7 @@ def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them(
     ("capacity", "begins"), [(24, [0, 32]), (10, [0, 10, 20, 30, 40, 50]), (21, [0, 21, 42])]
 )
 def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: list[int]) -> None:
-    """As ``ScheduleConfig.row_tokens`` says; labels and boundaries go with the tokens."""
+    """As ``ScheduleConfig.row_tokens`` says; boundaries go with the tokens."""
     dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
     index = pack([9] * len(begins), "pad", buckets=[capacity])
     layout = BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=64)
@@ -228,8 +206,8 @@ def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: l
     assert batch["cu_seqlens"].tolist() == [0, *dict.fromkeys(bounds)]
 
 
-def test_the_epoch_is_the_default_length(index: SampleIndex = INDEX) -> None:
-    schedule = Schedule(index, tokens_per_step=128)
+def test_the_epoch_is_the_default_length() -> None:
+    schedule = Schedule(INDEX, tokens_per_step=128)
     [whole] = samplers(schedule, 1, 128)
     [rest] = samplers(schedule, 1, 128, start_step=5)
     assert len(whole) == schedule.num_steps() == len(rest) + 5
@@ -261,9 +239,7 @@ def shared_launches(draw: st.DrawFn) -> dict[str, int]:
     """Groups, and micro batches of which the longest samples need a group's or one rank's."""
     group = draw(st.sampled_from([2, 4]))
     size = group * draw(st.sampled_from([1, 2, 3]))
-    tokens = draw(st.sampled_from([16, 32, 64, 128]))
-    if tokens * group < 64:
-        tokens = 32
+    tokens = draw(st.sampled_from([n for n in (16, 32, 64, 128) if n * group >= 64]))
     steps = draw(st.integers(1, 2))
     return {"group": group, "size": size, "tokens": tokens, "step": size * tokens * steps}
 
@@ -378,8 +354,6 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.data.corpora import packed_lengths, random_documents, write_documents  # noqa: PLC0415
-
     path = tmp_path_factory.mktemp("ranks")
     write_documents(path / "d", random_documents(packed_lengths(200, 32)))
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +89,22 @@ def test_aligned_segments_are_cut_in_both_lists() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    folder = tmp_path_factory.mktemp("window")
-    documents = random_documents(packed_lengths(200, 64, seed=5).tolist())
-    dataset = write_documents(folder / "d", documents)
-    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
-    return PackedDataset(dataset, index)
+    prefix = tmp_path_factory.mktemp("window") / "d"
+    dataset = packed_documents(prefix, random_documents(packed_lengths(200, 64, seed=5)), [32, 64])
+    return PackedDataset(dataset, f"{prefix}.samples")
 
 
 @pytest.mark.parametrize(
     ("per_row", "cu_seqlens"), [(False, "exact"), (False, "padded"), (True, "padded")]
 )
 def test_batch_differs_in_boundaries(data: PackedDataset, per_row: bool, cu_seqlens: Any) -> None:
-    layout = BatchLayout(
-        micro_batch_tokens=256,
-        kind="rows" if per_row else "stream",
-        row_tokens=128,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_per_row=per_row,
-    )
-    for capacity in (32, 64):
-        count = layout.num_samples(capacity)
-        offsets = data.samples.indices[0].bucket_sample_offsets.tolist()
-        first = offsets[[32, 64].index(capacity)]
-        chosen = np.arange(first, first + count - 1)  # the last slot is padding
+    bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_per_row": per_row}
+    kind = "rows" if per_row else "stream"
+    layout = BatchLayout(micro_batch_tokens=256, kind=kind, row_tokens=128, **bounds)
+    for b, capacity in enumerate((32, 64)):
+        first = data.samples.indices[0].bucket_sample_offsets[b]
+        # The last slot is padding.
+        chosen = np.arange(first, first + layout.num_samples(capacity) - 1)
         whole = data.micro_batch(chosen, layout=layout, capacity=capacity)
         cut = data.micro_batch(chosen, layout=layout, capacity=capacity, attention_window=12)
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -153,9 +147,9 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
             costs = samples.attention_cost(content.sample_ids, content.capacity, window)
             for sample, cost in zip(content.sample_ids.tolist(), costs.tolist(), strict=True):
                 lengths = [length for _, _, length in samples.segments(sample)[1]]
-                padding = content.capacity - sum(lengths)
-                lengths = [sum(lengths)] if samples.attention == "sample" else lengths
-                lengths.append(padding)
+                used = sum(lengths)
+                lengths = [used] if samples.attention == "sample" else lengths
+                lengths = [*lengths, content.capacity - used]
                 parts = [p for n in lengths for p in (pieces(n, window) if window else [n])]
                 assert cost == sum(p * p for p in parts)
     sampler = BucketBatchSampler(schedule, **of_rank(0, 2))
@@ -187,17 +181,13 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
 
 
 def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no window before it to begin with"):
-        schedule_of(Stage(from_step=2, attention_window=8, window_steps=7))
     documents = write_documents(tmp_path / "d", random_documents([9, 5, 7]))
     index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
     data = PackedDataset(documents, index, alignment=4, attention_window=8)
     with pytest.raises(ConfigError, match="micro batch: attention_window is -4; it must be above"):
         data.micro_batch([0], attention_window=-4)
-    for options in (
-        {"attention_window": 10},
-        {"stages": [Stage(from_step=3, attention_window=10)]},
-    ):
+    stages = [Stage(from_step=3, attention_window=10)]
+    for options in ({"attention_window": 10}, {"stages": stages}):
         with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):
             PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
 
@@ -214,8 +204,7 @@ def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
     assert windows == [4, 4, 8, 12, 16, 16]
 
 
-# ---- A ramp: weights that follow a line or a cosine in pieces, with the bound that its page
-# states
+# ---- A ramp: weights follow a line or a cosine in pieces, within the bound that its page states
 
 
 BIG = [samples_of_buckets({8: 300, 16: 100 + number}) for number in range(3)]
@@ -296,12 +285,8 @@ def begins(schedule: Schedule) -> list[int]:
 
 
 def test_a_ramp_may_end_at_a_number_of_tokens() -> None:
-    by_tokens = Stage(
-        from_step=10,
-        weights={"math": 1},
-        tokens_per_step=192,
-        ramp=Ramp(until_tokens=96 * 10 + 192 * 40 - 1, pieces=4),
-    )
+    ramp = Ramp(until_tokens=96 * 10 + 192 * 40 - 1, pieces=4)
+    by_tokens = replace(RAMP, tokens_per_step=192, ramp=ramp)
     assert begins(ramped(by_tokens)) == begins(ramped(RAMP)) == [0, 10, 20, 30, 40, 50]
 
 
@@ -331,7 +316,7 @@ def test_a_run_may_be_edited_in_the_middle_of_a_ramp() -> None:
     state = ramped(RAMP).state_dict(25)
     changes = ramped(RAMP, Stage(from_step=25, weights={"web": 1})).check_state(state)
     assert changes and all("weights was" in text for text in changes)
-    longer = Stage(from_step=10, weights={"math": 1}, ramp=Ramp(until_step=60, pieces=4))
+    longer = replace(RAMP, ramp=Ramp(until_step=60, pieces=4))
     with pytest.raises(ResumeError, match="weights was"):
         ramped(longer).check_state(state)
 

@@ -14,6 +14,7 @@ import random
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,8 @@ def _write(root: Path) -> None:
         tokens = rng.integers(0, 500, ends[-1])
         with IndexedDatasetBuilder(root / name, np.uint16, vocab_size=500) as builder:
             builder.add_documents(tokens, ends)
-        with IndexedDatasetBuilder(
-            root / f"{name}.labels", np.int32, allow_negative=True
-        ) as builder:
+        labels = root / f"{name}.labels"
+        with IndexedDatasetBuilder(labels, np.int32, allow_negative=True) as builder:
             builder.add_documents(np.where(tokens % 5 == 0, -100, tokens), ends)
         dataset = IndexedDataset(root / name)
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, seed=1)
@@ -64,14 +64,22 @@ def _sound() -> tuple[tempfile.TemporaryDirectory[str], list[str], dict[str, str
 
 
 def _gathered(root: Path, source: str) -> str:
-    """A digest of every array of the steps of an epoch, by the way that training goes."""
-    from megapack.data import PackedDataset, Schedule  # noqa: PLC0415  (torch)
+    from megapack.data import PackedDataset  # noqa: PLC0415  (torch)
 
     if source == MANIFEST:
         packed = PackedDataset(None, str(root / MANIFEST))
     else:
         packed = PackedDataset(root / source, root / f"{source}.samples")
-    schedule = Schedule(packed, tokens_per_step=2048, seed=3, cost_window=4)
+    digest = epoch_digest(packed, tokens_per_step=2048, cost_window=4)
+    assert packed.documents(0).meta is not None  # a run asks it for the vocabulary
+    return digest
+
+
+def epoch_digest(packed: Any, **options: Any) -> str:
+    """Of every array of the steps of an epoch, by the way that training goes."""
+    from megapack.data import Schedule  # noqa: PLC0415  (torch)
+
+    schedule = Schedule(packed, seed=3, **options)
     digest = hashlib.sha256()
     for i in range(schedule.num_steps()):
         step = schedule.step(i)
@@ -80,7 +88,6 @@ def _gathered(root: Path, source: str) -> str:
             batch = packed.micro_batch(draw.sample_ids, capacity=draw.capacity)
             for name in sorted(batch):
                 digest.update(np.asarray(batch[name]).tobytes())
-    assert packed.documents(0).meta is not None  # a run asks it for the vocabulary
     digest.update(packed.count_labels(np.arange(len(packed))).tobytes())
     return digest.hexdigest()
 

@@ -19,6 +19,11 @@ SEEDS = [
     rb' [ {"text": "in a list"} ] ',
     rb'{"\u0074ext": "escaped key", "text2": [NaN, -Infinity, 1E+9], "text": "\ud800"}',
     b'{"text": {"a": {"b": "deep"}, "a.b": "rest"}, "text.a.b": "whole", "text": {}}',
+    rb'{"text": "first", "text": "\"\\\/\b\f\n\r\t\u20AC"}',
+    b'{"text": "half \\ud800"}\n{"text": "\xc3"}\n{"text": "\xed\xa0\x80"}\n{"text": "a\tb"}',
+    b' \t\r\n{"text": "\\x"}\n{"text": "x",}\n{"text": "x"} x\n{text: 1}\n{"text": 01}',
+    b'{"text": 1.}\n{"text": -}\n[1,]\n[1 2]\n[}\n{"a" 1}\n{"a": [}',
+    b'{"text": {"a": {"b": "x"} "d": 1}}',
     b'{"text": 12}\r\n{"text": [1, {"text": "\\/"}]}\n{"other": "key"}\n17\n"text"',
 ]
 

@@ -12,24 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import build
-from packing_inputs import same_arrays
+from packing_inputs import same_arrays, write_dataset
 
 from megapack.cli import output
 from megapack.cli.main import main
 from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.sharded import load_shards
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 
 LENGTHS = np.random.default_rng(0).integers(0, 90, 300)
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    with IndexedDatasetBuilder(tmp_path / "corpus", dtype=np.uint16) as builder:
-        for length in LENGTHS:
-            builder.add_document(np.arange(length, dtype=np.uint16))
-        builder.finalize()
+    write_dataset(tmp_path / "corpus", LENGTHS)
     return tmp_path / "corpus"
 
 
@@ -107,12 +104,8 @@ def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path)
     done = run(*command, "--buckets", 32, "--preset", "paper", "--r-max", 0.5, "--json")
     assert done.returncode == 0, done.stderr
     index = SampleIndex.load(output)
-    assert index.parameters == {
-        "r_max": 0.5,
-        "placement": "paper",
-        "extra_capacity": 10,
-        "last": "drop",
-    }
+    wanted = {"r_max": 0.5, "placement": "paper", "extra_capacity": 10, "last": "drop"}
+    assert index.parameters == wanted
     assert json.loads(done.stdout) == index.metrics()
     concat = ("--data-prefix", prefix, "--output", output, "--strategy", "concat")
     assert run(*concat, "--buckets", 32, "--no-shuffle", "--overwrite").returncode == 0
@@ -151,18 +144,14 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
         for step in range(1, 5):
             now += 6.0
             work(step, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "packing:  50% after 12 s",
-        "packing: 100% after 24 s",
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["packing:  50% after 12 s", "packing: 100% after 24 s"]
 
 
 def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     """From a quoted pattern, by two machines; labels are no dataset; a second run packs nothing."""
     for name in ("a", "b", "c", "b.labels"):
-        with IndexedDatasetBuilder(tmp_path / name, dtype=np.int32) as builder:
-            for length in LENGTHS[:50]:
-                builder.add_document(np.arange(length, dtype=np.int32))
+        write_dataset(tmp_path / name, LENGTHS[:50], np.int32)
     manifest = tmp_path / "web.shards.json"
     command = (tmp_path / "*", "--buckets", "32,64", "--output", manifest)
     first = run(*command, "--part", "0/2", "--workers", 2)
@@ -218,6 +207,9 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
         ({"match_repetition": "a"}, "match_repetition is 'a'; it must be above 0"),
         ({"pool_size": 1 << 63}, "pool_size is 9223372036854775808; it must be from 1 to"),
         ({"lengths": [[1, 2]]}, "it must be a one-dimensional array of integers"),
+        ({"lengths": np.array([1, 2, -7], np.int32)}, "document 2 has length -7"),
+        ({"lengths": np.array([1, 2, -7], np.int64)}, "document 2 has length -7"),
+        ({"lengths": np.array([1, (1 << 63) + 5], np.uint64)}, "longest has 9223372036854775813"),
         ({"lengths": [1.5]}, "it must be a one-dimensional array of integers"),
         ({"lengths": 5, "groups": [1]}, r"shape \(\); it must be a one-dimensional array of"),
         ({"strategy": "concat", "buckets": 8, "atom_size": 3}, "atom_size is 3 and the capacity 8"),
@@ -231,17 +223,6 @@ def test_wrong_arguments_name_the_value_and_the_limit(arguments: dict, message: 
     kind = DataError if "lengths" in arguments else ConfigError
     with pytest.raises(kind, match=message):
         pack(**call)
-
-
-def test_a_negative_length_names_the_document() -> None:
-    for dtype in (np.int32, np.int64):
-        with pytest.raises(DataError, match="document 2 has length -7"):
-            pack(np.array([1, 2, -7, 3], dtype), buckets=8)
-
-
-def test_an_unsigned_length_beyond_int64_is_printed_as_it_is() -> None:
-    with pytest.raises(DataError, match="the longest has 9223372036854775813"):
-        pack(np.array([1, (1 << 63) + 5], np.uint64), buckets=8)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64, np.uint32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,8 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
                 assert other.cu_seqlens_padded.tolist() == batch.cu_seqlens_padded.tolist()
             unit = math.lcm(align, 2 * size if size > 1 else 1)
             padded = [-(-lengths[i] // unit) * unit for i in documents]
-            assert (
-                batch.cu_seqlens.tolist()
-                == np.cumsum([0, *(lengths[i] for i in documents)]).tolist()
-            )
+            own = [lengths[i] for i in documents]
+            assert batch.cu_seqlens.tolist() == np.cumsum([0, *own]).tolist()
             assert batch.cu_seqlens_padded.tolist() == np.cumsum([0, *padded]).tolist()
             assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
             assert batch.max_seqlen == max(padded, default=0)
@@ -131,18 +130,9 @@ def lognormal(count: int, seed: int = 0) -> Any:
 
 def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
     """Of (length, first rank, degree, micro batch)."""
-    lengths, first_rank, degree, micro_batch = np.array(documents, np.int64).T
-    return StepPlan(
-        num_ranks=num_ranks,
-        num_micro_batches=int(micro_batch.max()) + 1,
-        lengths=lengths,
-        first_rank=first_rank,
-        degree=degree,
-        micro_batch=micro_batch,
-    )
-
-
-# ---- Pipelines -----------------------------------------------------------------------------------
+    columns = np.array(documents, np.int64).T
+    given = dict(zip(("lengths", "first_rank", "degree", "micro_batch"), columns, strict=True))
+    return StepPlan(num_ranks=num_ranks, num_micro_batches=int(columns[3].max()) + 1, **given)
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 64)])
@@ -184,9 +174,6 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
     assert found.bubble == pytest.approx((2 * 23 - 36) / (2 * 23))
 
 
-# ---- Ranks that meet -----------------------------------------------------------------------------
-
-
 def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
     """Two ranks, one unit and three, then the other way round."""
     dealt = DealtStep.of_attention([[1.0, 3.0], [3.0, 1.0]])
@@ -221,12 +208,8 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
     padding=st.floats(0, 50),
 )
 def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padding: float) -> None:
-    cluster = Cluster(
-        data_parallel=4,
-        pipeline_parallel=stages,
-        virtual_stages=parts if stages > 1 else 1,
-        barrier=barrier,
-    )
+    virtual = parts if stages > 1 else 1
+    cluster = Cluster(4, pipeline_parallel=stages, virtual_stages=virtual, barrier=barrier)
     dealt = DealtStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
     object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
     found = simulate_step(dealt, cluster, linear_length=1)
@@ -235,9 +218,6 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
     busiest = (np.asarray(cost) + padding).sum(axis=0).max()
     assert found.time >= busiest / stages * (1 - 1e-9)
     assert min(found.bubble, found.waiting) >= -1e-12
-
-
-# ---- Context parallelism -------------------------------------------------------------------------
 
 
 def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
@@ -277,8 +257,6 @@ def test_ranks_of_a_group_wait_for_each_other() -> None:
     assert found.waiting == pytest.approx(32 / (2 * 68))
 
 
-# ---- Ways to deal --------------------------------------------------------------------------------
-
 CUT = ("padded rows", "concatenate and chunk")
 
 
@@ -292,12 +270,8 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
     held, cap = np.sort(plan.lengths).tolist(), 33_000
     if name not in CUT:
         assert held == np.sort(lengths).tolist()
-    elif name == "padded rows":
-        missing = lengths.tolist()
-        for n in held:
-            if n in missing:
-                missing.remove(n)
-        assert not missing
+    elif name == "padded rows":  # besides, what fills them up
+        assert not Counter(lengths.tolist()) - Counter(held)
         rows = plan.tokens[plan.tokens > 0]
         assert (rows == cap).all()
     else:
@@ -324,9 +298,8 @@ def test_padded_rows_of_the_worked_example() -> None:
 
 
 def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
-    plan = DEALERS["token budget"](
-        np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2), 9, LINEAR_LENGTH
-    )
+    lengths, cluster = np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2)
+    plan = DEALERS["token budget"](lengths, cluster, 9, LINEAR_LENGTH)
     assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
     assert plan.first_rank.tolist() == [0, 0, 1, 1, 1, 0]
     assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]
