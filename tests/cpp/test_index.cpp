@@ -26,27 +26,26 @@ std::string fault_of(const std::function<void(Samples<std::int32_t, std::int32_t
 
 void test_faults_are_found() {
     using Damaged = Samples<std::int32_t, std::int32_t>&;
-    const auto is = [](const std::string& fault, const std::string& expected) {
-        require(fault == expected, "'" + fault + "' should be '" + expected + "'");
+    const std::pair<std::function<void(Damaged)>, std::string> faults[] = {
+        {[](Damaged) {}, "nothing was thrown"},
+        {[](Damaged s) { s.segment_document[0] = 2; }, "segment 0 names document 2 of 2"},
+        {[](Damaged s) { s.segment_document[0] = -1; }, "segment 0 names document -1 of 2"},
+        {[](Damaged s) { s.segment_begin[1] = 1; },
+         "segment 1 is [1, +9) of document 1, which has 9 tokens"},
+        {[](Damaged s) { s.segment_length[1] = 0; },
+         "segment 1 is [0, +0) of document 1, which has 9 tokens"},
+        {[](Damaged s) { s.segment_document[0] = 1, s.segment_length[0] = 8; },
+         "sample 0 holds 17 tokens; its capacity is 16"},
+        {[](Damaged s) { s.sample_segment_offsets[0] = -1; },
+         "sample 0 claims segments -1 to 2 of 2"},
+        {[](Damaged s) { s.sample_segment_offsets[1] = 7; },
+         "sample 0 claims segments 0 to 7 of 2"},
+        {[](Damaged s) { s.bucket_sample_offsets[1] = 9; }, "bucket 0 claims samples 0 to 9 of 1"},
     };
-    is(fault_of([](Damaged) {}), "nothing was thrown");
-    is(fault_of([](Damaged s) { s.segment_document[0] = 2; }), "segment 0 names document 2 of 2");
-    is(fault_of([](Damaged s) { s.segment_document[0] = -1; }), "segment 0 names document -1 of 2");
-    is(fault_of([](Damaged s) { s.segment_begin[1] = 1; }),
-       "segment 1 is [1, +9) of document 1, which has 9 tokens");
-    is(fault_of([](Damaged s) { s.segment_length[1] = 0; }),
-       "segment 1 is [0, +0) of document 1, which has 9 tokens");
-    is(fault_of([](Damaged s) {
-           s.segment_document[0] = 1;
-           s.segment_length[0] = 8;
-       }),
-       "sample 0 holds 17 tokens; its capacity is 16");
-    is(fault_of([](Damaged s) { s.sample_segment_offsets[0] = -1; }),
-       "sample 0 claims segments -1 to 2 of 2");
-    is(fault_of([](Damaged s) { s.sample_segment_offsets[1] = 7; }),
-       "sample 0 claims segments 0 to 7 of 2");
-    is(fault_of([](Damaged s) { s.bucket_sample_offsets[1] = 9; }),
-       "bucket 0 claims samples 0 to 9 of 1");
+    for (const auto& [damage, wanted] : faults) {
+        const std::string found = fault_of(damage);
+        require(found == wanted, "'" + found + "' should be '" + wanted + "'");
+    }
 }
 
 // Whatever the arrays of an index hold, they are refused or they keep the laws.

@@ -122,26 +122,21 @@ def test_source_is_repacked(
     capsys.readouterr()
     assert main([*packing, target, "--documents", str(rest)]) == 0  # the same: nothing is done
     assert "nothing to do" in capsys.readouterr().err
-    assert "another" in (text := printed(*packing, target, status=2)) or "other documents" in text
+    assert "packed with other documents of it" in printed(*packing, target, status=2)
     assert main([*trace, "--output", str(rest)]) == 0
     assert "it holds something else" in printed(*trace[:-1], half - 2, "--output", rest, status=2)
     assert main([*trace[:-1], str(half - 2), "--output", str(rest), "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--unseen", "wep", "--output", "x"], "'wep' is none of the sources web"),
-        (["--unseen", "web"], "writes the documents to a file: give --output"),
-    ],
-)
-def test_what_cannot_be_asked(tmp_path: Path, run_of: Any, words: list[str], message: str) -> None:
-    run_of()
-    assert message in printed("trace", tmp_path / "run.yaml", *words, status=2)
-
-
-def test_documents_exist(tmp_path: Path, run_of: Any) -> None:
+def test_what_is_not_there_is_refused(
+    tmp_path: Path, run_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_of()
     (tmp_path / "list").write_text("400\n")
-    words = ["--buckets", "64", "--documents", str(tmp_path / "list")]
-    assert "has document 400, and" in printed("pack", tmp_path / "web", *words, status=2)
+    monkeypatch.chdir(tmp_path)
+    for command, message in (
+        ("trace run.yaml --unseen wep --output x", "'wep' is none of the sources web"),
+        ("trace run.yaml --unseen web", "writes the documents to a file: give --output"),
+        ("pack web --buckets 64 --documents list", "has document 400, and"),
+    ):
+        assert message in printed(*command.split(), status=2)

@@ -245,11 +245,12 @@ def test_a_plan_counts_what_the_steps_hold(counts: dict[int, int], num_steps: in
 
 @st.composite
 def draw_orders(draw: st.DrawFn) -> DrawOrder:
-    sizes = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=6)
-    samples, per_draw = zip(*draw(sizes), strict=True)
+    buckets = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=6)
+    samples, per_draw = zip(*draw(buckets), strict=True)
     order = ORDERS[draw(st.sampled_from(sorted(ORDERS)))]
     num_cycles, seed = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(0, 2**63))
-    return DrawOrder(samples, per_draw, order=order, num_cycles=num_cycles, seed=seed)
+    sizes = {"samples_per_epoch": samples, "samples_per_draw": per_draw}
+    return DrawOrder(**sizes, order=order, num_cycles=num_cycles, seed=seed)
 
 
 @given(draws=draw_orders(), end=st.integers(0, 150))

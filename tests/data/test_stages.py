@@ -250,8 +250,9 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
     sources:
       - {name: web, prefix: d0, index: d0.samples, weight: 1}
       - {name: code, prefix: d1, index: d1.samples, weight: 0}
+    attention_window: 4
     stages:
-      - {from_tokens: 320, weights: {web: 1, code: 2.5}}
+      - {from_tokens: 320, weights: {web: 1, code: 2.5}, attention_window: 16, window_steps: 3}
       - {from_step: 15, tokens_per_step: 64, order: grow-p2, num_cycles: 2}
     """
     path = tmp_path / "run.yaml"
@@ -262,6 +263,8 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         assert [stage.begin for stage in schedule.stages] == [0, 10, 15]
         assert [stage.weights for stage in schedule.stages] == [(1, 0), (1, 2.5), (1, 2.5)]
         assert schedule.stages[2].num_cycles == 2
+        windows = [schedule.settings_at(i).window_at(i) for i in (0, 9, 10, 11, 12, 13, 15)]
+        assert windows == [4, 4, 4, 8, 12, 16, 16]
         assert (schedule.step(9).sample_ids < packed.samples.bases[1]).all()
     path.write_text(text + "\n    rows_per_block: 8\n    strategy: concat\n")  # also serves a host
     again = Schedule(open_blend(load_blend(path)), tokens_per_step=32)
@@ -499,14 +502,8 @@ def test_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
 
 def test_another_step_size_continues_at_the_tokens_seen() -> None:
     state = Schedule(INDEX, tokens_per_step=TOKENS).state_dict(11)
+    assert len(json.dumps(state)) < 400 and state["step"] == 11
     larger = Schedule(INDEX, tokens_per_step=2 * TOKENS)
     assert larger.resume_step(state, allow_change=["tokens_per_step"]) == 5
     with pytest.raises(ConfigError, match="unknown field 'sed'; did you mean 'seed'"):
         larger.resume_step(state, allow_change=["sed"])
-
-
-def test_the_state_is_a_handful_of_plain_values() -> None:
-    state = Schedule(INDEX, tokens_per_step=TOKENS).state_dict(7)
-    assert json.loads(json.dumps(state)) == state
-    assert len(json.dumps(state)) < 400
-    assert state["step"] == 7

@@ -21,8 +21,6 @@ from megapack.data import (
     Schedule,
     Stage,
     build_loader,
-    load_blend,
-    open_blend,
     plan_run,
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
@@ -190,18 +188,6 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
     for options in ({"attention_window": 10}, {"stages": stages}):
         with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):
             PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
-
-
-def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
-    packed_documents(tmp_path / "d", random_documents([9, 5, 7, 16]), [16])
-    (tmp_path / "blend.yaml").write_text(
-        "sources: [{prefix: d, index: d.samples}]\n"
-        "attention_window: 4\n"
-        "stages: [{from_step: 1, attention_window: 16, window_steps: 3}]\n"
-    )
-    schedule = Schedule(open_blend(load_blend(tmp_path / "blend.yaml")), tokens_per_step=16)
-    windows = [schedule.settings_at(i).window_at(i) for i in range(6)]
-    assert windows == [4, 4, 8, 12, 16, 16]
 
 
 # ---- A ramp: weights follow a line or a cosine in pieces, within the bound that its page states

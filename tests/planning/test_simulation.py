@@ -209,7 +209,8 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
 )
 def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padding: float) -> None:
     virtual = parts if stages > 1 else 1
-    cluster = Cluster(4, pipeline_parallel=stages, virtual_stages=virtual, barrier=barrier)
+    sizes = {"data_parallel": 4, "pipeline_parallel": stages, "virtual_stages": virtual}
+    cluster = Cluster(**sizes, barrier=barrier)
     dealt = DealtStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
     object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
     found = simulate_step(dealt, cluster, linear_length=1)
