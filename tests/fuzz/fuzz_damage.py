@@ -92,33 +92,22 @@ def epoch_digest(packed: Any, **options: Any) -> str:
     return digest.hexdigest()
 
 
-def _flip(rng: random.Random, data: bytearray) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def _bytes(rng: random.Random, data: bytearray) -> None:
-    at, size = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
-    data[at : at + size] = rng.randbytes(len(data[at : at + size]))
-
-
-def _zero(rng: random.Random, data: bytearray) -> None:
-    at, size = rng.randrange(len(data)), rng.choice([1, 8, 64, 512, 4096, 65536])
-    data[at : at + size] = bytes(len(data[at : at + size]))
-
-
-def _cut(rng: random.Random, data: bytearray) -> None:
-    del data[rng.choice([rng.randrange(len(data)), len(data) - 1, len(data) - 8]) :]
-
-
-def _swap(rng: random.Random, data: bytearray) -> None:
-    size = rng.choice([4, 8, 64, 512, 4096, 65536])
-    a, b = (rng.randrange(max(1, len(data) // size)) * size for _ in range(2))
-    first, second = bytes(data[a : a + size]), bytes(data[b : b + size])
-    if len(first) == len(second):
-        data[a : a + size], data[b : b + size] = second, first
-
-
-DAMAGES = (_flip, _flip, _bytes, _bytes, _zero, _cut, _swap)
+def _damage(rng: random.Random, data: bytearray) -> None:
+    kind = rng.choice(["flip", "flip", "bytes", "bytes", "zero", "cut", "swap"])
+    at, small = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
+    large = rng.choice([1, 8, 64, 512, 4096, 65536])
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        data[at : at + small] = rng.randbytes(len(data[at : at + small]))
+    elif kind == "zero":
+        data[at : at + large] = bytes(len(data[at : at + large]))
+    elif kind == "cut":
+        del data[rng.choice([at, len(data) - 1, len(data) - 8]) :]
+    else:  # blocks change places
+        a, b = (rng.randrange(max(1, len(data) // large)) * large for _ in "ab")
+        if len(data) >= max(a, b) + large:
+            data[a : a + large], data[b : b + large] = data[b : b + large], data[a : a + large]
 
 
 def change(rng: random.Random) -> bytes:
@@ -132,7 +121,7 @@ def change(rng: random.Random) -> bytes:
     data = bytearray(Path(folder.name, name).read_bytes())
     for _ in range(rng.choice([1, 1, 1, 2, 5])):
         if data:
-            rng.choice(DAMAGES)(rng, data)
+            _damage(rng, data)
     return name.encode() + b"\0" + bytes(data)
 
 

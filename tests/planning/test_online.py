@@ -14,6 +14,7 @@ from reference.planning import broken_laws, least_objectives
 
 from megapack.errors import ResumeError
 from megapack.planning import PlannedMicroBatch, StepPlanner, plan_step
+from tests.planning.test_plan_step import answers
 
 Planned = list[PlannedMicroBatch]
 
@@ -24,13 +25,6 @@ def contents(given: Planned) -> list[Any]:
         ([ids.tolist() for ids in m.documents], m.degree.tolist(), [n.tolist() for n in m.lengths])
         for m in given
     ]
-
-
-def answers(seed: int, count: int) -> Any:
-    """Answers of a model to prompts, up to 32,768 tokens."""
-    generator = np.random.default_rng(seed)
-    lengths = np.minimum(generator.lognormal(np.log(4000), 0.9, count), 32_768)
-    return (np.repeat(generator.integers(100, 601, count // 16), 16) + lengths).astype(np.int64)
 
 
 @st.composite

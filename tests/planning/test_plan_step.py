@@ -84,11 +84,11 @@ def test_web_documents_fill_the_fewest_micro_batches_and_balance(num_ranks: int,
 BALANCES = ("micro_batches", "step", "pipeline")
 
 
-def answers(seed: int) -> Any:
-    """2,048 answers to prompts in groups of 16, a step of RL (reasoning)."""
+def answers(seed: int, count: int = 2048) -> Any:
+    """Answers to prompts in groups of 16, a step of RL (reasoning)."""
     generator = np.random.default_rng(seed)
-    tokens = np.minimum(generator.lognormal(np.log(4000), 0.9, 2048), 32_768)
-    return (np.repeat(generator.integers(100, 601, 128), 16) + tokens).astype(np.int64)
+    tokens = np.minimum(generator.lognormal(np.log(4000), 0.9, count), 32_768)
+    return (np.repeat(generator.integers(100, 601, count // 16), 16) + tokens).astype(np.int64)
 
 
 def trajectories(seed: int) -> Any:

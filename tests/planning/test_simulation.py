@@ -89,16 +89,6 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
     assert [sorted(positions) for positions in held] == [list(range(n)) for n in lengths]
 
 
-def test_a_document_on_two_ranks_by_hand() -> None:
-    plan = plan_step([10], num_ranks=2, max_tokens_per_rank=6, max_degree=2)
-    early_and_late, middle = (rank_micro_batches(plan, rank)[0] for rank in range(2))
-    for cp_rank, batch in enumerate((early_and_late, middle)):
-        assert (batch.local_cp_size, batch.cp_rank, batch.max_seqlen) == (2, cp_rank, 12)
-        assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 10], [0, 12])
-    assert early_and_late.indices.tolist() == [0, 1, 2, 9, 10, 11]
-    assert middle.indices.tolist() == [3, 4, 5, 6, 7, 8]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
