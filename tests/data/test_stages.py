@@ -22,7 +22,7 @@ from tests.data.corpora import (
     packed_lengths,
     random_documents,
 )
-from tests.data.test_programs import NAMES, POOL
+from tests.data.test_programs import NAMES, POOL, POOL_COUNTS
 
 
 def schedule_of(*stages: Stage, sources: int = 2, **options: Any) -> Schedule:
@@ -61,13 +61,14 @@ def test_hundreds_of_stages_may_each_end_a_window() -> None:
     stages = [Stage(from_step=i, weights={"s0": i, "s1": 500}) for i in range(1, 700)]
     schedule = schedule_of(*stages, cost_window=5)
     steps = {i: schedule.step(i) for i in (720, *range(720))}
-    drawn: dict[int, list[int]] = {}
+    drawn: dict[tuple[int, int], list[int]] = {}
     for i in range(721):
         for sample in steps[i].sample_ids.tolist():
             source = int(sample >= schedule.samples.bases[1])
-            drawn.setdefault(4 * steps[i].capacity + source, []).append(sample)
-    for samples in drawn.values():
-        size = len(set(samples))
+            drawn.setdefault((source, steps[i].capacity), []).append(sample)
+    for (source, capacity), samples in drawn.items():
+        size = POOL_COUNTS[source][capacity]
+        assert len(samples) >= size
         for epoch in range(len(samples) // size):
             assert len(set(samples[epoch * size : (epoch + 1) * size])) == size
 
