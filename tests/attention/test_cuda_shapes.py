@@ -58,7 +58,6 @@ def _loss(model: TrainingModel, device: str) -> Tensor:
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, causal: bool) -> None:
-    """The operators of this torch, their schema, their shapes and their dtypes."""
     q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="cuda")
     k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
     segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)

@@ -90,6 +90,7 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
         "weighed": draw(st.booleans()),
         "factors": draw(st.none() | st.permutations([0.0, 0.5, 2.0, 3.0, 1.25, 0.3])),
         "loss": draw(st.sampled_from(["token_mean", "sequence_mean"])),
+        "window": draw(st.sampled_from([None, None, alignment, 3 * alignment, 16 * alignment])),
         "options": {
             "positions": draw(st.sampled_from(positions)),
             "attention": attention,
@@ -140,7 +141,6 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def core_fim(fim: Fim) -> CoreFim:
-    """As the gather takes it."""
     names = ("prefix", "suffix", "middle", "spm_rate", "end", "eod")
     given = {name: -1 if getattr(fim, name) is None else getattr(fim, name) for name in names}
     if fim.text is None:
@@ -213,7 +213,7 @@ def test_micro_batch_is_as_defined(
     rows, row_tokens = case["rows"], case["row_tokens"]
     ids = np.arange(len(case["samples"]))
     documents, samples = case["documents"], case["samples"]
-    beside = {name: case[name] for name in ("factors", "loss", "joined")}
+    beside = {name: case[name] for name in ("factors", "loss", "joined", "window")}
     beside["chosen"] = _choose(documents) if case["chosen"] else None
     beside["weights"] = _weigh(documents) if case["weighed"] else None
     draws = None
@@ -245,15 +245,14 @@ def test_micro_batch_is_as_defined(
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
         factors = case["factors"] and case["factors"][: len(ids)]
-        batch = dataset.micro_batch(
-            ids, layout=layout, capacity=case["capacity"], loss_weight=factors, fim=draws
-        )
+        how = {"loss_weight": factors, "fim": draws, "attention_window": case["window"]}
+        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"], **how)
         totals = dataset.samples.label_totals(ids, fim=draws)
         if draws is not None:
             drawn = dataset._gatherer.fim_draws(ids, 0, *draws)
             assert list(zip(drawn[0], drawn[1], strict=True)) == which
     if per_row and extra is None:
-        num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"])
+        num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"], case["window"])
     assert totals.labels.sum() == sum(label >= 0 for label in expected.labels)
     of_samples = totals.weight if case["loss"] == "token_mean" else totals.sequences
     assert np.dot(factors or np.ones(len(ids)), of_samples) == pytest.approx(

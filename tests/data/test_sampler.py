@@ -214,7 +214,7 @@ def test_the_epoch_is_the_default_length() -> None:
 
 
 def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C22: with 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
+    """With 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
     calls: list[int] = []
     deal_evenly = dealing._core.deal_evenly
 

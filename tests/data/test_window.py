@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.data import (
-    BatchLayout,
     BucketBatchSampler,
     PackedDataset,
     Ramp,
@@ -40,7 +38,6 @@ from tests.data.test_stages import schedule_of
 
 
 def pieces(length: int, window: int) -> list[int]:
-    """The definition."""
     return [min(window, length - begin) for begin in range(0, length, window)]
 
 
@@ -73,49 +70,11 @@ def test_segments_are_cut(lists: list[list[int]], window: int, tail: int, spare:
         cut_bounds(bounds, window, num_lists=len(lists), entries=entries - spare - 1)
 
 
-def test_aligned_segments_are_cut_in_both_lists() -> None:
-    """Tokens 0-9 with room to 12, 12-16 with room to 16; pieces begin at multiples of 4."""
-    ids = np.array([3, -1], np.int32)
-    bounds = Bounds(np.array([0, 10, 14], np.int32), np.array([0, 12, 16], np.int32), ids, 12)
-    cut = cut_bounds(bounds, 4)
-    assert cut.cu_seqlens.tolist() == [0, 4, 8, 10, 14]
-    assert cut.cu_seqlens_padded is not None
-    assert cut.cu_seqlens_padded.tolist() == [0, 4, 8, 12, 16]
-    assert cut.dataset_ids.tolist() == [3, 3, 3, -1]
-    assert cut.max_seqlen == 4
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     prefix = tmp_path_factory.mktemp("window") / "d"
     dataset = packed_documents(prefix, random_documents(packed_lengths(200, 64, seed=5)), [32, 64])
     return PackedDataset(dataset, f"{prefix}.samples")
-
-
-@pytest.mark.parametrize(
-    ("per_row", "cu_seqlens"), [(False, "exact"), (False, "padded"), (True, "padded")]
-)
-def test_batch_differs_in_boundaries(data: PackedDataset, per_row: bool, cu_seqlens: Any) -> None:
-    bounds = {"cu_seqlens": cu_seqlens, "cu_seqlens_per_row": per_row}
-    kind = "rows" if per_row else "stream"
-    layout = BatchLayout(micro_batch_tokens=256, kind=kind, row_tokens=128, **bounds)
-    for b, capacity in enumerate((32, 64)):
-        first = data.samples.indices[0].bucket_sample_offsets[b]
-        # The last slot is padding.
-        chosen = np.arange(first, first + layout.num_samples(capacity) - 1)
-        whole = data.micro_batch(chosen, layout=layout, capacity=capacity)
-        cut = data.micro_batch(chosen, layout=layout, capacity=capacity, attention_window=12)
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(whole[name], cut[name])
-        for before, after in zip(
-            torch.atleast_2d(whole["cu_seqlens"]), torch.atleast_2d(cut["cu_seqlens"]), strict=True
-        ):
-            lengths = [p for n in before.diff().tolist() for p in pieces(n, 12)]
-            assert after.diff()[: len(lengths)].tolist() == lengths
-            assert after.diff()[len(lengths) :].sum() == 0
-        assert cut["max_seqlen"] == 12 < whole["max_seqlen"]
-        if cu_seqlens == "padded":
-            assert cut["cu_seqlens"].shape[-1] == data.max_cu_seqlens(layout, capacity, 12)
 
 
 def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) -> None:

@@ -129,7 +129,6 @@ SEEDS: list[bytes] = []
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the damage."""
     name, content = data.split(b"\0", 1)
     damaged = name.decode()
     folder, names, expected = _sound()

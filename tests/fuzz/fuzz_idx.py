@@ -63,7 +63,6 @@ def change(rng: random.Random) -> bytes:
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the change."""
     (directory / "data.idx").write_bytes(data)
     (directory / "data.bin").write_bytes(BIN)
     prefix = directory / "data"

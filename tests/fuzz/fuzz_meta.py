@@ -47,7 +47,6 @@ def change(rng: random.Random) -> bytes:
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the change."""
     prefix = directory / "data"
     for suffix, content in (FILES | {".meta.json": data}).items():
         Path(f"{prefix}{suffix}").write_bytes(content)

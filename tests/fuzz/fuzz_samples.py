@@ -88,7 +88,6 @@ def _with_number(rng: random.Random, data: bytes, header: dict[str, Any]) -> byt
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the change."""
     for name, content in (FILES | {"x.samples": data}).items():
         (directory / name).write_bytes(content)
     dataset = IndexedDataset(directory / "data")

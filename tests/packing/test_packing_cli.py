@@ -85,11 +85,11 @@ def test_only_the_idx_is_needed_and_a_prefix_may_stand_alone(prefix: Path) -> No
 
 def test_a_device_and_what_is_packed_are_not_written(prefix: Path) -> None:
     before, command = Path(f"{prefix}.idx").read_bytes(), ("pack", prefix, "--buckets", "32,64")
-    for output, message in (
+    for words, message in (
         (["/dev/full"], "/dev/full is a device"),
         ([f"{prefix}.idx", "--overwrite"], ".idx is read here, and would be replaced"),
     ):
-        assert message in printed(*command, "--output", *output, status=2)
+        assert message in printed(*command, "--output", *words, status=2)
     assert Path(f"{prefix}.idx").read_bytes() == before
 
 

@@ -132,7 +132,6 @@ def test_later_dataset_is_packed_alone_and_is_last(tmp_path: Path, prefixes: lis
 def test_a_dataset_that_is_named_twice_is_refused_with_the_remedy(
     tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was packed once, and who wanted it twice got half."""
     monkeypatch.chdir(tmp_path)
     for again in (prefixes[1], os.path.relpath(prefixes[1]), f"{tmp_path}/./web1/part1"):
         with pytest.raises(ConfigError, match=r"web1/part1 is named more than once, .* weight"):

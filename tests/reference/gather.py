@@ -29,6 +29,13 @@ class Batch:
         self.loss_mask += mask
         self.position_ids += range(first, first + len(tokens))
 
+    def cut(self, window: int) -> None:
+        """What attends to itself, in pieces that begin at multiples of a window."""
+        sizes = zip(self.lengths, self.rooms, strict=True)
+        begins = [(n, room, at) for n, room in sizes for at in range(0, room, window)]
+        self.lengths = [min(window, n - at) for n, _, at in begins]
+        self.rooms = [min(window, room - at) for _, room, at in begins]
+
     def cu_seqlens(self, which: str = "lengths") -> list[int]:
         result = [0]
         for length in getattr(self, which):
@@ -67,6 +74,7 @@ def gather(
     joined: set[tuple[int, int]] = frozenset(),
     weights: list[list[float]] | None = None,
     factors: list[float] | None = None,
+    window: int | None = None,
     **rules: str | int,
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
@@ -81,6 +89,7 @@ def gather(
             (``label_boundary``), which for attention ``group`` means at groups.
         weights: per document, the factor on the loss of predicting each of its tokens.
         factors: of every sample, on its loss mask.
+        window: tokens that attention may look back over; None: all of a segment.
         rules: see Rules; but for loss="token_mean" the weights of a sequence (a segment) are
             divided by their sum.
     """
@@ -108,6 +117,8 @@ def gather(
             batch.write([how.pad_token] * padding, [NO_LABEL] * padding, first, [0.0] * padding)
             batch.lengths.append(padding)
             batch.rooms.append(padding)
+    if window is not None:
+        batch.cut(window)
     return batch
 
 
