@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,11 @@ INDEX = packed_index(600, (16, 32, 64))
 
 @st.composite
 def launches(draw: st.DrawFn) -> dict[str, Any]:
-    """Ranks, micro batch and step sizes that fit each other."""
-    size = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    micro_batch_tokens = 64 * draw(st.integers(1, 3))
-    draw_tokens = size * micro_batch_tokens * draw(st.integers(1, 3))
+    """Ranks, of which groups may share what is too long, micro batches and steps that fit them."""
+    group = draw(st.sampled_from([1, 1, 2, 4]))
+    size = group * draw(st.sampled_from([1, 2, 3, 4, 6] if group == 1 else [1, 2, 3]))
+    tokens = draw(st.sampled_from([n for n in (16, 32, 64, 128, 192) if n * group >= 64]))
+    draw_tokens = size * tokens * draw(st.integers(1, 3))
     options = {
         "tokens_per_step": draw_tokens,
         "order": draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"])),
@@ -51,7 +53,7 @@ def launches(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.integers(0, 2)) == 2:
         options |= {"mix": "micro_step", "micro_step_tokens": draw_tokens}
         options["tokens_per_step"] *= 2
-    return {"size": size, "micro_batch_tokens": micro_batch_tokens, "schedule": options}
+    return {"group": group, "size": size, "tokens": tokens, "schedule": options}
 
 
 def samplers(
@@ -63,22 +65,31 @@ def samplers(
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
 def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing: str) -> None:
+    """And groups share only what is too long."""
+    group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
     schedule = Schedule(INDEX, **launch["schedule"])
-    ranks = samplers(
-        schedule, launch["size"], launch["micro_batch_tokens"], num_steps=4, dealing=dealing
-    )
-    assert len({len(rank) for rank in ranks}) == 1
-    rows = list(zip(*ranks, strict=True))
-    assert len(rows) == len(ranks[0]) == 4 * ranks[0].num_micro_steps(0)
-    seen: dict[int, list[int]] = {}
-    for row in rows:
+    options = {"sequence_parallel_size": group, "num_steps": 4, "dealing": dealing}
+    ranks = samplers(schedule, size, tokens, **options)
+    assert {len(rank) for rank in ranks} == {sum(map(ranks[0].num_micro_steps, range(4)))}
+    seen: dict[int, list[int]] = defaultdict(list)
+    work: dict[int, list[Any]] = defaultdict(list)
+    for row in zip(*ranks, strict=True):
         assert len({(b.step, b.micro_step, b.bucket, b.capacity) for b in row}) == 1
-        for batch in row:
-            assert len(batch) * batch.capacity == launch["micro_batch_tokens"]
-            assert batch.num_step_label_tokens == schedule.step(batch.step).num_label_tokens
-            seen.setdefault(batch.step, []).extend(batch)
+        step, capacity = row[0].step, row[0].capacity
+        shared = group if capacity > tokens else 1
+        assert {batch.sequence_parallel_size for batch in row} == {shared}
+        num_labels = schedule.step(step).num_label_tokens
+        assert {batch.num_step_label_tokens for batch in row} == {num_labels}
+        for first in range(0, size, shared):
+            members = [batch.sample_ids.tolist() for batch in row[first : first + shared]]
+            assert all(ids == members[0] for ids in members), "a group has one micro batch"
+            assert len(members[0]) * capacity == tokens * shared
+            seen[step] += members[0]
+            cost = schedule.samples.attention_cost(np.array(members[0]), capacity).sum()
+            work[step] += [cost / shared] * shared
     for step, ids in seen.items():
-        assert sorted(ids) == sorted(schedule.step(step).sample_ids.tolist())
+        assert sorted(ids) == sorted(schedule.step(step).sample_ids.tolist()), "each sample once"
+        assert np.allclose(ranks[0].attention_of_ranks(step), np.reshape(work[step], (-1, size)))
 
 
 @given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
@@ -231,40 +242,6 @@ def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch
 
 
 # ---- Ranks that share long samples: the same samples in a group, a slice of the tokens each
-
-
-@st.composite
-def shared_launches(draw: st.DrawFn) -> dict[str, int]:
-    """Groups, and micro batches of which the longest samples need a group's or one rank's."""
-    group = draw(st.sampled_from([2, 4]))
-    size = group * draw(st.sampled_from([1, 2, 3]))
-    tokens = draw(st.sampled_from([n for n in (16, 32, 64, 128) if n * group >= 64]))
-    steps = draw(st.integers(1, 2))
-    return {"group": group, "size": size, "tokens": tokens, "step": size * tokens * steps}
-
-
-@given(launch=shared_launches(), dealing=st.sampled_from(["balanced", "in_order"]))
-def test_groups_share_only_what_is_too_long(launch: dict[str, int], dealing: str) -> None:
-    group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
-    schedule = Schedule(INDEX, tokens_per_step=launch["step"], seed=3)
-    options = {"sequence_parallel_size": group, "num_steps": 4, "dealing": dealing}
-    ranks = samplers(schedule, size, tokens, **options)
-    for step in range(4):
-        content = schedule.step(step)
-        shared = group if content.capacity > tokens else 1
-        found, work = [], []
-        for together in zip(*(rank.micro_batches(step) for rank in ranks), strict=True):
-            assert {item.sequence_parallel_size for item in together} == {shared}
-            for first in range(0, size, shared):
-                members = [item.sample_ids.tolist() for item in together[first : first + shared]]
-                assert all(ids == members[0] for ids in members), "a group has one micro batch"
-                assert len(members[0]) * content.capacity == tokens * shared
-                found += members[0]
-                cost = schedule.samples.attention_cost(np.array(members[0]), content.capacity)
-                work.append(np.full(shared, cost.sum() / shared))
-        assert sorted(found) == sorted(content.sample_ids.tolist()), "each sample once"
-        work_of_ranks = np.concatenate(work).reshape(-1, size)
-        assert np.allclose(ranks[0].attention_of_ranks(step), work_of_ranks)
 
 
 def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> None:
