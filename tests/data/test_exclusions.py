@@ -39,6 +39,7 @@ from tests.data.corpora import (
 )
 from tests.data.test_gather import TENSORS, corpora, samples_of
 from tests.reference import gather as reference
+from tests.reference.gather import pieces
 
 
 @given(case=corpora(), data=st.data())
@@ -126,10 +127,12 @@ def check_costs(
                 runs.append(length)
         all_runs += runs
         attends = {"sample": [sum(lengths)], "document": lengths, "group": runs}[attention]
-        expected.append(sum(n * n for n in attends) + (capacity - sum(lengths)) ** 2)
+        expected.append([*attends, capacity - sum(lengths)])
     ids = np.arange(len(samples))
-    costs = dataset.samples.attention_cost(ids, capacity, num_lists=num_lists)
-    assert costs.tolist() == expected
+    for window in (None, 12):
+        costs = dataset.samples.attention_cost(ids, capacity, window, num_lists=num_lists)
+        parts = [[p for n in of for p in pieces(n, window or capacity)] for of in expected]
+        assert costs.tolist() == [sum(p * p for p in of) for of in parts]
     return all_runs
 
 

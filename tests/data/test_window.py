@@ -23,7 +23,6 @@ from megapack.data import (
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
 from megapack.data.program import Window, ramp_pieces
-from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import (
@@ -35,10 +34,7 @@ from tests.data.corpora import (
     write_documents,
 )
 from tests.data.test_stages import schedule_of
-
-
-def pieces(length: int, window: int) -> list[int]:
-    return [min(window, length - begin) for begin in range(0, length, window)]
+from tests.reference.gather import pieces
 
 
 @settings(max_examples=100)
@@ -98,17 +94,6 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
             assert len(shapes) == 2, "a compiled model would be compiled again for a bucket"
     for step in range(6):
         assert schedule.step(step).sample_ids.tolist() == plain.step(step).sample_ids.tolist()
-        window = schedule.settings_at(step).window_at(step)
-        content = schedule.step(step)
-        for samples in (schedule.samples, SampleSource([index], attention="sample")):
-            costs = samples.attention_cost(content.sample_ids, content.capacity, window)
-            for sample, cost in zip(content.sample_ids.tolist(), costs.tolist(), strict=True):
-                lengths = [length for _, _, length in samples.segments(sample)[1]]
-                used = sum(lengths)
-                lengths = [used] if samples.attention == "sample" else lengths
-                lengths = [*lengths, content.capacity - used]
-                parts = [p for n in lengths for p in (pieces(n, window) if window else [n])]
-                assert cost == sum(p * p for p in parts)
     sampler = BucketBatchSampler(schedule, **of_rank(0, 2))
     assert sampler.imbalance(2)[0].attention <= 1.1
 

@@ -29,13 +29,6 @@ class Batch:
         self.loss_mask += mask
         self.position_ids += range(first, first + len(tokens))
 
-    def cut(self, window: int) -> None:
-        """What attends to itself, in pieces that begin at multiples of a window."""
-        sizes = zip(self.lengths, self.rooms, strict=True)
-        begins = [(n, room, at) for n, room in sizes for at in range(0, room, window)]
-        self.lengths = [min(window, n - at) for n, _, at in begins]
-        self.rooms = [min(window, room - at) for _, room, at in begins]
-
     def cu_seqlens(self, which: str = "lengths") -> list[int]:
         result = [0]
         for length in getattr(self, which):
@@ -118,8 +111,14 @@ def gather(
             batch.lengths.append(padding)
             batch.rooms.append(padding)
     if window is not None:
-        batch.cut(window)
+        batch.lengths = [piece for n in batch.lengths for piece in pieces(n, window)]
+        batch.rooms = [piece for n in batch.rooms for piece in pieces(n, window)]
     return batch
+
+
+def pieces(length: int, window: int) -> list[int]:
+    """Of what attends to itself, which begin at multiples of a window."""
+    return [min(window, length - begin) for begin in range(0, length, window)]
 
 
 def _write_sample(
