@@ -125,25 +125,23 @@ def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
     return StepPlan(num_ranks=num_ranks, num_micro_batches=int(columns[3].max()) + 1, **given)
 
 
-@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 64)])
-def test_pipeline_of_equal_micro_batches_has_the_bubble_of_1f1b(stages: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "parts", "count"),
+    [
+        *((1, 1, 3), (2, 1, 1), (2, 1, 5), (4, 1, 4), (4, 1, 7), (8, 1, 64)),
+        *((2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)),
+    ],
+)
+def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) -> None:
+    """Of equal micro batches; virtual stages divide it."""
     dealt = DealtStep.of_attention(np.full((count, 3), 6.0))
     for barrier in ("micro_batch", "step"):
-        cluster = Cluster(data_parallel=3, pipeline_parallel=stages, barrier=barrier)
-        found = simulate_step(dealt, cluster)
-        assert found.bubble == pytest.approx((stages - 1) / (count + stages - 1))
-        assert found.over_ideal == pytest.approx((count + stages - 1) / count)
+        sizes = {"data_parallel": 3, "pipeline_parallel": stages, "virtual_stages": parts}
+        found = simulate_step(dealt, Cluster(**sizes, barrier=barrier))
+        assert found.bubble == pytest.approx((stages - 1) / (parts * count + stages - 1))
+        assert found.over_ideal == pytest.approx(1 + (stages - 1) / (parts * count))
         assert found.waiting == pytest.approx(0)
-
-
-@pytest.mark.parametrize(
-    ("stages", "parts", "count"), [(2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)]
-)
-def test_virtual_stages_divide_the_bubble(stages: int, parts: int, count: int) -> None:
-    cluster = Cluster(pipeline_parallel=stages, virtual_stages=parts)
-    found = simulate_step(DealtStep.of_attention(np.full((count, 1), 6.0)), cluster)
-    assert found.bubble == pytest.approx((stages - 1) / (parts * count + stages - 1))
-    assert found.num_micro_batches == count and found.empty == 0
+        assert found.num_micro_batches == count and found.empty == 0
 
 
 def test_virtual_pipeline_is_filled_up_with_empty_micro_batches() -> None:
