@@ -6,6 +6,7 @@ import json
 import pickle
 import tempfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,8 @@ def check_costs(
     expected, all_runs = [], []
     for i, sample in enumerate(samples):
         lengths = [length for _, _, length in sample]
-        runs: list[int] = []
-        for s, length in enumerate(lengths):
-            if (i, s) in joined:
-                runs[-1] += length
-            else:
-                runs.append(length)
+        starts = [s for s in range(len(lengths)) if (i, s) not in joined]
+        runs = [sum(lengths[a:b]) for a, b in pairwise([*starts, len(lengths)])]
         all_runs += runs
         attends = {"sample": [sum(lengths)], "document": lengths, "group": runs}[attention]
         expected.append([*attends, capacity - sum(lengths)])

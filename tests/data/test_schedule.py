@@ -134,14 +134,14 @@ def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> N
 def test_settings_without_a_meaning_are_refused() -> None:
     index = samples_of_buckets({8: 4})
     for options, message in (
-        ({"order": "grow-p3"}, "must be one of"),
-        ({"tokens_per_step": 0}, "must be above 0"),
+        ({"order": "grow-p3"}, "order is 'grow-p3'; it must be one of"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be above 0"),
         ({"tokens_per_step": 64.0}, "tokens_per_step is 64.0; it must be a whole number"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616; it must be at least 0 and below"),
-        ({"cost_window": 0}, "cost_window"),
+        ({"cost_window": 0}, "cost_window is 0; it must be above 0"),
         ({"mix": "micro_step"}, "go together"),
         ({"micro_step_tokens": 8}, "go together"),
-        ({"mix": "micro_step", "micro_step_tokens": 48}, "does not divide"),
+        ({"mix": "micro_step", "micro_step_tokens": 48}, "48 does not divide tokens_per_step 64"),
         ({"weights": [1.0, 2.0]}, "2 weights for 1 indices"),
         ({"names": ["a", "b"]}, "2 names for 1 indices"),
         ({"config": ScheduleConfig(tokens_per_step=64)}, "and tokens_per_step too: give one of"),

@@ -294,20 +294,17 @@ def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sa
 
 def test_label_weights_of_a_step_add_up_over_ranks() -> None:
     schedule = schedule_of(Stage(from_step=1, loss_weights={"s1": 0.25}))
-    for step in (0, 1):
-        total, samples = 0.0, schedule.samples
-        for rank in range(3):
-            sampler = BucketBatchSampler(schedule, **of_rank(rank, 3, 32, weighted_loss=True))
-            for batch in sampler.micro_batches(step):
-                assert batch.source.tolist() == samples.locate(batch.sample_ids)[0].tolist()
-                assert ("step_label_weight" in batch.about()) == (step == 1)
-                if step == 1:
-                    assert batch.loss_weight is not None
-                    assert batch.loss_weight.tolist() == [[1, 0.25][s] for s in batch.source]
-                    total += float(samples.count_labels(batch.sample_ids) @ batch.loss_weight)
-        if step == 1:
-            assert total == pytest.approx(batch.step_label_weight)
-            assert 0 < total < batch.num_step_label_tokens
+    own = [of_rank(rank, 3, 32, weighted_loss=True) for rank in range(3)]
+    ranks = [BucketBatchSampler(schedule, **arguments) for arguments in own]
+    plain, weighed = ([b for rank in ranks for b in rank.micro_batches(step)] for step in (0, 1))
+    assert not any("step_label_weight" in batch.about() for batch in plain)
+    total, samples = 0.0, schedule.samples
+    for batch in weighed:
+        assert batch.source.tolist() == samples.locate(batch.sample_ids)[0].tolist()
+        assert batch.loss_weight.tolist() == [[1, 0.25][s] for s in batch.source]
+        total += float(samples.count_labels(batch.sample_ids) @ batch.loss_weight)
+    assert total == pytest.approx(batch.step_label_weight)
+    assert 0 < total < batch.num_step_label_tokens
 
 
 def stage_that_trains(field: str, begin: int, value: float) -> Stage:
@@ -358,19 +355,6 @@ OTHER = packed_index(500, (16, 32, 64), seed=1)
 TOKENS = 64 * 12
 
 
-def consumed(
-    schedule: Schedule, state: dict[str, Any] | None, size: int, micro: int, num_steps: int
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """Sample ids of some steps, all ranks together, and the state afterwards, through JSON."""
-    start = 0 if state is None else schedule.resume_step(json.loads(json.dumps(state)))
-    steps: list[list[int]] = [[] for _ in range(num_steps)]
-    for rank in range(size):
-        own = of_rank(rank, size, micro, start_step=start, num_steps=num_steps)
-        for batch in BucketBatchSampler(schedule, **own):
-            steps[batch.step - start].extend(batch)
-    return [sorted(ids) for ids in steps], schedule.state_dict(start + num_steps)
-
-
 # Ranks, and tokens of a micro batch, that divide a step.
 WORLDS = [(n, m) for n in (1, 2, 3, 4, 6, 12) for m in (64, 128) if TOKENS // m % n == 0]
 
@@ -385,12 +369,18 @@ def test_chains_are_one_run(order: str, cost_window: int, legs: list[tuple[Any, 
         return Schedule(INDEX, tokens_per_step=TOKENS, order=order, cost_window=cost_window)
 
     found: list[list[int]] = []
-    state = None
+    state = fresh().state_dict(0)
     for (size, micro), num_steps in legs:
-        steps, state = consumed(fresh(), state, size, micro, num_steps)
-        found += steps
-    uninterrupted, _ = consumed(fresh(), None, 1, 64, len(found))
-    assert found == uninterrupted
+        schedule = fresh()
+        assert schedule.resume_step(json.loads(json.dumps(state))) == len(found)
+        span = {"start_step": len(found), "num_steps": num_steps}
+        steps: list[list[int]] = [[] for _ in range(num_steps)]
+        for rank in range(size):
+            for batch in BucketBatchSampler(schedule, **of_rank(rank, size, micro, **span)):
+                steps[batch.step - len(found)].extend(batch)
+        found += map(sorted, steps)
+        state = schedule.state_dict(len(found))
+    assert found == [sorted(step) for step in ids(fresh(), range(len(found)))]
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
