@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,29 +125,27 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
     turned, of_sources = 0, [documents_of(dataset) for dataset in data.datasets]
-    for size in (1, 2, 4):
-        found: dict[int, list[list[int]]] = {}
-        masks: dict[int, float] = {}
+    steps = [schedule.step(i) for i in range(8)]
+    weights = [weigh_step(schedule, step, data.samples).label_weight for step in steps]
+    for size, start in ((1, 0), (2, 2), (4, 0)):
+        options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
+        found: dict[int, list[list[int]]] = defaultdict(list)
+        masks: dict[int, float] = defaultdict(float)
         for rank in range(size):
-            start = 2 * (size == 2)
-            options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
-            for batch in small_loader(data, rank, size, weighted_loss=True, **options):
-                step = batch["step"]
-                found.setdefault(step, []).extend(documents_in(batch))
-                masks[step] = masks.get(step, 0) + float(batch["loss_mask"].double().sum())
-                assert batch["num_step_label_tokens"] == schedule.step(step).num_label_tokens
-                weight = batch["step_label_weight"]
-                assert (batch["loss_mask"] > 0).sum() <= (batch["labels"] >= 0).sum()
-            assert masks  # every rank has some
+            batches = list(small_loader(data, rank, size, weighted_loss=True, **options))
+            assert {batch["step"] for batch in batches} == set(range(start, 8))
+            for batch in batches:
+                step, mask = batch["step"], batch["loss_mask"]
+                found[step] += documents_in(batch)
+                masks[step] += float(mask.double().sum())
+                assert batch["num_step_label_tokens"] == steps[step].num_label_tokens
+                assert batch["step_label_weight"] == weights[step]
+                assert (mask > 0).sum() <= (batch["labels"] >= 0).sum()
         for step, documents in found.items():
-            content = schedule.step(step)
-            expected = expected_documents(data, content, of_sources)
+            expected = expected_documents(data, steps[step], of_sources)
             assert sorted(documents) == sorted(expected), (size, step)
             turned += sum(document[0] == PRE for document in documents)
-            wanted = weigh_step(schedule, content, data.samples).label_weight
-            assert masks[step] == pytest.approx(wanted, rel=1e-6)
-            if step == max(found):
-                assert weight == wanted
+            assert masks[step] == pytest.approx(weights[step], rel=1e-6)
     assert turned > 100
     assert schedule.step(7).fim.epochs.max() > 0  # of a later pass
 
