@@ -225,9 +225,8 @@ def test_a_hidden_size_that_is_heads_times_their_width_stays_that_where_sizes_ar
 
 
 def test_windows_chunks_experts_and_vocabulary_are_small() -> None:
-    llama4, mixtral = (
-        tiny_configuration(AutoConfig.for_model(n)) for n in ("llama4_text", "mixtral")
-    )
+    both = map(AutoConfig.for_model, ("llama4_text", "mixtral"))
+    llama4, mixtral = map(tiny_configuration, both)
     assert llama4.attention_chunk_size == CHUNK < min(LENGTHS)
     assert mixtral.num_local_experts == EXPERTS and mixtral.vocab_size == VOCABULARY
     mistral = tiny_configuration(AutoConfig.for_model("mistral", sliding_window=4096))

@@ -64,17 +64,9 @@ def index_of(
     }
     packed = np.asarray(lengths, np.int32)
     checked = _core.DocumentLengths(packed, capacity=max(buckets))
-    return SampleIndex(
-        **arrays,
-        strategy="by hand",
-        parameters={},
-        buckets=sorted(buckets),
-        seed=0,
-        decisions={},
-        documents=DocumentTotals.of(packed, checked),
-        dropped_tokens=0,
-        repeated_tokens=0,
-    )
+    made = {"strategy": "by hand", "parameters": {}, "seed": 0, "decisions": {}}
+    made |= {"buckets": sorted(buckets), "dropped_tokens": 0, "repeated_tokens": 0}
+    return SampleIndex(**arrays, **made, documents=DocumentTotals.of(packed, checked))
 
 
 def packed_as(

@@ -102,16 +102,8 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
 
 
 # Words, halves of characters, whole ones, and nothing, as special tokens have it.
-_TEXTS = [
-    b"a",
-    b" the",
-    b"",
-    "\u00e9".encode(),
-    b"\xc3",
-    b"\xa9x",
-    "\u65e5\u672c".encode(),
-    b"abcd",
-]
+_TEXTS = [b"a", b" the", b"", b"abcd", b"\xc3", b"\xa9x"]
+_TEXTS += ["\u00e9".encode(), "\u65e5\u672c".encode()]
 
 
 @st.composite
@@ -119,11 +111,8 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
     """Fill-in-the-middle of documents of up to ``longest`` tokens, with passes and rates."""
     longest = draw(st.sampled_from([40, 40, 20, 5]))
     end, eod = draw(st.sampled_from([None, 1003])), draw(st.none() | st.integers(1, 119))
-    fim = Fim(
-        *(1000, 1001, 1002, end, eod),
-        spm_rate=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        seed=draw(st.integers(0, 2**64 - 1)),
-    )
+    spm_rate, seed = draw(st.sampled_from([0.0, 0.5, 1.0])), draw(st.integers(0, 2**64 - 1))
+    fim = Fim(1000, 1001, 1002, end, eod, spm_rate, seed)
     if draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 99)))
         fim = replace(fim, text=[_TEXTS[i] for i in rng.integers(0, len(_TEXTS), 110)], parts={})
@@ -222,26 +211,15 @@ def test_micro_batch_is_as_defined(
         documents, beside["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
         draws = FimDraws(epochs, rates, given["fim"].seed)
-    expected = reference.gather(
-        documents,
-        samples,
-        num_rows=rows,
-        row_tokens=row_tokens,
-        capacity=case["capacity"],
-        **beside,
-        **case["options"],
-    )
+    shape = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
+    expected = reference.gather(documents, samples, **shape, **beside, **case["options"])
     per_row = kind == "per row"
     lists = expected.cu_seqlens_of_rows(row_tokens) if per_row else [expected.cu_seqlens()]
     num_cu_seqlens = None if extra is None else max(map(len, lists)) + extra
-    layout = BatchLayout(
-        micro_batch_tokens=rows * row_tokens,
-        kind="stream" if kind == "stream" else "rows",
-        row_tokens=row_tokens,
-        cu_seqlens="exact" if extra is None and not per_row else "padded",
-        num_cu_seqlens=num_cu_seqlens,
-        cu_seqlens_per_row=per_row,
-    )
+    bounds = {"num_cu_seqlens": num_cu_seqlens, "cu_seqlens_per_row": per_row}
+    bounds["cu_seqlens"] = "exact" if extra is None and not per_row else "padded"
+    bounds["kind"] = "stream" if kind == "stream" else "rows"
+    layout = BatchLayout(micro_batch_tokens=rows * row_tokens, row_tokens=row_tokens, **bounds)
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
         factors = case["factors"] and case["factors"][: len(ids)]
@@ -255,9 +233,8 @@ def test_micro_batch_is_as_defined(
         num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"], case["window"])
     assert totals.labels.sum() == sum(label >= 0 for label in expected.labels)
     of_samples = totals.weight if case["loss"] == "token_mean" else totals.sequences
-    assert np.dot(factors or np.ones(len(ids)), of_samples) == pytest.approx(
-        sum(expected.loss_mask)
-    )
+    weighed = np.dot(factors or np.ones(len(ids)), of_samples)
+    assert weighed == pytest.approx(sum(expected.loss_mask))
     shape = (1, rows * row_tokens) if kind == "stream" else (rows, row_tokens)
     for name in TENSORS:
         assert batch[name].shape == shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -38,10 +39,7 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "sampl
 
 
 def copied(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        for batch in batches
-    ]
+    return [copy.deepcopy(batch) for batch in batches]
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,9 @@ class Run:
             change["weights"] = {name: self.weight() for name in drawn}
             weighted = any(stage.weights for stage in self.stages) or None not in self.weights
             if weighted and "grow-p2" not in self.orders and self.random.random() < 0.5:
-                change["ramp"] = Ramp(
-                    until_step=begin + int(self.random.integers(1, 20)),
-                    shape=str(self.random.choice(["linear", "cosine"])),
-                    pieces=int(self.random.integers(1, 6)),
-                )
+                until, pieces = begin + self.random.integers(1, 20), self.random.integers(1, 6)
+                shape: Any = str(self.random.choice(["linear", "cosine"]))
+                change["ramp"] = Ramp(until_step=int(until), shape=shape, pieces=int(pieces))
         if what == "tokens":
             change["tokens_per_step"] = int(self.random.choice(TOKENS))
         if what == "order":
@@ -319,11 +317,11 @@ def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
 
 def skipped(schedule: Schedule) -> dict[int, list[Any]]:
     """Step -> the steps that a stage passes over there: what the one before would draw on."""
-    stages = zip(schedule.stages[:-1], schedule.program[1:], strict=True)
-    return {
-        stage.begin: [before.step_draws(stage.begin + i) for i in range(stage.skip_steps)]
-        for before, stage in stages
-    }
+    found = {}
+    for before, stage in zip(schedule.stages[:-1], schedule.program[1:], strict=True):
+        steps = range(stage.begin, stage.begin + stage.skip_steps)
+        found[stage.begin] = [before.step_draws(i) for i in steps]
+    return found
 
 
 def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: np.ndarray) -> None:
@@ -348,10 +346,8 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
         for i in range(stage.begin, end):
             ids = np.array(seen[i])
             capacity = samples.capacity_of(int(ids[0]))
-            there = [
-                int(np.diff(index.bucket_sample_offsets)[index.bucket_capacity == capacity].sum())
-                for index in samples.indices
-            ]
+            names = [NAMES.index(name) for name in samples.names]
+            there = [POOL_COUNTS[number].get(capacity, 0) for number in names]
             share = weights * there / tokens
             found = np.bincount(samples.locate(ids)[0], minlength=num_sources)
             own_off[capacity] += found - share / share.sum() * len(ids)

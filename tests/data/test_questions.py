@@ -40,17 +40,11 @@ def test_a_permutation_has_an_inverse(size: int, key: int, data: st.DataObject) 
 @pytest.mark.parametrize("order", ["proportional", "grow-p2", "sequential"])
 @pytest.mark.parametrize(("window", "skip"), [(1, 0), (3, 4)])
 def test_windows_and_micro_steps_are_inverted(order: str, window: int, skip: int) -> None:
-    schedule = Schedule(
-        [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})],
-        weights=[1, 2],
-        tokens_per_step=64,
-        mix="micro_step",
-        micro_step_tokens=32,
-        order=order,
-        cost_window=window,
-        stages=[Stage(from_step=5, skip_steps=skip)],
-    )
-    check_steps_of(schedule, 33)
+    indices = [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})]
+    how = {"tokens_per_step": 64, "mix": "micro_step", "micro_step_tokens": 32}
+    how |= {"order": order, "cost_window": window}
+    stages = [Stage(from_step=5, skip_steps=skip)]
+    check_steps_of(Schedule(indices, weights=[1, 2], stages=stages, **how), 33)
 
 
 def test_every_sample_of_a_document_is_found() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from reference.programs import weights_within_epochs
 
-from megapack import pack
 from megapack.data import BucketBatchSampler, Schedule
 from megapack.data.blend import Mixture, Ramp, Source, Stage, load_blend
 from megapack.data.program import resolve, within_epochs
@@ -19,7 +18,7 @@ from megapack.data.report import check_epochs, often_repeated, plan_run
 from megapack.data.sources import SampleSource
 from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
-from tests.data.corpora import of_rank, packed_lengths
+from tests.data.corpora import of_rank, packed_index
 
 PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 SIZES = (100, 1000, 10_000)
@@ -90,10 +89,7 @@ def test_weights_of_every_program_are_the_definitions() -> None:
     assert num_limited > PROGRAMS // 3
 
 
-INDICES = [
-    pack(packed_lengths(count, 64, seed), "bucket", buckets=[16, 32, 64], seed=seed)
-    for seed, count in enumerate([40, 400, 2000])
-]
+INDICES = [packed_index(count, seed=seed) for seed, count in enumerate([40, 400, 2000])]
 
 
 def schedule(run_steps: int | None, **mixture: object) -> Schedule:

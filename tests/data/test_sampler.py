@@ -208,9 +208,8 @@ def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: l
     index = pack([9] * len(begins), "pad", buckets=[capacity])
     layout = BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=64)
     batch = PackedDataset(dataset, index).micro_batch(range(len(begins)), layout=layout)
-    assert np.flatnonzero(batch["tokens"][0].numpy()).tolist() == [
-        begin + i for begin in begins for i in range(9)
-    ]
+    places = [begin + i for begin in begins for i in range(9)]
+    assert np.flatnonzero(batch["tokens"][0].numpy()).tolist() == places
     ends = [*begins[1:], 64]
     bounds = [x for begin, end in zip(begins, ends, strict=True) for x in (begin + 9, end)]
     assert batch["cu_seqlens"].tolist() == [0, *dict.fromkeys(bounds)]
@@ -246,10 +245,8 @@ def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> None:
     size, group, tokens = 4, 2, 32
-    ranks = [
-        small_loader(packed, rank, size, micro_batch_tokens=tokens, sequence_parallel_size=group)
-        for rank in range(size)
-    ]
+    options = {"micro_batch_tokens": tokens, "sequence_parallel_size": group}
+    ranks = [small_loader(packed, rank, size, **options) for rank in range(size)]
     kinds = set()
     for together in zip(*ranks, strict=True):
         capacity = together[0]["capacity"]

@@ -158,9 +158,8 @@ def test_settings_without_a_meaning_are_refused() -> None:
 def test_integers_of_numpy_are_kept_as_json() -> None:
     index, five = samples_of_buckets({8: 4}), np.int64(5)
     stage = Stage(from_step=five, tokens_per_step=np.int32(32), weights={"a": np.float32(0.5)})
-    schedule = Schedule(
-        [index], names=["a"], weights=[1], tokens_per_step=np.int64(64), seed=five, stages=[stage]
-    )
+    how = {"names": ["a"], "weights": [1], "stages": [stage]}
+    schedule = Schedule([index], tokens_per_step=np.int64(64), seed=five, **how)
     state = schedule.state_dict(step=5)
     assert schedule.resume_step(json.loads(json.dumps(state))) == 5
     assert pickle.loads(pickle.dumps(state)) == state
@@ -201,10 +200,8 @@ def spread_of_costs(schedule: Schedule, num_steps: int) -> float:
 
 def test_a_cost_window_gives_draws_samples_of_like_cost() -> None:
     """Also where an epoch ends inside a window, sources are blended and a stage ends it."""
-    short, long = (
-        pack(np.random.default_rng(0).integers(2, high, 9_000), "concat", buckets=[64])
-        for high in (64, 40)
-    )
+    lengths = [np.random.default_rng(0).integers(2, high, 9_000) for high in (64, 40)]
+    short, long = (pack(own, "concat", buckets=[64]) for own in lengths)
     options = {"tokens_per_step": 64 * 8, "seed": 1}
     stages = [Stage(from_step=150, weights={"a": 1, "b": 2}, tokens_per_step=64 * 16)]
     blend = {"weights": [2, 1], "names": ["a", "b"], "stages": stages}

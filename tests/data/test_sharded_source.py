@@ -119,10 +119,8 @@ def test_ids_are_located_in_every_layout_of_shards() -> None:
 def index_of_counts(counts: np.ndarray) -> ShardedIndex:
     """Shards of so many samples per bucket, of which no file exists."""
     none = dict.fromkeys((f.name for f in dataclasses.fields(PackedShard)), None)
-    rows = [
-        PackedShard(**{**none, "samples_per_bucket": tuple(own), "num_documents": 1})
-        for own in counts.tolist()
-    ]
+    none["num_documents"] = 1
+    rows = [PackedShard(**{**none, "samples_per_bucket": tuple(own)}) for own in counts.tolist()]
     how = {"strategy": "bucket", "parameters": {}, "buckets": [], "seed": 0}
     capacities = np.arange(1, counts.shape[1] + 1)
     return ShardedIndex(path="none", shards=tuple(rows), bucket_capacity=capacities, **how)
@@ -172,9 +170,7 @@ def test_its_batches_are_those_of_the_merged_dataset(corpus: Corpus) -> None:
     """Three epochs, the cost of whose dealing and whose labels come from the shards."""
     ours, theirs = corpus.both()
     assert len(ours) == len(theirs) > 60
-    assert_same_batches(
-        batches(ours, 30, cu_seqlens="padded"), batches(theirs, 30, cu_seqlens="padded")
-    )
+    assert_same_batches(*(batches(packed, 30, cu_seqlens="padded") for packed in (ours, theirs)))
     schedule = schedule_of(ours)
     drawn = np.concatenate([schedule.step(i).sample_ids for i in range(schedule.num_steps())])
     assert set(drawn.tolist()) == set(range(len(ours))), "an epoch has every sample"

@@ -109,16 +109,12 @@ def test_a_sampler_counts_the_micro_steps_of_every_stage() -> None:
 
 def test_a_new_largest_bucket_comes_first() -> None:
     """So that running out of memory happens when it joins; not again when weights change."""
-    schedule = Schedule(
-        [POOL[4], POOL[2]],
-        names=["short", "long"],
-        weights=[1, 0],
-        tokens_per_step=96,
-        stages=[
-            Stage(from_step=20, weights={"short": 1000, "long": 1}),
-            Stage(from_step=30, weights={"short": 1001, "long": 1}),
-        ],
-    )
+    stages = [
+        Stage(from_step=20, weights={"short": 1000, "long": 1}),
+        Stage(from_step=30, weights={"short": 1001, "long": 1}),
+    ]
+    how = {"names": ["short", "long"], "weights": [1, 0], "stages": stages}
+    schedule = Schedule([POOL[4], POOL[2]], tokens_per_step=96, **how)
     assert schedule.capacities == [4, 8, 16]
     assert schedule.step(20).capacity == 16
     assert schedule.step(30).capacity < 16
@@ -221,20 +217,15 @@ def test_a_run_without_stages_may_get_one_and_is_told_so_when_it_is_changed_as_a
     assert edited.check_state(state) == ["from step 12 on tokens_per_step was 96 and is 48"]
     with pytest.raises(ResumeError, match="the first difference is at 12"):
         schedule_of().check_state(edited.state_dict(13))
-    assert schedule_of().check_state(edited.state_dict(12)) == [
-        "from step 12 on tokens_per_step was 48 and is 96"
-    ]
+    [change] = schedule_of().check_state(edited.state_dict(12))
+    assert change == "from step 12 on tokens_per_step was 48 and is 96"
 
 
 def test_a_source_may_join_a_run_that_takes_its_sources_by_size() -> None:
     state = Schedule(POOL[:2], tokens_per_step=96).state_dict(9)
-    joined = Schedule(
-        POOL[:3],
-        names=NAMES[:3],
-        weights=[None, None, 0],
-        tokens_per_step=96,
-        stages=[Stage(from_step=9, weights={"s0": 1, "s1": 1, "s2": 1})],
-    )
+    stages = [Stage(from_step=9, weights={"s0": 1, "s1": 1, "s2": 1})]
+    how = {"names": NAMES[:3], "weights": [None, None, 0], "stages": stages}
+    joined = Schedule(POOL[:3], tokens_per_step=96, **how)
     assert joined.resume_step(state) == 9
     assert ids(joined, range(9)) == ids(Schedule(POOL[:2], tokens_per_step=96), range(9))
     with pytest.raises(ResumeError, match="weights was"):  # it would have been drawn from step 0
@@ -283,12 +274,8 @@ def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sa
         Stage(from_step=5, loss_weights={"s0": 3}),  # changes nothing
         Stage(from_step=6, loss_weights={"s0": 1, "s1": 1}),
     )
-    assert [(s.begin, s.loss_weights) for s in weighed.program] == [
-        (0, None),
-        (2, (1.0, 0.5)),
-        (4, (3.0, 0.5)),
-        (6, None),
-    ]
+    found = [(stage.begin, stage.loss_weights) for stage in weighed.program]
+    assert found == [(0, None), (2, (1.0, 0.5)), (4, (3.0, 0.5)), (6, None)]
     assert ids(weighed, range(12)) == ids(plain, range(12))
 
 
@@ -411,10 +398,9 @@ def test_every_rewritten_stage_is_refused_or_allowed_by_name() -> None:
     """Also where another one before it may be what it is."""
 
     def of(tokens: int, weight: float) -> Schedule:
-        return schedule_of(
-            Stage(from_step=5, tokens_per_step=tokens),
-            Stage(from_step=9, weights={"s0": weight, "s1": 1}),
-        )
+        weights = {"s0": weight, "s1": 1}
+        stages = (Stage(from_step=5, tokens_per_step=tokens), Stage(from_step=9, weights=weights))
+        return schedule_of(*stages)
 
     state = of(48, 2).state_dict(20)
     with pytest.raises(ResumeError, match=r"weights was .*first difference is at 5.*\(weights\)"):

@@ -110,9 +110,8 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
     def at(step: int) -> int | None:
         return schedule.settings_at(step).window_at(step)
 
-    assert [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)] == [
-        *(None, None, 8, 8, 8, 8, 16, 16, 24, 32)
-    ]
+    grown = [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)]
+    assert grown == [None, None, 8, 8, 8, 8, 16, 16, 24, 32]
     assert [at(step) for step in (60, 61, 62, 63, 64, 79, 80)] == [40, 32, 24, 16, 8, 8, None]
     assert schedule.smallest_window == 8
     assert str(schedule.settings_at(25).window) == "8 at step 20 to 64 at step 90"
@@ -177,14 +176,9 @@ def test_pieces_have_the_mean_shares_of_their_steps(
 def test_draws_follow_the_ramp_within_the_bound(shape: Any, factor: float, pieces: int) -> None:
     """Counted step by step, in tokens of every source, against the integral of the ramp."""
     begin, length, tokens = 10, 640, 256
-    stage = Stage(
-        from_step=begin,
-        weights={"web": 1, "code": 2, "math": 1},
-        ramp=Ramp(until_step=begin + length, shape=shape, pieces=pieces),
-    )
-    schedule = Schedule(
-        BIG, names=NAMES, weights=[8, 2, 0], tokens_per_step=tokens, seed=5, stages=[stage]
-    )
+    ramp = Ramp(until_step=begin + length, shape=shape, pieces=pieces)
+    stage = Stage(from_step=begin, weights={"web": 1, "code": 2, "math": 1}, ramp=ramp)
+    schedule = ramped(stage, weights=[8, 2, 0], tokens_per_step=tokens, seed=5)
     old, new = np.array([0.8, 0.2, 0.0]), np.array([0.25, 0.5, 0.25])
     taken, wanted, worst = np.zeros(3), np.zeros(3), 0.0
     for step in range(begin + length + 50):
@@ -226,9 +220,8 @@ def test_a_stage_inside_a_ramp_lets_it_go_on_unless_it_has_weights() -> None:
     assert begins(faster) == [0, 10, 20, 25, 30, 40, 50]
     at = {stage.begin: stage for stage in faster.stages}
     assert at[25].weights == at[20].weights and at[25].config.tokens_per_step == 48
-    assert [at[b].weights for b in (30, 40, 50)] == [
-        stage.weights for stage in plain.stages if stage.begin >= 30
-    ]
+    later = [stage.weights for stage in plain.stages if stage.begin >= 30]
+    assert [at[b].weights for b in (30, 40, 50)] == later
     assert at[50].config.tokens_per_step == 48
     on_an_end = ramped(RAMP, Stage(from_step=30, tokens_per_step=48))
     assert begins(on_an_end) == begins(plain)

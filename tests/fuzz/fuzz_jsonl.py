@@ -30,9 +30,8 @@ SEEDS = [
 
 def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tuple[int, bytes]]:
     """(status, text) of every line."""
-    text, offsets, status, line_begin = _core.extract_jsonl(
-        np.frombuffer(data, np.uint8), key, values
-    )
+    given = np.frombuffer(data, np.uint8)
+    text, offsets, status, line_begin = _core.extract_jsonl(given, key, values)
     assert len(status) == len(line_begin) == len(offsets) - 1
     flat = text.tobytes()
     return [(int(s), flat[a:b]) for s, a, b in zip(status, offsets[:-1], offsets[1:], strict=True)]

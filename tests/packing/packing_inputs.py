@@ -103,10 +103,9 @@ def as_packing(index: SampleIndex) -> Packing:
 
 def same_arrays(a: SampleIndex, b: SampleIndex) -> bool:
     """Byte for byte, types included."""
-    return a.bucket_capacity.tobytes() == b.bucket_capacity.tobytes() and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(a.segment_arrays(), b.segment_arrays(), strict=True)
-    )
+    arrays = ([index.bucket_capacity, *index.segment_arrays()] for index in (a, b))
+    pairs = zip(*arrays, strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 PREAMBLE = struct.Struct("<8sIIQQ")  # of a .samples file

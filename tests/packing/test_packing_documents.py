@@ -152,10 +152,8 @@ REPOSITORIES = ["a", "b", None, "a", "c", "a", "c"]
 
 
 def test_groups_go_from_a_key_of_the_text_into_a_sample(tmp_path: Path) -> None:
-    rows = [
-        {"text": f"text number {i} " * 3, **({} if name is None else {"repo": name})}
-        for i, name in enumerate(REPOSITORIES)
-    ]
+    repos = [{} if name is None else {"repo": name} for name in REPOSITORIES]
+    rows = [{"text": f"text number {i} " * 3, **repo} for i, repo in enumerate(repos)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prefix, samples = tmp_path / "c", tmp_path / "c.samples"
     text = ("--input", tmp_path / "c.jsonl", "--tokenizer", "bytes", "--append-eod")
@@ -204,10 +202,8 @@ def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no source was packed with groups"):
         PackedDataset(dataset, plain, attention="group")
     grouped = pack(dataset.document_lengths, buckets=[8, 16], groups=[1, 1])
-    alone, together = (
-        Schedule(PackedDataset(dataset, grouped, attention=attention), tokens_per_step=16)
-        for attention in ("document", "group")
-    )
+    both = [PackedDataset(dataset, grouped, attention=how) for how in ("document", "group")]
+    alone, together = (Schedule(data, tokens_per_step=16) for data in both)
     assert together.resume_step(together.state_dict(3)) == 3
     with pytest.raises(ResumeError, match="attention was None and is 'group'"):
         together.resume_step(alone.state_dict(3))

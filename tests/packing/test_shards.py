@@ -88,12 +88,10 @@ def test_runs_give_every_sample_one_number(tmp_path: Path, prefixes: list[str]) 
     first, shard, begin = index.runs
     runs = zip(shard.tolist(), begin.tolist(), np.diff(first).tolist(), strict=True)
     numbered = [(s, b + i) for s, b, size in runs for i in range(size)]
-    expected = [
-        (number, sample)
-        for bucket in range(len(index.bucket_capacity))
-        for number in range(NUM_SHARDS)
-        for sample in range(*index.open(number).bucket_sample_offsets[bucket : bucket + 2].tolist())
-    ]
+    expected: list[tuple[int, int]] = []
+    for bucket, shard in np.ndindex(len(index.bucket_capacity), NUM_SHARDS):
+        begin, end = index.open(shard).bucket_sample_offsets[bucket : bucket + 2].tolist()
+        expected += [(shard, sample) for sample in range(begin, end)]
     assert numbered == expected and len(expected) == index.num_samples
 
 

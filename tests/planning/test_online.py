@@ -19,10 +19,8 @@ Planned = list[PlannedMicroBatch]
 
 def contents(given: Planned) -> list[Any]:
     """All that micro batches say, as lists."""
-    return [
-        ([ids.tolist() for ids in m.documents], m.degree.tolist(), [n.tolist() for n in m.lengths])
-        for m in given
-    ]
+    columns = [(m.documents, [m.degree], m.lengths) for m in given]
+    return [[[array.tolist() for array in of] for of in column] for column in columns]
 
 
 @st.composite

@@ -31,13 +31,8 @@ def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
     align = draw(st.sampled_from([1, 3, 8]))
     max_tokens = math.lcm(align, 2 * max_degree) * draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(1, max_degree * max_tokens), max_size=40))
-    rules = {
-        "num_ranks": num_ranks,
-        "max_degree": max_degree,
-        "max_tokens_per_rank": max_tokens,
-        "linear_length": draw(st.sampled_from([0, 100])),
-    }
-    return lengths, align, rules
+    rules = {"num_ranks": num_ranks, "max_degree": max_degree, "max_tokens_per_rank": max_tokens}
+    return lengths, align, {**rules, "linear_length": draw(st.sampled_from([0, 100]))}
 
 
 def chunks(length: int, size: int, rank: int) -> list[int]:
@@ -54,10 +49,8 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
     lengths, align, rules = step
     multiple = math.lcm(align, 2 * rules["max_degree"])
     plan = plan_step([-(-n // multiple) * multiple for n in lengths], **rules)
-    ranks = [
-        rank_micro_batches(plan, rank, lengths=np.array(lengths, int), align=align)
-        for rank in range(rules["num_ranks"])
-    ]
+    how = {"lengths": np.array(lengths, int), "align": align}
+    ranks = [rank_micro_batches(plan, rank, **how) for rank in range(rules["num_ranks"])]
     held: list[list[int]] = [[] for _ in lengths]
     for rank, batches in enumerate(ranks):
         assert len(batches) == plan.num_micro_batches
@@ -212,10 +205,8 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
 def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
     plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
     dealt = DealtStep.of_plan(plan)
-    plain, exchanged = (
-        simulate_step(dealt, Cluster(data_parallel=4), exchange_length=length)
-        for length in (0.0, 1e6)
-    )
+    cluster = Cluster(data_parallel=4)
+    plain, exchanged = (simulate_step(dealt, cluster, exchange_length=n) for n in (0.0, 1e6))
     assert not dealt.exchanged.any() and exchanged == plain
 
 

@@ -151,12 +151,9 @@ def _write_sample(
         fill = 0 if goes_on else -(used + length) % how.alignment
         of_segment = used - begin_of_run if groups else 0
         first = {"segment": of_segment, "document": begin, "sample": used}[how.positions]
-        batch.write(
-            documents[document][begin:end] + [how.pad_token] * fill,
-            [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill,
-            first,
-            loss_mask_of(weighed, factor, how.loss) + [0.0] * fill,
-        )
+        tokens = documents[document][begin:end] + [how.pad_token] * fill
+        labels = [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill
+        batch.write(tokens, labels, first, loss_mask_of(weighed, factor, how.loss) + [0.0] * fill)
         used += length + fill
         tokens_of_run += length
         if not goes_on:

@@ -85,10 +85,7 @@ def grouped(
         if group >= 0:
             groups.setdefault(group, []).append(d)
     several = [g for g in groups.values() if sum(lengths[d] > 0 for d in g) > 1]
-    return Grouped(
-        Packing(found, made.dropped, made.repeated),
-        joined,
-        len(several),
-        sum(sum(rounded[d] for d in g) > buckets[-1] for g in several),
-        sum(tuple(g) not in whole for g in several),
-    )
+    num_longer = sum(sum(rounded[d] for d in g) > buckets[-1] for g in several)
+    num_cut = sum(tuple(g) not in whole for g in several)
+    packing = Packing(found, made.dropped, made.repeated)
+    return Grouped(packing, joined, len(several), num_longer, num_cut)

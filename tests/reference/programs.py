@@ -121,10 +121,8 @@ def stage_draws(
     blends: list[Pair | int] = []
     for capacity in capacities:
         those = [s for s in drawn if capacity in sources[s]]
-        parts = [
-            Fraction(stage.weights[s]) / total * capacity * sources[s][capacity] / tokens[s]
-            for s in those
-        ]
+        held = [Fraction(capacity * sources[s][capacity], tokens[s]) for s in those]
+        parts = [Fraction(stage.weights[s]) / total * n for s, n in zip(those, held, strict=True)]
         members.append(those)
         blends.append(tree(whole_shares(parts)))
         epochs.append(max(1, floor(sum(parts) * epoch_tokens / capacity + Fraction(1, 2))))
