@@ -7,7 +7,6 @@ import json
 import pickle
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,19 +57,12 @@ def test_weights_mean_what_they_mean_to_megatron(shares: list[int]) -> None:
 INDICES = [packed_index(900, (16, 32, 64), 1), packed_index(400, (32, 64), 2)]
 
 
-def blended(weights: list[float] | None, **options: Any) -> Schedule:
-    return Schedule(INDICES, weights=weights, tokens_per_step=64 * 8, seed=3, **options)
-
-
-def dataset_of(ids: np.ndarray) -> np.ndarray:
-    return (ids >= INDICES[0].num_samples).astype(int)
-
-
 def test_the_order_of_a_blend_is_the_same_for_ever() -> None:
     """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
-    schedule = blended([0.7, 0.3])
+    schedule = Schedule(INDICES, weights=[0.7, 0.3], tokens_per_step=64 * 8, seed=3)
     first = schedule.step(0)
-    assert first.capacity == 64 and dataset_of(first.sample_ids).tolist() == GOLDEN_DATASETS
+    datasets = (first.sample_ids >= INDICES[0].num_samples).astype(int)
+    assert first.capacity == 64 and datasets.tolist() == GOLDEN_DATASETS
     assert schedule.step(5).sample_ids.tolist() == GOLDEN_STEP
     far = schedule.stages[0].buckets[2].blend.taken(2**53)
     assert far.tolist() == GOLDEN_FAR

@@ -38,10 +38,6 @@ from tests.reference.gather import denominator_of, loss_mask_of
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "sample_ids")
 
 
-def copied(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [copy.deepcopy(batch) for batch in batches]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,7 +54,8 @@ def test_batches_do_not_depend_on_who_prepares_them(
     packed: PackedDataset, options: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     plain = list(loader(packed, prefetch=0, **layout))
-    assert_same_batches(plain, copied(iter(loader(packed, **layout, **options))))
+    again = [copy.deepcopy(batch) for batch in loader(packed, **layout, **options)]
+    assert_same_batches(plain, again)
 
 
 def test_a_batch_has_every_promised_key(packed: PackedDataset) -> None:

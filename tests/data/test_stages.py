@@ -294,31 +294,26 @@ def test_label_weights_of_a_step_add_up_over_ranks() -> None:
     assert 0 < total < batch.num_step_label_tokens
 
 
-def stage_that_trains(field: str, begin: int, value: float) -> Stage:
-    given = {"s1": value} if field == "loss_weights" else value
-    return Stage(from_step=begin, **{field: given})
-
-
 @pytest.mark.parametrize(
     ("field", "values", "change"),
     [
-        ("loss_weights", (2, 4, 2.5), "loss_weights was [1.0, 2.0] and is [1.0, 4.0]"),
-        ("attention_window", (16, 0, 8), "attention_window was [16, 0, 0, 0] and is None"),
+        ("loss_weights", [{"s1": w} for w in (2, 4, 2.5)], "was [1.0, 2.0] and is [1.0, 4.0]"),
+        ("attention_window", [16, 0, 8], "was [16, 0, 0, 0] and is None"),
     ],
 )
 def test_what_a_step_trains_is_part_of_what_a_checkpoint_keeps(
-    field: str, values: tuple[float, ...], change: str
+    field: str, values: list[Any], change: str
 ) -> None:
     """From now on it may change; what was trained may not be claimed to be otherwise."""
 
-    def of(*stages: tuple[int, float]) -> Schedule:
-        return schedule_of(*(stage_that_trains(field, *stage) for stage in stages))
+    def of(*stages: tuple[int, Any]) -> Schedule:
+        return schedule_of(*(Stage(from_step=begin, **{field: value}) for begin, value in stages))
 
     first, later, other = values
     assert field not in of().identity() and "stages" not in of().identity()
     state = json.loads(json.dumps(of((3, first)).state_dict(5)))
     assert of((3, first)).check_state(state) == []
-    assert of((3, first), (5, later)).check_state(state) == [f"from step 5 on {change}"]
+    assert of((3, first), (5, later)).check_state(state) == [f"from step 5 on {field} {change}"]
     for rewritten in (of(), of((3, other)), of((4, first))):
         with pytest.raises(ResumeError, match=rf"train otherwise on the samples.*{field} was"):
             rewritten.check_state(state)
