@@ -121,13 +121,11 @@ def test_the_operator_obeys_the_rules_of_custom_operators() -> None:
     q = torch.randn(9, 4, 8, requires_grad=True)
     k = torch.randn(9, 2, 8, requires_grad=True)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    given = (q, k, k.detach().clone().requires_grad_(), bounds, None)
     rule = {"scale": 0.3, "causal": True, "window": 0, "softcap": 0.0}
-    torch.library.opcheck(
-        torch.ops.megapack.varlen_attn.default,
-        (q, k, k.detach().clone().requires_grad_(), bounds, None),
-        {"max_seqlen": 5, "backend": "eager", **rule},
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+    how = {"max_seqlen": 5, "backend": "eager", **rule}
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.megapack.varlen_attn.default, given, how, test_utils=tests)
 
 
 # ---- A backend is chosen once, with a reason; what it cannot honour is refused, never ignored

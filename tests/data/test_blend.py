@@ -81,12 +81,11 @@ def _write(folder: Path, seed: int, count: int, value: int) -> Path:
 
 
 def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
-    for seed, (value, count) in enumerate([(5, 200), (6, 90), (7, 150)]):
+    entries = []
+    for seed, (value, count, weight) in enumerate([(5, 200, 0.5), (6, 90, 0.3), (7, 150, 0.2)]):
         _write(tmp_path, seed, count, value)
-    entries = [
-        {"name": f"n{v}", "prefix": f"d{v}", "index": f"d{v}.samples", "weight": w}
-        for v, w in ((5, 0.5), (6, 0.3), (7, 0.2))
-    ]
+        files = {"prefix": f"d{value}", "index": f"d{value}.samples"}
+        entries.append({"name": f"n{value}", "weight": weight, **files})
     (tmp_path / "blend.yaml").write_text(json.dumps({"sources": entries, "max_epochs": 9}))
     config = load_blend(tmp_path / "blend.yaml", ["max_epochs=8"])
     assert config.max_epochs == 8

@@ -53,13 +53,9 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
     with tempfile.TemporaryDirectory() as folder:
         files = [write_list(Path(folder) / f"list{i}.npy", list_) for i, list_ in enumerate(lists)]
         documents = write_documents(Path(folder) / "docs", case["documents"], case["dtype"])
-        dataset = PackedDataset(
-            documents,
-            samples_of(case),
-            names=["docs"],
-            stages=[Stage(from_step=i + 1, exclude={"docs": file}) for i, file in enumerate(files)],
-            **case["options"],
-        )
+        stages = [Stage(from_step=i + 1, exclude={"docs": file}) for i, file in enumerate(files)]
+        how = {"names": ["docs"], "stages": stages, **case["options"]}
+        dataset = PackedDataset(documents, samples_of(case), **how)
         shape = {"num_rows": rows, "row_tokens": row_tokens, "capacity": capacity}
         for force in range(3):
             gone = {document for list_ in lists[:force] for document in list_}

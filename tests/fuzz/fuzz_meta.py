@@ -20,11 +20,8 @@ _TOKENS = np.array([5, 7, 0, 9, 0, 0, 19, 1, 0], np.uint16)
 
 
 def _dataset() -> dict[str, bytes]:
-    metadata = {
-        "tokenizer": {"digest": "d", "source": "tokenizer.json"},
-        "document_end_token": 0,
-        "command": ["tokenize", "--input", "x.jsonl"],
-    }
+    metadata = {"tokenizer": {"digest": "d", "source": "tokenizer.json"}, "document_end_token": 0}
+    metadata["command"] = ["tokenize", "--input", "x.jsonl"]
     with tempfile.TemporaryDirectory() as directory:
         prefix = f"{directory}/data"
         with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=20, metadata=metadata) as builder:

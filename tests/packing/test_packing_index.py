@@ -163,10 +163,8 @@ def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None
 
 def test_a_repr_is_one_short_line_for_any_number_of_buckets() -> None:
     many = pack(LENGTHS, "bucket", buckets=range(1, 2000))
-    assert repr(many) == (
-        f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {many.num_samples} samples, "
-        "10 documents)"
-    )
+    holds = f"{many.num_samples} samples, 10 documents"
+    assert repr(many) == f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {holds})"
     assert "bucket of 8 tokens, " in repr(pack(LENGTHS, "concat", buckets=8))
 
 

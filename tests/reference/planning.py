@@ -61,14 +61,10 @@ def broken_laws(
         broken.append(f"only micro batches {sorted(used)} hold documents")
 
     def one_rank_holds(documents: list[int]) -> bool:
-        return (
-            sum(int(plan.lengths[i]) for i in documents) <= max_tokens
-            and len(documents) <= max_documents
-            and all(
-                sum(float(costs[i][k]) for i in documents) <= cap
-                for k, cap in enumerate(max_costs or ())
-            )
-        )
+        sums = [sum(float(costs[i][k]) for i in documents) for k in range(len(max_costs or ()))]
+        fits = all(cost <= cap for cost, cap in zip(sums, max_costs or (), strict=True))
+        tokens = sum(int(plan.lengths[i]) for i in documents)
+        return fits and tokens <= max_tokens and len(documents) <= max_documents
 
     # Groups that are parted: over ranks, or over micro batches without need.
     members: dict[int, list[int]] = defaultdict(list)

@@ -69,11 +69,8 @@ def steps(
     cost: Cost = lambda *_: 0,
 ) -> list[StepContent]:
     """The first ``num_steps`` steps, with order "proportional" and one bucket per step."""
-    queues = {
-        (s, capacity): Queue(size, seed, capacity, s)
-        for s, source in enumerate(sources)
-        for capacity, size in source.items()
-    }
+    sizes = [(s, c, size) for s, source in enumerate(sources) for c, size in source.items()]
+    queues = {(s, capacity): Queue(size, seed, capacity, s) for s, capacity, size in sizes}
     found: list[StepContent] = []
     largest = 0
     draws: Iterator[StepContent] = iter(())
