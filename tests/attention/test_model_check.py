@@ -130,20 +130,18 @@ class WithZLoss(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "model_class"),
+    ("name", "fields", "of_class"),
     [
         ("llama", {}, WithZLoss),
         ("mixtral", {"output_router_logits": True}, None),
         ("qwen3_moe", {"output_router_logits": True}, None),
     ],
 )
-def test_loss_without_a_part_is_refused(
-    name: str, fields: dict[str, Any], model_class: Any
-) -> None:
+def test_loss_without_a_part_is_refused(name: str, fields: dict[str, Any], of_class: Any) -> None:
     def build_of_class(configuration: Any, implementation: str) -> Any:
-        if model_class is None:
+        if of_class is None:
             return build(configuration, implementation)
-        return model_class._from_config(configuration, attn_implementation=implementation)
+        return of_class._from_config(configuration, attn_implementation=implementation)
 
     with pytest.raises(ConfigError, match=rf"'{name}'.*own training loss.*a part is not computed"):
         check(name, build=build_of_class, loss=cross_entropy, **fields)

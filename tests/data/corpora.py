@@ -130,10 +130,8 @@ def of_rank(rank: int = 0, size: int = 1, micro: int = 128, **options: Any) -> d
     return {**ranks, "micro_batch_tokens": micro, **options}
 
 
-def small_loader(
-    packed: PackedDataset, rank: int = 0, size: int = 2, **options: Any
-) -> PackedLoader:
+def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: Any) -> PackedLoader:
     """Six steps of STEP_TOKENS tokens, in micro batches of 128 unless said."""
     schedule = options.pop("schedule", None)
-    schedule = schedule or Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
-    return build_loader(packed, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))
+    schedule = schedule or Schedule(data, tokens_per_step=STEP_TOKENS, seed=2)
+    return build_loader(data, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))

@@ -96,9 +96,7 @@ def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None
 @pytest.mark.parametrize("cuts", ["token", "character"])
 @pytest.mark.parametrize("end", [-1, END])
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
-def test_the_inverse_restores_every_document(
-    cuts: str, end: int, spm_rate: float, tmp_path: Path
-) -> None:
+def test_inverse_restores_documents(cuts: str, end: int, spm_rate: float, tmp_path: Path) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 300).tolist()
     documents = random_documents(lengths, high=120)
     documents = [[*d[:-1], EOD] if i % 3 else d for i, d in enumerate(documents)]
@@ -169,9 +167,7 @@ def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: Pac
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("strategy", ["bucket", "concat", "best_fit_decreasing"])
-def test_samples_have_the_room_that_packing_left(
-    strategy: str, alignment: int, tmp_path: Path
-) -> None:
+def test_samples_have_the_room_packing_left(strategy: str, alignment: int, tmp_path: Path) -> None:
     """Every document that an index says has room is transformed at rate 1, and all samples fit."""
     lengths = np.random.default_rng(2).integers(0, 70, 400)
     dataset = write_documents(tmp_path / "docs", random_documents(lengths.tolist()))

@@ -102,9 +102,7 @@ def test_padded_boundaries_are_what_buckets_need(tmp_path: Path, row_tokens: int
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
-def test_step_weights_are_the_sum_of_loss_masks_at_any_number_of_ranks(
-    tmp_path: Path, loss: str
-) -> None:
+def test_step_weights_sum_loss_masks_at_any_number_of_ranks(tmp_path: Path, loss: str) -> None:
     """One source has weights per token, of which some are 0, and both count by their own factor."""
     documents = [random_documents(packed_lengths(100, 24, seed=s), s) for s in (3, 4)]
     weights = [
@@ -285,9 +283,7 @@ def _stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, "fork")])
-def test_sampler_is_one_of_torch(
-    packed: PackedDataset, num_workers: int, start: str | None
-) -> None:
+def test_sampler_is_torchs(packed: PackedDataset, num_workers: int, start: str | None) -> None:
     ours = loader(packed, rank=1, layout="rows")
     workers = {"num_workers": num_workers, "multiprocessing_context": start}
     theirs = DataLoader(packed, batch_sampler=_sampler(packed), collate_fn=_stacked, **workers)

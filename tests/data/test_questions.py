@@ -81,9 +81,7 @@ def run_of(tmp_path: Path) -> Any:
     return write
 
 
-def test_source_is_repacked(
-    tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Half an epoch in samples of 16 and 32, the rest in samples of 64: each document once."""
     plain, rest = run_of(), tmp_path / "rest.npy"
     half = plain.num_steps() // 2

@@ -114,9 +114,7 @@ def micro_batches(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
-def test_batches_are_asked_for_until_all_is_here(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     reads = 0
 

@@ -50,9 +50,7 @@ def test_a_saved_index_comes_back_whole(
         assert not array.flags.writeable and not array.flags.owndata
 
 
-def test_an_index_travels_to_worker_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_travels_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a file is mapped again, from any directory, and never another that took its place."""
     made = pack(LENGTHS, "concat", buckets=8)
     made.save(tmp_path / "x.samples")
