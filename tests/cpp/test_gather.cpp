@@ -279,13 +279,6 @@ void test_refused_shapes() {
 }  // namespace
 
 int main() {
-    test_weights();
-    test_fim();
-    test_will_need();
-    test_excluded_documents();
-    test_shards();
-    test_damaged_arrays();
-    test_refused_shapes();
-    std::puts("ok");
-    return 0;
+    return pass({test_weights, test_fim, test_will_need, test_excluded_documents, test_shards,
+                 test_damaged_arrays, test_refused_shapes});
 }

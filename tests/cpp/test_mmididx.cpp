@@ -66,10 +66,6 @@ void ranges_and_narrows() {
 }  // namespace
 
 int main() {
-    reads_one_sequence_per_document();
-    widens_long_documents();
-    scans_and_shifts();
-    ranges_and_narrows();
-    std::puts("ok");
-    return 0;
+    return pass({reads_one_sequence_per_document, widens_long_documents, scans_and_shifts,
+                 ranges_and_narrows});
 }

@@ -204,12 +204,6 @@ void test_random_damage_is_found() {
 }  // namespace
 
 int main() {
-    test_length_set();
-    test_lengths_are_checked();
-    test_wrong_arguments_are_refused();
-    test_shares_do_not_round();
-    test_faults_are_found();
-    test_random_damage_is_found();
-    std::puts("ok");
-    return 0;
+    return pass({test_length_set, test_lengths_are_checked, test_wrong_arguments_are_refused,
+                 test_shares_do_not_round, test_faults_are_found, test_random_damage_is_found});
 }

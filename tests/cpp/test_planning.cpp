@@ -63,8 +63,5 @@ void test_refusals_of_what_would_overflow() {
 }  // namespace
 
 int main() {
-    test_random_steps();
-    test_refusals_of_what_would_overflow();
-    std::puts("ok");
-    return 0;
+    return pass({test_random_steps, test_refusals_of_what_would_overflow});
 }

@@ -148,10 +148,5 @@ void test_deals() {
 }  // namespace
 
 int main() {
-    test_permutations();
-    test_orders();
-    test_blends();
-    test_deals();
-    std::puts("ok");
-    return 0;
+    return pass({test_permutations, test_orders, test_blends, test_deals});
 }
