@@ -23,8 +23,7 @@ from megapack.attention.flash import FLASH2
 from megapack.attention.problem import ScoreRule
 from megapack.errors import ConfigError
 
-from .cases import Case, assert_close, cases, run_case
-from .reference import reference_attention
+from .cases import Case, assert_close, cases, reference_attention, run_case
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
