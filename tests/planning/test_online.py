@@ -115,12 +115,13 @@ def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
     assert cost.sum(axis=0).max() * 16 / cost.sum() < 1.02
 
 
-def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("in_group", [1, 3])
+def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever(in_group: int) -> None:
     """5,000 tokens of 8,192: ranks are never full, and micro batches are given all the same."""
     planner = StepPlanner(num_ranks=4, max_tokens_per_rank=8192, window=8)
     given: Planned = []
     for i in range(40):
-        given += planner.add(i, 5000)
+        given += planner.add(i, 5000, group=None if in_group == 1 else i // in_group)
         assert len(planner.state_dict()["ids"]) < 12
     ids = [i for m in given for of in m.documents for i in of.tolist()]
     assert sorted(ids) == list(range(len(ids)))
