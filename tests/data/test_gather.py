@@ -211,8 +211,8 @@ def test_micro_batch_is_as_defined(
         documents, beside["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
         draws = FimDraws(epochs, rates, given["fim"].seed)
-    shape = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
-    expected = reference.gather(documents, samples, **shape, **beside, **case["options"])
+    sizes = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
+    expected = reference.gather(documents, samples, **sizes, **beside, **case["options"])
     per_row = kind == "per row"
     lists = expected.cu_seqlens_of_rows(row_tokens) if per_row else [expected.cu_seqlens()]
     num_cu_seqlens = None if extra is None else max(map(len, lists)) + extra
