@@ -263,7 +263,7 @@ heaviest_first: the heaviest micro batch of a step comes last
 - groups[np.argsort(-costs[groups].sum(axis=1), kind="stable")]
 + groups[np.argsort(costs[groups].sum(axis=1), kind="stable")]
 
-megapack/data/sources.py: tests/data/test_window.py
+megapack/data/sources.py: masking
 window_cost: the last piece of a segment costs as much as a whole one
 - (n % size) ** 2
 + (n % size) * size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -10,7 +11,40 @@ from torch import Tensor
 
 from megapack.attention import AttentionNeeds, alibi_slopes, varlen_attention
 
-from .reference import reference_attention
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    *,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """The definition: one dense float64 softmax over the whole stream, masked to segments.
+
+    q is ``[T, H, D]``, k and v are ``[T, Hkv, D]``.
+    """
+    num_tokens, num_heads, width = q.shape
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(num_tokens)
+    distance = position[:, None] - position[None, :]
+    visible = segment[:, None] == segment[None, :]
+    if causal:
+        visible &= distance >= 0
+    if window:
+        visible &= distance < window
+    factor = num_heads // k.shape[1]
+    keys, values = (x.repeat_interleave(factor, dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, keys) * width**-0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * distance.abs()
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, values)
 
 
 @dataclass(frozen=True)
@@ -25,14 +59,11 @@ class Case:
     alibi: bool = False
     repeats: int = 0  # how often cu_seqlens repeats its last entry
 
-    def rule(self) -> dict[str, object]:
-        slopes = alibi_slopes(self.key_heads * self.group) if self.alibi else None
-        return {
-            "causal": self.causal,
-            "window": self.window,
-            "softcap": self.softcap,
-            "alibi_slopes": slopes,
-        }
+    def rule(self, device: str) -> dict[str, Any]:
+        heads = self.key_heads * self.group
+        slopes = alibi_slopes(heads).to(device) if self.alibi else None
+        rule = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        return {**rule, "alibi_slopes": slopes}
 
     def needs(self, device: str, dtype: torch.dtype) -> AttentionNeeds:
         return AttentionNeeds(
@@ -74,21 +105,13 @@ def run_case(
     q, k, v, weight = (torch.randn(*s, case.width).to(dtype).double() for s in shapes)
     for x in (q, k, v):
         x.requires_grad_(backward)
-    expected = reference_attention(q, k, v, list(case.lengths), **case.rule())  # type: ignore[arg-type]
+    expected = reference_attention(q, k, v, list(case.lengths), **case.rule("cpu"))
 
     bounds = torch.tensor([0, *case.lengths]).cumsum(0)
     bounds = torch.cat([bounds, bounds[-1:].expand(case.repeats)]).to(torch.int32)
     ours = [x.detach().to(device, dtype).requires_grad_(backward) for x in (q, k, v)]
-    rule = case.rule()
-    if isinstance(rule["alibi_slopes"], Tensor):
-        rule["alibi_slopes"] = rule["alibi_slopes"].to(device)
-    out = varlen_attention(
-        *ours,
-        bounds.to(device),
-        max_seqlen=max(case.lengths),
-        backend=backend,
-        **rule,  # type: ignore[arg-type]
-    )
+    how = {"max_seqlen": max(case.lengths), "backend": backend, **case.rule(device)}
+    out = varlen_attention(*ours, bounds.to(device), **how)
     assert out.dtype == dtype and out.shape == q.shape
     tolerance = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 4e-2}[dtype]
     assert_close(out, expected, tolerance, "output")

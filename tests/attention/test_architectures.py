@@ -39,12 +39,8 @@ def outcome(name: str, implementation: str) -> str:
         )
 
     try:
-        check_architecture(
-            AutoConfig.for_model(name),
-            attention=implementation,
-            build=build,
-            device=torch.device("cpu"),
-        )
+        how = {"attention": implementation, "build": build, "device": torch.device("cpu")}
+        check_architecture(AutoConfig.for_model(name), **how)
     except ConfigError as error:
         return next(word for part, word in WORDS.items() if part in str(error))
     return "right"

@@ -9,10 +9,10 @@ are traced on "meta", where a look at a value raises as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megapack.attention import eager, flex
@@ -21,9 +21,7 @@ from megapack.attention.problem import Forward, ScoreRule, Segments
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
-from megapack.training.model.training_model import TrainingModel
 
-VOCAB = 256
 # preset -> a backend of the opaque operator that serves it on CUDA
 MODELS = {
     "llama_tiny": "torch",
@@ -40,25 +38,9 @@ def fake() -> Iterator[None]:
         yield
 
 
-def _model(preset: str, backend: str) -> TrainingModel:
-    config = ModelConfig(preset=preset)
-    architecture = model_configuration(config, VOCAB)
-    with torch.device("meta"):
-        model = build_model(config, architecture, backend=backend, seed=0, chunk_tokens=64)
-    return model.cast(torch.bfloat16)
-
-
-def _loss(model: TrainingModel, device: str) -> Tensor:
-    tokens = torch.zeros(1, 160, dtype=torch.int64, device=device)
-    bounds = torch.zeros(6, dtype=torch.int32, device=device)
-    loss: Tensor = model(tokens, tokens, tokens, bounds, max_seqlen=90, scale=0.5)[0]
-    return loss
-
-
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, causal: bool) -> None:
-    """The operators of this torch, their schema, their shapes and their dtypes."""
     q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="cuda")
     k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
     segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)
@@ -73,10 +55,15 @@ def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, caus
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("preset", MODELS)
 def test_model_step_reads_no_value_and_gives_gradients(preset: str, checkpointing: bool) -> None:
-    model = _model(preset, MODELS[preset])
+    config = ModelConfig(preset=preset)
+    how: Any = {"backend": MODELS[preset], "seed": 0, "chunk_tokens": 64}
+    with torch.device("meta"):
+        model = build_model(config, model_configuration(config, 256), **how)
+        tokens, bounds = torch.zeros(1, 160, dtype=torch.int64), torch.zeros(6, dtype=torch.int32)
+    model = model.cast(torch.bfloat16)
     if checkpointing:
         model.checkpoint_activations()
-    loss = _loss(model, "meta")
+    loss = model(tokens, tokens, tokens, bounds, max_seqlen=90, scale=0.5)[0]
     assert (loss.dtype, loss.shape) == (torch.float32, ())
     loss.backward()
     for name, parameter in model.named_parameters():

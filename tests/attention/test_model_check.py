@@ -23,7 +23,6 @@ from megapack.attention.model_check import (
 from megapack.attention.transformers_interface import _attention_function, tell_recurrent_layers
 from megapack.errors import ConfigError
 
-CPU = torch.device("cpu")
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -33,10 +32,17 @@ def build(configuration: Any, implementation: str) -> Any:
     )
 
 
-def check(name: str, implementation: str, **fields: Any) -> None:
+def check(
+    name: str,
+    implementation: str = "megapack",
+    *,
+    build: Any = build,
+    loss: Any = None,
+    **fields: Any,
+) -> None:
     register("eager")  # the backend that applies every rule
-    configuration = AutoConfig.for_model(name, **fields)
-    check_architecture(configuration, attention=implementation, build=build, device=CPU)
+    how: Any = {"attention": implementation, "build": build, "device": torch.device("cpu")}
+    check_architecture(AutoConfig.for_model(name, **fields), loss=loss, **how)
 
 
 # --- an attention function with one thing wrong ---
@@ -124,42 +130,30 @@ class WithZLoss(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "model_class"),
+    ("name", "fields", "of_class"),
     [
         ("llama", {}, WithZLoss),
         ("mixtral", {"output_router_logits": True}, None),
         ("qwen3_moe", {"output_router_logits": True}, None),
     ],
 )
-def test_loss_without_a_part_is_refused(
-    name: str, fields: dict[str, Any], model_class: Any
-) -> None:
+def test_loss_without_a_part_is_refused(name: str, fields: dict[str, Any], of_class: Any) -> None:
     def build_of_class(configuration: Any, implementation: str) -> Any:
-        if model_class is None:
+        if of_class is None:
             return build(configuration, implementation)
-        return model_class._from_config(configuration, attn_implementation=implementation)
+        return of_class._from_config(configuration, attn_implementation=implementation)
 
-    register("eager")
-    how: Any = {"attention": "megapack", "build": build_of_class, "device": CPU}
-    configuration = AutoConfig.for_model(name, **fields)
     with pytest.raises(ConfigError, match=rf"'{name}'.*own training loss.*a part is not computed"):
-        check_architecture(configuration, loss=cross_entropy, **how)
-    check_architecture(configuration, **how)  # a trainer that takes the architecture's own
+        check(name, build=build_of_class, loss=cross_entropy, **fields)
+    check(name, build=build_of_class, **fields)  # a trainer that takes the architecture's own
 
 
 def test_gradients_that_are_not_of_the_loss_are_found() -> None:
     def loss(model: Any, row: Row) -> Tensor:
         return _NoGradient.apply(cross_entropy(model, row))
 
-    register("eager")
     with pytest.raises(ConfigError, match=r"gradients of a row are not those of the architecture"):
-        check_architecture(
-            AutoConfig.for_model("llama"),
-            attention="megapack",
-            build=build,
-            device=CPU,
-            loss=loss,
-        )
+        check("llama", loss=loss)
 
 
 def test_recurrent_layers_of_a_class_of_somebodys_own_are_told_segments() -> None:
@@ -179,13 +173,14 @@ def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> N
     configuration = AutoConfig.for_model("qwen3")
     before, state = configuration.to_dict(), torch.get_rng_state()
     register("eager")
-    check_architecture(configuration, attention="megapack", build=build, device=CPU)
+    how: Any = {"build": build, "device": torch.device("cpu")}
+    check_architecture(configuration, attention="megapack", **how)
     assert configuration.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_smaller_than_the_tiny_one_is_tried_as_well() -> None:
-    check("qwen3", "megapack", **SMALL, num_key_value_heads=1, head_dim=16)
+    check("qwen3", **SMALL, num_key_value_heads=1, head_dim=16)
 
 
 # --- the tiny model ---
@@ -209,16 +204,14 @@ def test_a_tiny_model_has_every_kind_of_layer(name: str, layers: int, kinds: set
 
 
 def test_a_tiny_model_groups_its_heads_as_the_model_does() -> None:
-    def tiny(name: str, **fields: Any) -> Any:
+    def tiny(name: str, heads: int, key_heads: int, **fields: Any) -> Any:
+        fields |= {"num_attention_heads": heads, "num_key_value_heads": key_heads}
         return tiny_configuration(AutoConfig.for_model(name, **fields))
 
-    grouped = tiny("llama", num_attention_heads=32, num_key_value_heads=8)
-    assert (grouped.num_attention_heads, grouped.num_key_value_heads) == (4, 2)
-    alone = tiny("llama", num_attention_heads=32, num_key_value_heads=1)
-    assert (alone.num_attention_heads, alone.num_key_value_heads) == (4, 1)
-    each = tiny("llama", num_attention_heads=32, num_key_value_heads=32)
-    assert (each.num_attention_heads, each.num_key_value_heads) == (4, 4)
-    odd = tiny("qwen2", hidden_size=896, num_attention_heads=14, num_key_value_heads=2)
+    for key_heads, of_tiny in ((8, 2), (1, 1), (32, 4)):
+        found = tiny("llama", 32, key_heads)
+        assert (found.num_attention_heads, found.num_key_value_heads) == (4, of_tiny)
+    odd = tiny("qwen2", 14, 2, hidden_size=896)
     assert (odd.hidden_size, odd.num_attention_heads) == (4 * 64, 4)
 
 
@@ -230,9 +223,8 @@ def test_a_hidden_size_that_is_heads_times_their_width_stays_that_where_sizes_ar
 
 
 def test_windows_chunks_experts_and_vocabulary_are_small() -> None:
-    llama4, mixtral = (
-        tiny_configuration(AutoConfig.for_model(n)) for n in ("llama4_text", "mixtral")
-    )
+    both = map(AutoConfig.for_model, ("llama4_text", "mixtral"))
+    llama4, mixtral = map(tiny_configuration, both)
     assert llama4.attention_chunk_size == CHUNK < min(LENGTHS)
     assert mixtral.num_local_experts == EXPERTS and mixtral.vocab_size == VOCABULARY
     mistral = tiny_configuration(AutoConfig.for_model("mistral", sliding_window=4096))

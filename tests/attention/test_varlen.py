@@ -23,8 +23,7 @@ from megapack.attention.flash import FLASH2
 from megapack.attention.problem import ScoreRule
 from megapack.errors import ConfigError
 
-from .cases import Case, assert_close, cases, run_case
-from .reference import reference_attention
+from .cases import Case, assert_close, cases, reference_attention, run_case
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -99,9 +98,8 @@ def test_one_graph_serves_every_segmentation(causal: bool) -> None:
     @torch.compile(backend=count, fullgraph=True)
     def layer(x: Tensor, bounds: Tensor, longest: int) -> Tensor:
         q = (x * 2).view(16, 2, 4)
-        return varlen_attention(
-            q, q, q, bounds, max_seqlen=longest, backend="sdpa", causal=causal
-        ).sum()
+        how = {"max_seqlen": longest, "backend": "sdpa", "causal": causal}
+        return varlen_attention(q, q, q, bounds, **how).sum()
 
     torch.manual_seed(0)
     for lengths in ([7, 9], [16, 0], [3, 13]):
@@ -122,34 +120,20 @@ def test_the_operator_obeys_the_rules_of_custom_operators() -> None:
     q = torch.randn(9, 4, 8, requires_grad=True)
     k = torch.randn(9, 2, 8, requires_grad=True)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    torch.library.opcheck(
-        torch.ops.megapack.varlen_attn.default,
-        (q, k, k.detach().clone().requires_grad_(), bounds, None),
-        {
-            "max_seqlen": 5,
-            "scale": 0.3,
-            "causal": True,
-            "window": 0,
-            "softcap": 0.0,
-            "backend": "eager",
-        },
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+    given = (q, k, k.detach().clone().requires_grad_(), bounds, None)
+    rule = {"scale": 0.3, "causal": True, "window": 0, "softcap": 0.0}
+    how = {"max_seqlen": 5, "backend": "eager", **rule}
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.megapack.varlen_attn.default, given, how, test_utils=tests)
 
 
-# ---- The backend is chosen once, with a reason; what cannot be honoured is refused, never
-# ignored
+# ---- A backend is chosen once, with a reason; what it cannot honour is refused, never ignored
 
 
 def _needs(**changes: object) -> AttentionNeeds:
-    values: dict[str, object] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "head_dim": 64,
-        "num_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    return AttentionNeeds(**{**values, **changes})  # type: ignore[arg-type]
+    values: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    values |= {"head_dim": 64, "num_heads": 4, "num_key_value_heads": 2}
+    return AttentionNeeds(**{**values, **changes})
 
 
 def test_a_backend_is_chosen_with_the_reason() -> None:
@@ -177,20 +161,16 @@ def test_a_backend_that_cannot_serve_is_refused(name: str, needs: Any, message: 
 
 
 def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "flash_attn"
+    package, about = tmp_path / "flash_attn", tmp_path / "flash_attn-2.6.3.dist-info"
     package.mkdir()
+    about.mkdir()
     (package / "__init__.py").touch()
     (package / "flash_attn_interface.py").touch()
-    about = tmp_path / "flash_attn-2.6.3.dist-info"
-    about.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     needs = _needs(device=torch.device("cuda"), dtype=torch.bfloat16)
-    for version, refusal in (
-        ("2.6.3", "flash-attn 2.6.3 is older than 2.8"),
-        ("2.8.3.post1", None),
-        ("3.0.0b1", None),
-    ):
+    old = "flash-attn 2.6.3 is older than 2.8"
+    for version, refusal in (("2.6.3", old), ("2.8.3.post1", None), ("3.0.0b1", None)):
         (about / "METADATA").write_text(f"Name: flash-attn\nVersion: {version}\n")
         assert FLASH2.refusal(needs) == refusal
 
@@ -202,10 +182,7 @@ def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.Mon
         ({"softcap": 1.0}, "cannot apply a soft cap"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "int32"),
         *(
-            (
-                {"cu_seqlens": torch.tensor(ends, dtype=torch.int32), "backend": backend},
-                "ascend from 0",
-            )
+            ({"cu_seqlens": torch.IntTensor(ends), "backend": backend}, "ascend from 0")
             for ends in ([0, 3], [1, 4], [0, 5], [0, 3, 2, 4], [])
             for backend in ("sdpa", "eager")
         ),
@@ -217,16 +194,10 @@ def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_call_that_no_backend_honours_is_refused(changes: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "query": torch.zeros(4, 4, 8),
-        "key": torch.zeros(4, 2, 8),
-        "value": torch.zeros(4, 2, 8),
-        "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
-        "max_seqlen": 4,
-        "backend": "sdpa",
-    }
+    arguments: dict[str, Any] = {name: torch.zeros(4, 2, 8) for name in ("key", "value")}
+    arguments |= {"query": torch.zeros(4, 4, 8), "cu_seqlens": torch.IntTensor([0, 4])}
     with pytest.raises(ValueError, match=message):
-        varlen_attention(**{**arguments, **changes})  # type: ignore[arg-type]
+        varlen_attention(**{**arguments, "max_seqlen": 4, "backend": "sdpa", **changes})
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:

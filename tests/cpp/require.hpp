@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,13 @@ inline void require(bool ok, const std::string& what) {
     if (ok) return;
     std::printf("failed: %s\n", what.c_str());
     std::exit(1);
+}
+
+// Runs tests; the exit status of a program whose tests all passed.
+inline int pass(std::initializer_list<void (*)()> tests) {
+    for (const auto test : tests) test();
+    std::puts("ok");
+    return 0;
 }
 
 // The message of what `run` throws as Error.

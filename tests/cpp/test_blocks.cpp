@@ -82,9 +82,6 @@ void is_shared_by_threads() {
 }  // namespace
 
 int main() {
-    has_the_published_values();
-    refuses_what_touches_a_damaged_block();
-    is_shared_by_threads();
-    std::puts("ok");
-    return 0;
+    return pass(
+        {has_the_published_values, refuses_what_touches_a_damaged_block, is_shared_by_threads});
 }

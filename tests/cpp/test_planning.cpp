@@ -1,9 +1,6 @@
-// Plans of random steps: budgets and caps kept, groups aligned and apart, every document placed.
-#include <algorithm>
-#include <map>
+// Random steps are planned within arrays, twice alike; the laws of plans hold tests/planning.
 #include <random>
 #include <stdexcept>
-#include <tuple>
 #include <vector>
 
 #include "core/planning/step_plan.hpp"
@@ -12,47 +9,6 @@
 using namespace megapack;
 
 namespace {
-
-void check_plan(const std::vector<std::int64_t>& lengths, const StepRules& rules,
-                const StepPlan& plan) {
-    const std::int64_t ranks = rules.num_ranks;
-    require(plan.num_micro_batches <= ssize(lengths), "more micro batches than documents");
-    std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::int64_t>>
-        groups;
-    for (std::int64_t i = 0; i < ssize(lengths); ++i) {
-        const std::int64_t m = plan.micro_batch[i];
-        require(m >= 0 && m < plan.num_micro_batches, "a document in no micro batch");
-        groups[{m, plan.first_rank[i], plan.degree[i]}].push_back(lengths[i]);
-    }
-    std::vector<bool> used(plan.num_micro_batches, false);
-    for (const std::int64_t m : plan.micro_batch) used[m] = true;
-    require(std::find(used.begin(), used.end(), false) == used.end(), "an empty micro batch");
-    std::vector<int> taken(ranks * plan.num_micro_batches, 0);
-    for (const auto& [place, documents] : groups) {
-        const auto [m, first, degree] = place;
-        require(degree >= 1 && degree <= rules.max_degree && first % degree == 0 && first >= 0 &&
-                    first + degree <= ranks,
-                "a group that is not aligned");
-        for (std::int64_t rank = first; rank < first + degree; ++rank)
-            require(taken[m * ranks + rank]++ == 0, "a rank in two groups");
-        std::int64_t tokens = 0;
-        for (const std::int64_t length : documents) tokens += length;
-        require(tokens <= degree * rules.max_tokens, "a budget exceeded");
-        require(ssize(documents) <= rules.max_documents, "a cap exceeded");
-    }
-}
-
-void check_costs(const std::vector<double>& costs, const std::vector<double>& caps,
-                 const StepPlan& plan) {
-    const std::int64_t kinds = ssize(caps);
-    std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, double> sums;
-    for (std::int64_t i = 0; i < ssize(plan.degree); ++i)
-        for (std::int64_t k = 0; k < kinds; ++k) {
-            double& sum = sums[{plan.micro_batch[i], plan.first_rank[i], k}];
-            sum += costs[i * kinds + k] / static_cast<double>(plan.degree[i]);
-            require(sum <= caps[k], "a cap on costs exceeded");
-        }
-}
 
 void test_random_steps() {
     std::mt19937 random(7);
@@ -85,9 +41,7 @@ void test_random_steps() {
             require(rules.max_degree > 1 && !groups.empty(), "a sound step was refused");
             continue;  // a group that no number of ranks may hold
         }
-        check_plan(lengths, rules, plan);
-        check_costs(costs, caps, plan);
-        if (round % 4 > 0) continue;
+        require(ssize(plan.micro_batch) == ssize(lengths), "a document in no micro batch");
         const StepPlan again = plan_step(lengths, {costs, caps}, groups, rules);
         require(plan.first_rank == again.first_rank && plan.degree == again.degree &&
                     plan.micro_batch == again.micro_batch,
@@ -109,8 +63,5 @@ void test_refusals_of_what_would_overflow() {
 }  // namespace
 
 int main() {
-    test_random_steps();
-    test_refusals_of_what_would_overflow();
-    std::puts("ok");
-    return 0;
+    return pass({test_random_steps, test_refusals_of_what_would_overflow});
 }

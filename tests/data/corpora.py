@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megapack import _core
 from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.packing.metrics import DocumentTotals
+from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 Segment = tuple[int, int, int]  # document, begin, length
@@ -61,21 +64,21 @@ def index_of(
     }
     packed = np.asarray(lengths, np.int32)
     checked = _core.DocumentLengths(packed, capacity=max(buckets))
-    return SampleIndex(
-        **arrays,
-        strategy="by hand",
-        parameters={},
-        buckets=sorted(buckets),
-        seed=0,
-        decisions={},
-        documents=DocumentTotals.of(packed, checked),
-        dropped_tokens=0,
-        repeated_tokens=0,
-    )
+    made = {"strategy": "by hand", "parameters": {}, "seed": 0, "decisions": {}}
+    made |= {"buckets": sorted(buckets), "dropped_tokens": 0, "repeated_tokens": 0}
+    return SampleIndex(**arrays, **made, documents=DocumentTotals.of(packed, checked))
+
+
+def packed_as(
+    folder: Path, documents: Sequence[Sequence[int]], buckets: dict[int, Any], **options: Any
+) -> PackedDataset:
+    """Documents in the samples of ``buckets``, as ``index_of`` takes them."""
+    index = index_of(buckets, [len(document) for document in documents])
+    return PackedDataset(write_documents(folder / "d", documents), index, **options)
 
 
 def samples_of_buckets(counts: dict[int, int]) -> SampleIndex:
-    """An index with ``counts[capacity]`` full samples of one document each."""
+    """``counts[capacity]`` full samples of one document each."""
     buckets: dict[int, list[list[Segment]]] = {}
     lengths: list[int] = []
     for capacity, count in sorted(counts.items()):
@@ -97,6 +100,26 @@ def packed_index(
     return pack(packed_lengths(num_documents, max(buckets), seed), "bucket", buckets=list(buckets))
 
 
+def packed_shards(manifest: Path | str, prefixes: Sequence[object], **options: Any) -> ShardedIndex:
+    """Datasets packed as one source; ``overwrite``, and options of packing."""
+    how = {"overwrite": options.pop("overwrite", False)}
+    plan = plan_packing(str(manifest), [str(p) for p in prefixes], options, **how)
+    pack_shards(plan, lambda _: None, **how)
+    return load_shards(manifest)
+
+
+def assert_same_batches(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> None:
+    """Of the same keys, values and types."""
+    assert len(a) == len(b) > 0
+    for left, right in zip(a, b, strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == right[name].dtype and torch.equal(value, right[name]), name
+            else:
+                assert value == right[name] and type(value) is type(right[name]), name
+
+
 def _offsets(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
@@ -107,10 +130,8 @@ def of_rank(rank: int = 0, size: int = 1, micro: int = 128, **options: Any) -> d
     return {**ranks, "micro_batch_tokens": micro, **options}
 
 
-def small_loader(
-    packed: PackedDataset, rank: int = 0, size: int = 2, **options: Any
-) -> PackedLoader:
+def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: Any) -> PackedLoader:
     """Six steps of STEP_TOKENS tokens, in micro batches of 128 unless said."""
     schedule = options.pop("schedule", None)
-    schedule = schedule or Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
-    return build_loader(packed, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))
+    schedule = schedule or Schedule(data, tokens_per_step=STEP_TOKENS, seed=2)
+    return build_loader(data, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))

@@ -7,7 +7,6 @@ import json
 import pickle
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,19 +57,12 @@ def test_weights_mean_what_they_mean_to_megatron(shares: list[int]) -> None:
 INDICES = [packed_index(900, (16, 32, 64), 1), packed_index(400, (32, 64), 2)]
 
 
-def blended(weights: list[float] | None, **options: Any) -> Schedule:
-    return Schedule(INDICES, weights=weights, tokens_per_step=64 * 8, seed=3, **options)
-
-
-def dataset_of(ids: np.ndarray) -> np.ndarray:
-    return (ids >= INDICES[0].num_samples).astype(int)
-
-
 def test_the_order_of_a_blend_is_the_same_for_ever() -> None:
     """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
-    schedule = blended([0.7, 0.3])
+    schedule = Schedule(INDICES, weights=[0.7, 0.3], tokens_per_step=64 * 8, seed=3)
     first = schedule.step(0)
-    assert first.capacity == 64 and dataset_of(first.sample_ids).tolist() == GOLDEN_DATASETS
+    datasets = (first.sample_ids >= INDICES[0].num_samples).astype(int)
+    assert first.capacity == 64 and datasets.tolist() == GOLDEN_DATASETS
     assert schedule.step(5).sample_ids.tolist() == GOLDEN_STEP
     far = schedule.stages[0].buckets[2].blend.taken(2**53)
     assert far.tolist() == GOLDEN_FAR
@@ -89,12 +81,11 @@ def _write(folder: Path, seed: int, count: int, value: int) -> Path:
 
 
 def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
-    for seed, (value, count) in enumerate([(5, 200), (6, 90), (7, 150)]):
+    entries = []
+    for seed, (value, count, weight) in enumerate([(5, 200, 0.5), (6, 90, 0.3), (7, 150, 0.2)]):
         _write(tmp_path, seed, count, value)
-    entries = [
-        {"name": f"n{v}", "prefix": f"d{v}", "index": f"d{v}.samples", "weight": w}
-        for v, w in ((5, 0.5), (6, 0.3), (7, 0.2))
-    ]
+        files = {"prefix": f"d{value}", "index": f"d{value}.samples"}
+        entries.append({"name": f"n{value}", "weight": weight, **files})
     (tmp_path / "blend.yaml").write_text(json.dumps({"sources": entries, "max_epochs": 9}))
     config = load_blend(tmp_path / "blend.yaml", ["max_epochs=8"])
     assert config.max_epochs == 8
@@ -103,10 +94,8 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
     schedule = Schedule(packed, tokens_per_step=256, seed=1)
     found = set()
     for batch in build_loader(packed, schedule, **of_rank(num_steps=20)):
-        cu_seqlens = batch["cu_seqlens"].tolist()
-        owners = batch["dataset_ids"].tolist()
-        assert len(owners) == len(cu_seqlens) - 1
-        for owner, begin, end in zip(owners, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        ends, owners = batch["cu_seqlens"].tolist(), batch["dataset_ids"].tolist()
+        for owner, begin, end in zip(owners, ends[:-1], ends[1:], strict=True):
             values = set(batch["tokens"][0, begin:end].tolist())
             assert values == {0 if owner < 0 else 5 + owner}
             found.add(owner)
@@ -174,32 +163,24 @@ def blend_of(weights: list[int]) -> _core.Blend:
 
 def sources_and_ranks(blend: _core.Blend, begin: int, end: int) -> list[tuple[int, int]]:
     """Position by position, from what ``range`` gives source by source."""
-    source, first, count, places = blend.range(begin, end)
-    found: list[tuple[int, int]] = [(-1, -1)] * (end - begin)
-    at = 0
-    for s, rank, size in zip(source.tolist(), first.tolist(), count.tolist(), strict=True):
-        for i, place in enumerate(places[at : at + size].tolist()):
-            found[place] = (s, rank + i)
-        at += size
-    return found
+    *runs, places = (column.tolist() for column in blend.range(begin, end))
+    ranks = [(s, first + i) for s, first, n in zip(*runs, strict=True) for i in range(n)]
+    found = dict(zip(places, ranks, strict=True))
+    return [found[place] for place in range(end - begin)]
 
 
 @given(weights=whole_weights, begin=positions, count=st.integers(0, 60))
 def test_every_position_is_as_defined(weights: list[int], begin: int, count: int) -> None:
+    """And cursors are within the bound, however far a run goes."""
     root, blend = blends.tree(weights), blend_of(weights)
     expected = [blends.locate(root, i) for i in range(begin, begin + count)]
     assert sources_and_ranks(blend, begin, begin + count) == expected
     cursors = blends.taken(root, begin)
     assert blend.taken(begin).tolist() == [cursors[i] for i in range(len(weights))]
     assert [blend.taken_of(i, begin) for i in range(len(weights))] == blend.taken(begin).tolist()
-
-
-@given(weights=whole_weights, end=positions)
-def test_cursors_are_within_the_bound_however_far_a_run_goes(weights: list[int], end: int) -> None:
-    total = sum(weights)
-    for weight, count in zip(weights, blend_of(weights).taken(end).tolist(), strict=True):
-        assert abs(count - Fraction(weight, total) * end) < BOUND
-        assert weight > 0 or count == 0
+    for weight, taken in zip(weights, blend.taken(begin).tolist(), strict=True):
+        assert abs(taken - Fraction(weight, sum(weights)) * begin) < BOUND
+        assert weight > 0 or taken == 0
 
 
 @given(parts=st.lists(st.integers(1, 2**200), min_size=1, max_size=30))
@@ -211,31 +192,24 @@ def test_whole_shares_are_less_than_one_unit_from_the_exact_ones(parts: list[int
 
 
 def weights_of(kind: str, count: int) -> NDArray[np.float64]:
-    """Adversarial and ordinary weights: see the names."""
-    random = np.random.default_rng(7)
-    if kind == "lognormal":
-        return np.exp(random.normal(0, 2, count))
-    if kind == "equal":
-        return np.ones(count)
-    if kind == "giant":
-        return np.r_[np.full(count - 1, 1e-3 / count), 1.0]
-    assert kind == "fibonacci"  # the deepest trees, in which the proof has least to spare
-    return np.array([((1 + 5**0.5) / 2) ** (i % 40) for i in range(count)])
+    """Adversarial and ordinary weights; "fibonacci" has the deepest trees, in which the proof has
+    least to spare."""
+    return {
+        "lognormal": np.exp(np.random.default_rng(7).normal(0, 2, count)),
+        "equal": np.ones(count),
+        "giant": np.r_[np.full(count - 1, 1e-3 / count), 1.0],
+        "fibonacci": ((1 + 5**0.5) / 2) ** (np.arange(count) % 40),
+    }[kind]
 
 
 def worst_error(source: NDArray[np.int64], weights: NDArray[np.float64]) -> float:
-    """Largest |taken(n) - weight n| over all positions n and all sources.
-
-    Between two samples of a source its error falls steadily, so the extremes are just before and
-    just after a sample, and at the end.
-    """
+    """Largest |taken(n) - weight n| over all positions n and all sources: as errors fall steadily
+    between two samples of a source, just before or just after a sample, or at the end."""
     share = weights / weights.sum()
     order = np.argsort(source, kind="stable")
     counts = np.bincount(source, minlength=len(weights))
     rank = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-    own = share[source[order]]
-    before = rank - own * order
-    after = rank + 1 - own * (order + 1)
+    before, after = (rank + n - share[source[order]] * (order + n) for n in (0, 1))
     at_end = counts - share * len(source)
     return float(np.abs(np.concatenate([before, after, at_end])).max())
 
@@ -266,15 +240,14 @@ def test_weights_far_apart_are_taken_as_they_are() -> None:
 
 def test_positions_and_weights_without_a_meaning_are_refused() -> None:
     blend = blend_of([1, 2])
-    for begin, end in ((-1, 3), (5, 4), (0, FAR + 1), (0, 2**40)):
-        with pytest.raises(ValueError, match=r"of a blend|(begin|end) is .* must be"):
-            blend.range(begin, end)
-    for source, end in ((2, 0), (-1, 0), (0, -1), (0, FAR + 1)):
-        with pytest.raises(ValueError, match=r"of a blend|(source|end) is .* must be"):
-            blend.taken_of(source, end)
-    for weights in ([], [0, 0], [3, -1], [2**62, 1]):
-        with pytest.raises(ValueError, match=r"of a blend|a blend of 0 sources"):
-            blend_of(weights)
+    for call, wrong in (
+        (blend.range, [(-1, 3), (5, 4), (0, FAR + 1), (0, 2**40)]),
+        (blend.taken_of, [(2, 0), (-1, 0), (0, -1), (0, FAR + 1)]),
+        (blend_of, [([],), ([0, 0],), ([3, -1],), ([2**62, 1],)]),
+    ):
+        for arguments in wrong:
+            with pytest.raises(ValueError, match=r"of a blend|a blend of 0|\w+ is .* must be"):
+                call(*arguments)
     assert pickle.loads(pickle.dumps(blend)).taken(7).tolist() == blend.taken(7).tolist()
     assert sources_and_ranks(blend, 4, 4) == []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ from megapack.data.fim import Fim, FimConfig, Sentinels, character_tables, open_
 from megapack.data.sampler import weigh_step
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
-from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset
 from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from tests.data.corpora import (
     of_rank,
     packed_lengths,
+    packed_shards,
     random_documents,
     small_loader,
     write_documents,
@@ -69,15 +70,9 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
     folder = tmp_path_factory.mktemp("fim")
     web, code = corpus(folder / "web"), corpus(folder / "code", 1)
     write_weights(folder / "code", [[t % 5 / 4 for t in d.tolist()] for d in documents_of(code)])
-    sources = tuple(
-        Source(
-            name=Path(data.prefix).name,
-            prefix=str(data.prefix),
-            index=indexed(data),
-            weight=weight,
-            fim_rate=rate,
-        )
-        for data, weight, rate in ((web, 1, 0), (code, 2, None))
+    sources = (
+        Source(name="web", prefix=web.prefix, index=indexed(web), weight=1, fim_rate=0),
+        Source(name="code", prefix=code.prefix, index=indexed(code), weight=2),
     )
     stages = (Stage(from_step=4, fim_rates={"web": 1.0}, skip_steps=20),)
     return BlendConfig(sources=sources, fim=FIM, stages=stages)
@@ -95,8 +90,7 @@ def schedule_of(data: PackedDataset, **options: Any) -> Schedule:
 def expected_documents(
     data: PackedDataset, step: Any, documents: list[list[np.ndarray]]
 ) -> list[list[int]]:
-    """What a step, or a draw, shows of every document, given those of every source: by the
-    definition."""
+    """What a step, or a draw, shows of every document, of those of every source."""
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
     found = []
     for sample, epoch, rate in zip(
@@ -131,29 +125,27 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
     turned, of_sources = 0, [documents_of(dataset) for dataset in data.datasets]
-    for size in (1, 2, 4):
-        found: dict[int, list[list[int]]] = {}
-        masks: dict[int, float] = {}
+    steps = [schedule.step(i) for i in range(8)]
+    weights = [weigh_step(schedule, step, data.samples).label_weight for step in steps]
+    for size, start in ((1, 0), (2, 2), (4, 0)):
+        options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
+        found: dict[int, list[list[int]]] = defaultdict(list)
+        masks: dict[int, float] = defaultdict(float)
         for rank in range(size):
-            start = 2 * (size == 2)
-            options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
-            for batch in small_loader(data, rank, size, weighted_loss=True, **options):
-                step = batch["step"]
-                found.setdefault(step, []).extend(documents_in(batch))
-                masks[step] = masks.get(step, 0) + float(batch["loss_mask"].double().sum())
-                assert batch["num_step_label_tokens"] == schedule.step(step).num_label_tokens
-                weight = batch["step_label_weight"]
-                assert (batch["loss_mask"] > 0).sum() <= (batch["labels"] >= 0).sum()
-            assert masks  # every rank has some
+            batches = list(small_loader(data, rank, size, weighted_loss=True, **options))
+            assert {batch["step"] for batch in batches} == set(range(start, 8))
+            for batch in batches:
+                step, mask = batch["step"], batch["loss_mask"]
+                found[step] += documents_in(batch)
+                masks[step] += float(mask.double().sum())
+                assert batch["num_step_label_tokens"] == steps[step].num_label_tokens
+                assert batch["step_label_weight"] == weights[step]
+                assert (mask > 0).sum() <= (batch["labels"] >= 0).sum()
         for step, documents in found.items():
-            content = schedule.step(step)
-            expected = expected_documents(data, content, of_sources)
+            expected = expected_documents(data, steps[step], of_sources)
             assert sorted(documents) == sorted(expected), (size, step)
             turned += sum(document[0] == PRE for document in documents)
-            wanted = weigh_step(schedule, content, data.samples).label_weight
-            assert masks[step] == pytest.approx(wanted, rel=1e-6)
-            if step == max(found):
-                assert weight == wanted
+            assert masks[step] == pytest.approx(weights[step], rel=1e-6)
     assert turned > 100
     assert schedule.step(7).fim.epochs.max() > 0  # of a later pass
 
@@ -183,12 +175,10 @@ def test_worker_processes_and_single_samples_are_turned_round_alike(blend: Blend
 
 def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) -> None:
     """Documents are numbered through the source."""
-    parts = [corpus(tmp_path / f"part{i}", i, 40) for i in range(3)]
-    options = {"buckets": BUCKETS, "fim_room": 4}
-    plan = plan_packing(str(tmp_path / "all.shards.json"), [p.prefix for p in parts], options)
-    pack_shards(plan, lambda _: None)
-    sharded = PackedDataset(None, tmp_path / "all.shards.json", fim=FIM)
-    merge([str(part.prefix) for part in parts], tmp_path / "merged")
+    parts = [corpus(tmp_path / f"part{i}", i, 40).prefix for i in range(3)]
+    index = packed_shards(tmp_path / "all.shards.json", parts, buckets=BUCKETS, fim_room=4)
+    sharded = PackedDataset(None, index, fim=FIM)
+    merge([str(part) for part in parts], tmp_path / "merged")
     merged = [documents_of(IndexedDataset(tmp_path / "merged"))]
     for step in map(schedule_of(sharded).step, range(6)):
         for draw in step.draws:
@@ -196,12 +186,7 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
             assert documents_in(batch) == expected_documents(sharded, draw, merged)
 
 
-# ---- Resume --------------------------------------------------------------------------------------
-
-
-def test_what_was_turned_round_is_not_rewritten_and_what_comes_may_change(
-    blend: BlendConfig,
-) -> None:
+def test_what_was_turned_round_stays_and_what_comes_may_change(blend: BlendConfig) -> None:
     def schedule(**changes: Any) -> Schedule:
         return schedule_of(open_blend(replace(blend, **changes)))
 
@@ -225,9 +210,6 @@ def test_what_was_turned_round_is_not_rewritten_and_what_comes_may_change(
     assert "fim_rates" in joined
     plan = str(plan_run(schedule(sources=bare, stages=joins), 5))
     assert plan.count("fill-in-the-middle, share of documents: code 0.5\n") == 1
-
-
-# ---- What is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,14 +236,14 @@ def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
 
     assert opened(prefix="<bos>", end="<pad>").sentinels == [257, 2, 3, 258]
     assert opened(eod=None).eod == 256
-    with pytest.raises(ConfigError, match="prefix is '<PRE>', which is not one token of bytes"):
-        opened(prefix="<PRE>")
-    with pytest.raises(ConfigError, match="suffix is 300; it must be at least 0 and below 259"):
-        opened(suffix=300)
-    with pytest.raises(ConfigError, match="middle and suffix are both token 2"):
-        opened(middle=2)
-    with pytest.raises(ConfigError, match="eod and prefix are both token 256"):
-        opened(prefix="<eod>", eod=None)
+    for given, message in (
+        ({"prefix": "<PRE>"}, "prefix is '<PRE>', which is not one token of bytes"),
+        ({"suffix": 300}, "suffix is 300; it must be at least 0 and below 259"),
+        ({"middle": 2}, "middle and suffix are both token 2"),
+        ({"prefix": "<eod>", "eod": None}, "eod and prefix are both token 256"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(**given)
     bare = FimConfig(sentinels=Sentinels(prefix=1, suffix=2, middle=3))
     with pytest.raises(ConfigError, match="which token ends documents"):
         open_fim(bare, [write_documents(tmp_path / "d", [[1, 2]])])
@@ -284,13 +266,9 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
         check_token_ids(data, 128)
     with pytest.raises(ConfigError, match=r"there is no fim: .*\.\.\.} in the manifest"):
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
+    stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
     with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):
-        stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
-        given = {"fim": FIM, "stages": stages}
-        schedule_of(PackedDataset(dataset, index, label_dataset=None, **given))
-
-
-# ---- Cuts between characters ---------------------------------------------------------------------
+        schedule_of(PackedDataset(dataset, index, label_dataset=None, fim=FIM, stages=stages))
 
 
 def test_tables_write_both_sides_of_a_cut_with_the_fewest_tokens() -> None:

@@ -96,13 +96,10 @@ def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None
 @pytest.mark.parametrize("cuts", ["token", "character"])
 @pytest.mark.parametrize("end", [-1, END])
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
-def test_the_inverse_restores_every_document(
-    cuts: str, end: int, spm_rate: float, tmp_path: Path
-) -> None:
+def test_inverse_restores_documents(cuts: str, end: int, spm_rate: float, tmp_path: Path) -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 300).tolist()
-    documents = [
-        [*d[:-1], EOD] if i % 3 else d for i, d in enumerate(random_documents(lengths, high=120))
-    ]
+    documents = random_documents(lengths, high=120)
+    documents = [[*d[:-1], EOD] if i % 3 else d for i, d in enumerate(documents)]
     tables = character_tables(TEXTS) if cuts == "character" else None
     packed = opened(tmp_path, documents, end=end, spm_rate=spm_rate, tables=tables)
     fim = packed.samples.fim
@@ -113,9 +110,7 @@ def test_the_inverse_restores_every_document(
         if len(document) == 1:
             assert told == document  # nothing to move
             continue
-        assert told[0] == PRE and [told.count(token) for token in fim.sentinels] == [1] * (
-            len(fim.sentinels)
-        )
+        assert told[0] == PRE and all(told.count(token) == 1 for token in fim.sentinels)
         assert len(document) + len(fim.sentinels) <= len(told) <= len(document) + fim.room
         restored = fim.restore(told).tolist()
         assert text(restored) == text(document) and (restored[-1] == EOD) == (document[-1] == EOD)
@@ -146,10 +141,7 @@ def tables(**changed: list[int]) -> Any:
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0])), "do not fit each other"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(parts=[0, -1])), "a part is token -1"),
         (lambda: _core.Fim(**SENTINELS, tables=tables(**{"cuts'": [0, 1, 1]})), "token 1 has 2 ch"),
-        (
-            lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})),
-            "70000 cha",
-        ),
+        (lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})), "70000 cha"),
     ],
 )
 def test_the_seam_refuses_what_is_no_fim(call: Callable[[], Any], message: str) -> None:
@@ -175,9 +167,7 @@ def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: Pac
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("strategy", ["bucket", "concat", "best_fit_decreasing"])
-def test_samples_have_the_room_that_packing_left(
-    strategy: str, alignment: int, tmp_path: Path
-) -> None:
+def test_samples_have_the_room_packing_left(strategy: str, alignment: int, tmp_path: Path) -> None:
     """Every document that an index says has room is transformed at rate 1, and all samples fit."""
     lengths = np.random.default_rng(2).integers(0, 70, 400)
     dataset = write_documents(tmp_path / "docs", random_documents(lengths.tolist()))

@@ -33,7 +33,7 @@ from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.builder import write_weights
-from tests.data.corpora import index_of, random_documents, write_documents
+from tests.data.corpora import index_of, packed_as, random_documents, write_documents
 from tests.reference import gather as reference
 from tests.reference.fim import Fim, Parts, transformed
 
@@ -47,9 +47,7 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
 
     With fill-in-the-middle most pieces are whole documents, as only those are transformed.
     """
-    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
-    if not any(lengths):
-        lengths.append(5)
+    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
     capacity = draw(st.integers(40 if with_fim else 1, 48))
     pieces = [(d, n) for d, n in enumerate(lengths) if n]
     samples = []
@@ -67,10 +65,10 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
     fim = draw(fims()) if with_fim else None
     if fim is not None:
         capacity += 5 * 10
-    joined = draw(
-        st.sets(st.sampled_from([(i, s) for i, one in enumerate(samples) for s in range(len(one))]))
-    )
+    places = [(i, s) for i, one in enumerate(samples) for s in range(len(one))]
+    joined = draw(st.sets(st.sampled_from(places)))
     attention = draw(st.sampled_from(["document", "group", "sample"]))
+    positions = ["segment", "sample", *(["document"] if attention != "group" else [])]
     alignment = draw(st.sampled_from([1, 1, 2, 8]))
     if alignment > 1:  # room for every segment to be aligned
         capacity = -(-(capacity + 5 * alignment) // alignment) * alignment
@@ -92,10 +90,9 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
         "weighed": draw(st.booleans()),
         "factors": draw(st.none() | st.permutations([0.0, 0.5, 2.0, 3.0, 1.25, 0.3])),
         "loss": draw(st.sampled_from(["token_mean", "sequence_mean"])),
+        "window": draw(st.sampled_from([None, None, alignment, 3 * alignment, 16 * alignment])),
         "options": {
-            "positions": draw(st.sampled_from(["segment", "sample"]))
-            if attention == "group"
-            else draw(st.sampled_from(["segment", "document", "sample"])),
+            "positions": draw(st.sampled_from(positions)),
             "attention": attention,
             "label_boundary": draw(st.sampled_from(["document", "sample"])),
             "alignment": alignment,
@@ -105,16 +102,8 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
 
 
 # Words, halves of characters, whole ones, and nothing, as special tokens have it.
-_TEXTS = [
-    b"a",
-    b" the",
-    b"",
-    "\u00e9".encode(),
-    b"\xc3",
-    b"\xa9x",
-    "\u65e5\u672c".encode(),
-    b"abcd",
-]
+_TEXTS = [b"a", b" the", b"", b"abcd", b"\xc3", b"\xa9x"]
+_TEXTS += ["\u00e9".encode(), "\u65e5\u672c".encode()]
 
 
 @st.composite
@@ -122,11 +111,8 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
     """Fill-in-the-middle of documents of up to ``longest`` tokens, with passes and rates."""
     longest = draw(st.sampled_from([40, 40, 20, 5]))
     end, eod = draw(st.sampled_from([None, 1003])), draw(st.none() | st.integers(1, 119))
-    fim = Fim(
-        *(1000, 1001, 1002, end, eod),
-        spm_rate=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        seed=draw(st.integers(0, 2**64 - 1)),
-    )
+    spm_rate, seed = draw(st.sampled_from([0.0, 0.5, 1.0])), draw(st.integers(0, 2**64 - 1))
+    fim = Fim(1000, 1001, 1002, end, eod, spm_rate, seed)
     if draw(st.booleans()):
         rng = np.random.default_rng(draw(st.integers(0, 99)))
         fim = replace(fim, text=[_TEXTS[i] for i in rng.integers(0, len(_TEXTS), 110)], parts={})
@@ -144,11 +130,8 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def core_fim(fim: Fim) -> CoreFim:
-    """As the gather takes it."""
-    given = {name: getattr(fim, name) for name in ("prefix", "suffix", "middle", "spm_rate")}
-    given |= {
-        name: -1 if getattr(fim, name) is None else getattr(fim, name) for name in ("end", "eod")
-    }
+    names = ("prefix", "suffix", "middle", "spm_rate", "end", "eod")
+    given = {name: -1 if getattr(fim, name) is None else getattr(fim, name) for name in names}
     if fim.text is None:
         return CoreFim(**given)
     characters = [sum(byte & 0xC0 != 0x80 for byte in text) for text in fim.text]
@@ -174,18 +157,6 @@ def _weigh(documents: list[list[int]]) -> list[list[float]]:
     return [[sizes[(t + i) % 8] for i, t in enumerate(document)] for document in documents]
 
 
-def _beside(case: dict[str, Any]) -> dict[str, Any]:
-    """What a case has beside its documents, for the definition."""
-    documents = case["documents"]
-    return {
-        "chosen": _choose(documents) if case["chosen"] else None,
-        "weights": _weigh(documents) if case["weighed"] else None,
-        "factors": case["factors"],
-        "loss": case["loss"],
-        "joined": case["joined"],
-    }
-
-
 def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
@@ -202,7 +173,6 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
 
 
 def samples_of(case: dict[str, Any]) -> SampleIndex:
-    """The samples of a case."""
     lengths = [len(document) for document in case["documents"]]
     samples = {case["capacity"]: case["samples"]}
     index = index_of(samples, lengths, begin_dtype=case["index_dtype"])
@@ -231,50 +201,40 @@ def test_micro_batch_is_as_defined(
     case = data.draw(corpora(with_fim=with_fim))
     rows, row_tokens = case["rows"], case["row_tokens"]
     ids = np.arange(len(case["samples"]))
-    documents, samples, beside = case["documents"], case["samples"], _beside(case)
+    documents, samples = case["documents"], case["samples"]
+    beside = {name: case[name] for name in ("factors", "loss", "joined", "window")}
+    beside["chosen"] = _choose(documents) if case["chosen"] else None
+    beside["weights"] = _weigh(documents) if case["weighed"] else None
     draws = None
     if case["fim"] is not None:
         given = {**case["fim"], "weights": beside["weights"]}
         documents, beside["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
         draws = FimDraws(epochs, rates, given["fim"].seed)
-    expected = reference.gather(
-        documents,
-        samples,
-        num_rows=rows,
-        row_tokens=row_tokens,
-        capacity=case["capacity"],
-        **beside,
-        **case["options"],
-    )
+    sizes = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
+    expected = reference.gather(documents, samples, **sizes, **beside, **case["options"])
     per_row = kind == "per row"
     lists = expected.cu_seqlens_of_rows(row_tokens) if per_row else [expected.cu_seqlens()]
     num_cu_seqlens = None if extra is None else max(map(len, lists)) + extra
-    layout = BatchLayout(
-        micro_batch_tokens=rows * row_tokens,
-        kind="stream" if kind == "stream" else "rows",
-        row_tokens=row_tokens,
-        cu_seqlens="exact" if extra is None and not per_row else "padded",
-        num_cu_seqlens=num_cu_seqlens,
-        cu_seqlens_per_row=per_row,
-    )
+    bounds = {"num_cu_seqlens": num_cu_seqlens, "cu_seqlens_per_row": per_row}
+    bounds["cu_seqlens"] = "exact" if extra is None and not per_row else "padded"
+    bounds["kind"] = "stream" if kind == "stream" else "rows"
+    layout = BatchLayout(micro_batch_tokens=rows * row_tokens, row_tokens=row_tokens, **bounds)
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
         factors = case["factors"] and case["factors"][: len(ids)]
-        batch = dataset.micro_batch(
-            ids, layout=layout, capacity=case["capacity"], loss_weight=factors, fim=draws
-        )
+        how = {"loss_weight": factors, "fim": draws, "attention_window": case["window"]}
+        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"], **how)
         totals = dataset.samples.label_totals(ids, fim=draws)
         if draws is not None:
             drawn = dataset._gatherer.fim_draws(ids, 0, *draws)
             assert list(zip(drawn[0], drawn[1], strict=True)) == which
     if per_row and extra is None:
-        num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"])
+        num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"], case["window"])
     assert totals.labels.sum() == sum(label >= 0 for label in expected.labels)
     of_samples = totals.weight if case["loss"] == "token_mean" else totals.sequences
-    assert np.dot(factors or np.ones(len(ids)), of_samples) == pytest.approx(
-        sum(expected.loss_mask)
-    )
+    weighed = np.dot(factors or np.ones(len(ids)), of_samples)
+    assert weighed == pytest.approx(sum(expected.loss_mask))
     shape = (1, rows * row_tokens) if kind == "stream" else (rows, row_tokens)
     for name in TENSORS:
         assert batch[name].shape == shape
@@ -295,8 +255,7 @@ def test_micro_batch_is_as_defined(
 
 def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
     """Kernels are told where aligned segments may end, not where their tokens do."""
-    dataset = write_documents(tmp_path / "docs", [[1, 2, 3, 4, 5]])
-    packed = PackedDataset(dataset, index_of({8: [[(0, 0, 5)]]}, [5]), alignment=8)
+    packed = packed_as(tmp_path, [[1, 2, 3, 4, 5]], {8: [[(0, 0, 5)]]}, alignment=8)
     layout = BatchLayout(micro_batch_tokens=8)
     batch = packed.micro_batch(np.array([0]), layout=layout, capacity=8)
     assert batch["cu_seqlens"].tolist() == [0, 5]
@@ -305,10 +264,7 @@ def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
 
 def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -> None:
     documents = random_documents([4, 8, 3])
-    packed = PackedDataset(
-        write_documents(tmp_path / "d", documents),
-        index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3]),
-    )
+    packed = packed_as(tmp_path, documents, {8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]})
     batch = packed.micro_batch([1, 0])
     assert batch["tokens"].tolist() == [documents[1] + documents[0] + documents[2] + [0]]
     sample = packed[-1]
@@ -318,21 +274,17 @@ def test_a_bare_micro_batch_is_one_stream_and_a_sample_one_row(tmp_path: Path) -
 
 
 def test_an_empty_micro_batch_is_padding_without_a_label(tmp_path: Path) -> None:
-    packed = PackedDataset(
-        write_documents(tmp_path / "d", [[1] * 8]), index_of({8: [[(0, 0, 8)]]}, [8])
-    )
+    packed = packed_as(tmp_path, [[1] * 8], {8: [[(0, 0, 8)]]})
     layout = BatchLayout(micro_batch_tokens=24)
     batch = packed.micro_batch([], layout=layout, capacity=8)
     assert batch["cu_seqlens"].tolist() == [0, 8, 16, 24]  # never one segment of all tokens
     assert batch["loss_mask"].sum() == 0 and (batch["labels"] == -100).all()
-    with pytest.raises(ValueError, match="capacity"):
+    with pytest.raises(ValueError, match="needs the capacity of its bucket"):
         packed.micro_batch([])
 
 
 def test_given_buffers_are_filled_in_place_and_must_fit(tmp_path: Path) -> None:
-    packed = PackedDataset(
-        write_documents(tmp_path / "d", [list(range(1, 9))]), index_of({8: [[(0, 0, 8)]]}, [8])
-    )
+    packed = packed_as(tmp_path, [range(1, 9)], {8: [[(0, 0, 8)]]})
     out = allocate(8)
     batch = packed.micro_batch([0], out=out)
     for name in TENSORS:
@@ -362,7 +314,9 @@ DAMAGES = [
 def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, message: str) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))
     index = index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3])
-    packed = PackedDataset(dataset, _damaged(index, array, 0, value))
+    values = getattr(index, array).copy()
+    values[0] = value
+    packed = PackedDataset(dataset, replace(index, **{array: values}))
     with pytest.raises(FormatError, match=message):
         packed.micro_batch([0])
     with pytest.raises(FormatError):
@@ -371,47 +325,32 @@ def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, messag
         packed.samples.attention_cost(np.array([0]), 8) if "offset" in array else packed[0]
 
 
-def _damaged(index: SampleIndex, array: str, at: int, value: int) -> SampleIndex:
-    values = getattr(index, array).copy()
-    values[at] = value
-    return replace(index, **{array: values})
-
-
 def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> None:
-    dataset = write_documents(tmp_path / "d", random_documents([4, 8]))
-    packed = PackedDataset(dataset, index_of({4: [[(0, 0, 4)]], 8: [[(1, 0, 8)]]}, [4, 8]))
-    for bad in (2, -1, 2**40):
-        with pytest.raises(IndexError, match="2 samples"):
-            packed.micro_batch([bad], capacity=8)
-    for wrong in ([1.7], [True], ["1"]):
-        with pytest.raises(TypeError, match="give integers"):
-            packed.micro_batch(wrong)
-    with pytest.raises(ValueError, match=r"loss_weight is \[nan\]"):
-        packed.micro_batch([1], loss_weight=[float("nan")])
-    with pytest.raises(FormatError, match="more than 4 tokens"):
-        packed.micro_batch([1], capacity=4)
-    with pytest.raises(ValueError, match="for 1 slots"):
-        packed.micro_batch([0, 0], layout=BatchLayout(micro_batch_tokens=4))
-    with pytest.raises(ValueError, match="raise num_cu_seqlens"):
-        layout = BatchLayout(micro_batch_tokens=8, cu_seqlens="padded", num_cu_seqlens=1)
-        packed.micro_batch([1], layout=layout)
-    with pytest.raises(ConfigError, match="row_tokens"):
-        packed.micro_batch([1], layout=BatchLayout(micro_batch_tokens=12))
+    documents = random_documents([4, 8])
+    packed = packed_as(tmp_path, documents, {4: [[(0, 0, 4)]], 8: [[(1, 0, 8)]]})
+    few = BatchLayout(micro_batch_tokens=8, cu_seqlens="padded", num_cu_seqlens=1)
+    for ids, options, kind, message in (
+        *(([bad], {"capacity": 8}, IndexError, "2 samples") for bad in (2, -1, 2**40)),
+        *((wrong, {}, TypeError, "give integers") for wrong in ([1.7], [True], ["1"])),
+        ([1], {"loss_weight": [float("nan")]}, ValueError, r"loss_weight is \[nan\]"),
+        ([1], {"capacity": 4}, FormatError, "more than 4 tokens"),
+        ([0, 0], {"layout": BatchLayout(micro_batch_tokens=4)}, ValueError, "for 1 slots"),
+        ([1], {"layout": few}, ValueError, "raise num_cu_seqlens"),
+        ([1], {"layout": BatchLayout(micro_batch_tokens=12)}, ConfigError, "in rows of 8 cannot"),
+    ):
+        with pytest.raises(kind, match=message):
+            packed.micro_batch(ids, **options)
     with pytest.raises(ConfigError, match="row_tokens is 0; it must be above 0"):
         BatchLayout(micro_batch_tokens=8, row_tokens=0)
 
 
 def test_segments_that_do_not_fit_when_aligned_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    dataset = write_documents(tmp_path / "d", random_documents([3, 3, 2]))
-    index = index_of({8: [[(0, 0, 3), (1, 0, 3), (2, 0, 2)]]}, [3, 3, 2])
-    packed = PackedDataset(dataset, index, alignment=4)
-    with pytest.raises(
-        ValueError, match=r"pack with alignment=4 .*--alignment 4\), or make the row"
-    ):
+    sample = [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
+    packed = packed_as(tmp_path, random_documents([3, 3, 2]), {8: [sample]}, alignment=4)
+    remedy = r"pack with alignment=4 .*--alignment 4\), or make the row"
+    with pytest.raises(ValueError, match=remedy):
         packed[0]
-    layout = BatchLayout(micro_batch_tokens=12, row_tokens=12)
-    batch = packed.micro_batch([0], layout=layout)
-    assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8]
+    batch = packed.micro_batch([0], layout=BatchLayout(micro_batch_tokens=12, row_tokens=12))
     assert batch["cu_seqlens_padded"].tolist() == [0, 4, 8, 12]
 
 
@@ -433,9 +372,8 @@ def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_p
     index.save(tmp_path / "d.samples", source=dataset)
     fingerprint = dataset.fingerprint
     data = bytearray((tmp_path / "d.idx").read_bytes())
-    sequence = (
-        (22 << 16) - 34 - 4 * 200_000
-    ) // 8 + 100  # in a block that the fingerprint leaves out
+    # In a block that the fingerprint leaves out.
+    sequence = ((22 << 16) - 34 - 4 * 200_000) // 8 + 100
     at = 34 + 4 * 200_000 + 8 * sequence
     data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]
     (tmp_path / "d.idx").write_bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -16,13 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from megapack.data import (
-    BucketBatchSampler,
-    PackedDataset,
-    Schedule,
-    build_loader,
-    resume,
-)
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, resume
 from megapack.data.batch import slot_tokens
 from megapack.data.loader import ThreadPrefetcher
 from megapack.data.schedule import Step
@@ -31,6 +26,7 @@ from megapack.packing import pack
 from megapack.storage.builder import write_weights
 from tests.data.corpora import (
     STEP_TOKENS,
+    assert_same_batches,
     of_rank,
     packed_lengths,
     random_documents,
@@ -40,24 +36,6 @@ from tests.data.corpora import small_loader as loader
 from tests.reference.gather import denominator_of, loss_mask_of
 
 TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "sample_ids")
-
-
-def copied(batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        for batch in batches
-    ]
-
-
-def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
-    assert len(a) == len(b) > 0
-    for left, right in zip(a, b, strict=True):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == right[name].dtype and torch.equal(value, right[name]), name
-            else:
-                assert value == right[name] and type(value) is type(right[name]), name
 
 
 @pytest.mark.parametrize(
@@ -76,7 +54,8 @@ def test_batches_do_not_depend_on_who_prepares_them(
     packed: PackedDataset, options: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     plain = list(loader(packed, prefetch=0, **layout))
-    assert_same(plain, copied(iter(loader(packed, **layout, **options))))
+    again = [copy.deepcopy(batch) for batch in loader(packed, **layout, **options)]
+    assert_same_batches(plain, again)
 
 
 def test_a_batch_has_every_promised_key(packed: PackedDataset) -> None:
@@ -98,15 +77,8 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
     chosen = [[t if t % 2 else -100 for t in document] for document in documents]
     write_documents(tmp_path / "d.labels", chosen, "int32")
     index = pack(dataset.document_lengths, "concat", buckets=[32])
-    batches = list(
-        loader(
-            PackedDataset(dataset, index),
-            size=1,
-            schedule=Schedule(index, tokens_per_step=128),
-            num_steps=3,
-        )
-    )
-    for batch in batches:
+    schedule = Schedule(index, tokens_per_step=128)
+    for batch in loader(PackedDataset(dataset, index), size=1, schedule=schedule, num_steps=3):
         assert batch["num_step_label_tokens"] == batch["loss_mask"].sum() < 100
 
 
@@ -130,9 +102,7 @@ def test_padded_boundaries_are_what_buckets_need(tmp_path: Path, row_tokens: int
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
-def test_step_weights_are_the_sum_of_loss_masks_at_any_number_of_ranks(
-    tmp_path: Path, loss: str
-) -> None:
+def test_step_weights_sum_loss_masks_at_any_number_of_ranks(tmp_path: Path, loss: str) -> None:
     """One source has weights per token, of which some are 0, and both count by their own factor."""
     documents = [random_documents(packed_lengths(100, 24, seed=s), s) for s in (3, 4)]
     weights = [
@@ -185,27 +155,18 @@ def test_weights_of_tokens_are_refused_where_nobody_uses_them(tmp_path: Path) ->
     write_weights(tmp_path / "d", [[2.0] * 8] * 3)
     index = pack(data.document_lengths, "bucket", buckets=[8])
     options: dict[str, Any] = {"micro_batch_tokens": 8, "size": 1, "num_steps": 1}
-    for packed, message in (
-        (
-            PackedDataset(data, index),
-            r"weights per token \(PREFIX.weights\), .* token_weights: none",
-        ),
-        (
-            PackedDataset(data, index, weight_dataset=None, loss="longalign"),
-            "loss is longalign, and",
-        ),
-    ):
+    none = {"weight_dataset": None}
+    ways = [({}, r"weights per token \(PREFIX.weights\), .* token_weights: none"), (none, None)]
+    states = []
+    for how, message in (*ways, ({**none, "loss": "longalign"}, "loss is longalign, and")):
+        packed = PackedDataset(data, index, **how)
         schedule = Schedule(packed, tokens_per_step=24)
-        with pytest.raises(ConfigError, match=message):
-            loader(packed, schedule=schedule, **options)
+        states.append(schedule.state_dict(1))
+        if message is not None:
+            with pytest.raises(ConfigError, match=message):
+                loader(packed, schedule=schedule, **options)
         assert len(loader(packed, schedule=schedule, weighted_loss=True, **options)) == 3
-    assert (
-        Schedule(index, tokens_per_step=24).identity().keys().isdisjoint({"loss", "token_weights"})
-    )
-    states = [
-        Schedule(PackedDataset(data, index, **how), tokens_per_step=24).state_dict(1)
-        for how in ({}, {"weight_dataset": None}, {"weight_dataset": None, "loss": "longalign"})
-    ]
+    assert states[1].keys().isdisjoint({"loss", "token_weights"})
     for one, other in ((0, 1), (1, 2), (2, 0)):
         with pytest.raises(ResumeError, match="would train otherwise on the samples"):
             resume.check_state(states[one], states[other])
@@ -223,17 +184,17 @@ def test_a_schedule_of_another_index_is_refused(packed: PackedDataset) -> None:
 
 
 def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -> None:
-    with pytest.raises(ConfigError, match="still be reading"):
-        loader(packed, device="cpu", reuse_buffers=True)
-    with pytest.raises(ConfigError, match="row_tokens"):
-        loader(packed, row_tokens=32)
-    with pytest.raises(ConfigError, match="'stream' or 'rows'"):
-        loader(packed, layout="columns")
-    for name in ("prefetch", "read_ahead", "check_ranks_every"):
-        with pytest.raises(ConfigError, match=f"loader: {name} is -1; it must be at least 0"):
-            loader(packed, **{name: -1})
-    with pytest.raises(ConfigError, match="row_tokens is 0; it must be above 0"):
-        loader(packed, row_tokens=0)
+    for options, message in (
+        ({"device": "cpu", "reuse_buffers": True}, "still be reading"),
+        ({"row_tokens": 32}, "rows of 32 cannot hold samples of 64: make row_tokens a divisor"),
+        ({"layout": "columns"}, "'stream' or 'rows'"),
+        ({"prefetch": -1}, "loader: prefetch is -1; it must be at least 0"),
+        ({"read_ahead": -1}, "loader: read_ahead is -1; it must be at least 0"),
+        ({"check_ranks_every": -1}, "loader: check_ranks_every is -1; it must be at least 0"),
+        ({"row_tokens": 0}, "row_tokens is 0; it must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loader(packed, **options)
 
 
 def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(packed: PackedDataset) -> None:
@@ -280,9 +241,8 @@ def test_a_thread_never_runs_further_ahead_than_asked() -> None:
 
     ahead = ThreadPrefetcher(items(), 2)
     assert next(ahead) == 0
-    for _ in range(50):
-        threading.Event().wait(0.001)
-    assert len(produced) <= 4  # one handed over, two waiting, one in hand
+    ahead._thread.submit(int).result()  # comes when all that was asked for is there
+    assert produced == [0, 1, 2, 3]  # one handed over, two waiting, one in hand
     ahead.close()
     assert not _threads()
 
@@ -323,17 +283,10 @@ def _stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, "fork")])
-def test_sampler_is_one_of_torch(
-    packed: PackedDataset, num_workers: int, start: str | None
-) -> None:
+def test_sampler_is_torchs(packed: PackedDataset, num_workers: int, start: str | None) -> None:
     ours = loader(packed, rank=1, layout="rows")
-    theirs = DataLoader(
-        packed,
-        batch_sampler=_sampler(packed),
-        num_workers=num_workers,
-        collate_fn=_stacked,
-        multiprocessing_context=start,
-    )
+    workers = {"num_workers": num_workers, "multiprocessing_context": start}
+    theirs = DataLoader(packed, batch_sampler=_sampler(packed), collate_fn=_stacked, **workers)
     assert len(theirs) == len(ours)
     for tokens, batch in zip(theirs, ours, strict=True):
         assert torch.equal(tokens, batch["tokens"])
@@ -347,14 +300,11 @@ def test_stateful_loader_continues(packed: PackedDataset, num_workers: int, cons
             packed, batch_sampler=_sampler(packed), num_workers=num_workers, collate_fn=_stacked
         )
 
-    whole = list(theirs())
-    first = theirs()
+    whole, first, second = list(theirs()), theirs(), theirs()
     begun = iter(first)
     for _ in range(consumed):
         next(begun)
-    state = first.state_dict()
-    second = theirs()
-    second.load_state_dict(state)
+    second.load_state_dict(first.state_dict())
     rest = list(second)
     assert len(rest) == len(whole) - consumed
     for left, right in zip(rest, whole[consumed:], strict=True):

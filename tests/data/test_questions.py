@@ -40,23 +40,16 @@ def test_a_permutation_has_an_inverse(size: int, key: int, data: st.DataObject) 
 @pytest.mark.parametrize("order", ["proportional", "grow-p2", "sequential"])
 @pytest.mark.parametrize(("window", "skip"), [(1, 0), (3, 4)])
 def test_windows_and_micro_steps_are_inverted(order: str, window: int, skip: int) -> None:
-    schedule = Schedule(
-        [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})],
-        weights=[1, 2],
-        tokens_per_step=64,
-        mix="micro_step",
-        micro_step_tokens=32,
-        order=order,
-        cost_window=window,
-        stages=[Stage(from_step=5, skip_steps=skip)],
-    )
-    check_steps_of(schedule, 33)
+    indices = [samples_of_buckets({4: 9, 8: 30, 16: 3}), samples_of_buckets({8: 7})]
+    how = {"tokens_per_step": 64, "mix": "micro_step", "micro_step_tokens": 32}
+    how |= {"order": order, "cost_window": window}
+    stages = [Stage(from_step=5, skip_steps=skip)]
+    check_steps_of(Schedule(indices, weights=[1, 2], stages=stages, **how), 33)
 
 
 def test_every_sample_of_a_document_is_found() -> None:
-    schedule = Schedule(
-        [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)], tokens_per_step=64
-    )
+    indices = [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)]
+    schedule = Schedule(indices, tokens_per_step=64)
     held: dict[tuple[int, int], set[int]] = defaultdict(set)
     for sample in range(schedule.samples.num_samples):
         source, segments = schedule.samples.segments(sample)
@@ -75,11 +68,7 @@ def run_of(tmp_path: Path) -> Any:
     """A configuration of a run over one source, and what adds to its manifest."""
     packed_documents(tmp_path / "web", random_documents(packed_lengths(400, 32)), [16, 32])
     web = {"name": "web", "prefix": "web", "index": "web.samples", "weight": 1}
-    data = {
-        "blend": str(tmp_path / "blend.yaml"),
-        "tokens_per_step": 256,
-        "micro_batch_tokens": 64,
-    }
+    data = {"blend": str(tmp_path / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
     run = {"run_dir": "run", "seed": 3, "model": {"preset": "llama_tiny"}, "data": data}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
 
@@ -92,9 +81,7 @@ def run_of(tmp_path: Path) -> Any:
     return write
 
 
-def test_source_is_repacked(
-    tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Half an epoch in samples of 16 and 32, the rest in samples of 64: each document once."""
     plain, rest = run_of(), tmp_path / "rest.npy"
     half = plain.num_steps() // 2
@@ -127,26 +114,21 @@ def test_source_is_repacked(
     capsys.readouterr()
     assert main([*packing, target, "--documents", str(rest)]) == 0  # the same: nothing is done
     assert "nothing to do" in capsys.readouterr().err
-    assert "another" in (text := printed(*packing, target, status=2)) or "other documents" in text
+    assert "packed with other documents of it" in printed(*packing, target, status=2)
     assert main([*trace, "--output", str(rest)]) == 0
     assert "it holds something else" in printed(*trace[:-1], half - 2, "--output", rest, status=2)
     assert main([*trace[:-1], str(half - 2), "--output", str(rest), "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--unseen", "wep", "--output", "x"], "'wep' is none of the sources web"),
-        (["--unseen", "web"], "writes the documents to a file: give --output"),
-    ],
-)
-def test_what_cannot_be_asked(tmp_path: Path, run_of: Any, words: list[str], message: str) -> None:
-    run_of()
-    assert message in printed("trace", tmp_path / "run.yaml", *words, status=2)
-
-
-def test_documents_exist(tmp_path: Path, run_of: Any) -> None:
+def test_what_is_not_there_is_refused(
+    tmp_path: Path, run_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_of()
     (tmp_path / "list").write_text("400\n")
-    words = ["--buckets", "64", "--documents", str(tmp_path / "list")]
-    assert "has document 400, and" in printed("pack", tmp_path / "web", *words, status=2)
+    monkeypatch.chdir(tmp_path)
+    for command, message in (
+        ("trace run.yaml --unseen wep --output x", "'wep' is none of the sources web"),
+        ("trace run.yaml --unseen web", "writes the documents to a file: give --output"),
+        ("pack web --buckets 64 --documents list", "has document 400, and"),
+    ):
+        assert message in printed(*command.split(), status=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from patience import PATIENCE
+from training.processes import wait_for
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader
 from megapack.data import loader as read_ahead
@@ -68,10 +67,7 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
             first = int(cold.datasets[0].document_offsets[document]) + begin
             wanted[first * 4 // PAGE : -(-(first + length) * 4 // PAGE)] = True
     assert cold.will_need(samples) == wanted.sum() * PAGE
-    until = time.monotonic() + PATIENCE
-    while not resident(tokens)[wanted].all():
-        assert time.monotonic() < until, "the pages did not come"
-        time.sleep(0.01)
+    wait_for(lambda: bool(resident(tokens)[wanted].all()), "the pages")
     assert resident(tokens).sum() < 3 * wanted.sum() < len(wanted)
     assert cold.will_need([]) == 0
     with pytest.raises(IndexError):
@@ -107,11 +103,9 @@ def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -
     batches = iter(build_loader(cold, schedule, **of_rank(micro=4096)))
     for _ in range(6):
         next(batches)
-    until = time.monotonic() + PATIENCE
     # Each has 3 pages or 4; besides 6 that were taken at most 4 can be gathered.
-    while resident(cold.datasets[0].tokens).sum() < (6 + 16) * 3:
-        assert time.monotonic() < until, "only what was gathered is in memory"
-        time.sleep(0.01)
+    tokens = cold.datasets[0].tokens
+    wait_for(lambda: resident(tokens).sum() >= (6 + 16) * 3, "more than what was gathered")
 
 
 def micro_batches(count: int) -> list[Any]:
@@ -120,22 +114,17 @@ def micro_batches(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
-def test_batches_are_asked_for_until_all_is_here(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     reads = 0
 
-    class Dataset:
-        def read_exactly(self) -> None:
-            pass
-
-        def will_need(self, ids: NDArray[np.int64]) -> None:
-            asked.extend(ids.tolist())
-
     monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
     given = []
-    dataset: Any = Dataset()
+
+    def will_need(ids: NDArray[np.int64]) -> None:
+        asked.extend(ids.tolist())
+
+    dataset: Any = SimpleNamespace(read_exactly=lambda: None, will_need=will_need)
     for item in read_ahead.reading_ahead(micro_batches(1000), dataset, depth):
         number = int(item.sample_ids[0])
         reach = min(depth, 2**number - 1)
@@ -156,10 +145,7 @@ def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
     before = read_ahead._reads()
     assert sum(1 for _ in read_ahead.reading_ahead(sampler, cold, 4)) == 2000
     assert read_ahead._reads() - before > 0.9 * cold.datasets[0].tokens.nbytes / 512
-    until = time.monotonic() + PATIENCE
-    while resident(cold.datasets[0].tokens).mean() < 0.99:
-        assert time.monotonic() < until, "documents were not asked for"
-        time.sleep(0.01)
+    wait_for(lambda: resident(cold.datasets[0].tokens).mean() >= 0.99, "documents asked for")
 
 
 EACH = 1 << 20  # bytes that a micro batch needs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from megapack.data.sample_order import Scores
 from megapack.data.sources import Shards
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError
 from megapack.packing import SampleIndex, pack
-from megapack.packing.shard_packing import pack_shards, plan_packing
+from megapack.packing.shard_packing import plan_packing
 from megapack.packing.sharded import PackedShard, ShardedIndex, load_shards
 from megapack.packing.verify import verify_shard
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -43,17 +44,20 @@ from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from megapack.storage.metadata import own_metadata
 from megapack.storage.verify import has_errors, verify
-from tests.data.corpora import index_of, of_rank, packed_lengths, random_documents, write_documents
+from tests.data.corpora import (
+    STEP_TOKENS,
+    assert_same_batches,
+    index_of,
+    of_rank,
+    packed_lengths,
+    packed_shards,
+    random_documents,
+    write_documents,
+)
 
 BUCKETS = [16, 32, 64]
+sharded = partial(packed_shards, buckets=BUCKETS)
 SIZES = [40, 1, 90, 0, 33]  # documents of every shard; one has none
-STEP_TOKENS = 64 * 8
-
-
-def sharded(manifest: Path, prefixes: list[str]) -> ShardedIndex:
-    plan = plan_packing(str(manifest), prefixes, {"buckets": BUCKETS})
-    pack_shards(plan, lambda _: None)
-    return load_shards(manifest)
 
 
 def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
@@ -89,12 +93,13 @@ def test_shards_without_samples_may_stand_anywhere(tmp_path: Path, sizes: list[i
 def test_ids_are_located_in_every_layout_of_shards() -> None:
     """By the definition: bucket after bucket of a source, in each shard after shard."""
     random = np.random.default_rng(0)
+
+    def layout() -> np.ndarray:
+        counts = random.integers(0, 4, (random.integers(1, 5), random.integers(1, 4)))
+        return counts * (random.random() < 0.6)
+
     for _ in range(300):
-        layouts = [
-            random.integers(0, 4, (random.integers(1, 5), random.integers(1, 4)))
-            * (random.random() < 0.6)
-            for _ in range(random.integers(1, 4))
-        ]
+        layouts = [layout() for _ in range(random.integers(1, 4))]
         shards = Shards([index_of_counts(counts) for counts in layouts])
         places, first_shard = [], 0
         for counts in layouts:
@@ -114,19 +119,11 @@ def test_ids_are_located_in_every_layout_of_shards() -> None:
 def index_of_counts(counts: np.ndarray) -> ShardedIndex:
     """Shards of so many samples per bucket, of which no file exists."""
     none = dict.fromkeys((f.name for f in dataclasses.fields(PackedShard)), None)
-    rows = [
-        PackedShard(**{**none, "samples_per_bucket": tuple(own), "num_documents": 1})
-        for own in counts.tolist()
-    ]
-    return ShardedIndex(
-        path="none",
-        shards=tuple(rows),
-        strategy="bucket",
-        parameters={},
-        buckets=[],
-        seed=0,
-        bucket_capacity=np.arange(1, counts.shape[1] + 1),
-    )
+    none["num_documents"] = 1
+    rows = [PackedShard(**{**none, "samples_per_bucket": tuple(own)}) for own in counts.tolist()]
+    how = {"strategy": "bucket", "parameters": {}, "buckets": [], "seed": 0}
+    capacities = np.arange(1, counts.shape[1] + 1)
+    return ShardedIndex(path="none", shards=tuple(rows), bucket_capacity=capacities, **how)
 
 
 class Corpus:
@@ -147,17 +144,13 @@ class Corpus:
 
     def both(self, *, blend: bool = False, **options: Any) -> tuple[PackedDataset, PackedDataset]:
         """Of the shards, and of the merged dataset."""
+        pair = ((None, self.index), (self.dataset, self.merged))
         if not blend:
-            return (
-                PackedDataset(None, self.index, names=["web"], **options),
-                PackedDataset(self.dataset, self.merged, names=["web"], **options),
-            )
-        dataset, index = self.other
+            ours, theirs = (PackedDataset(*web, names=["web"], **options) for web in pair)
+            return ours, theirs
         how: dict[str, Any] = {"names": ["other", "web"], "weights": [1, 3], **options}
-        return (
-            PackedDataset([dataset, None], [index, self.index], **how),
-            PackedDataset([dataset, self.dataset], [index, self.merged], **how),
-        )
+        ours, theirs = (PackedDataset(*zip(self.other, web, strict=True), **how) for web in pair)
+        return ours, theirs
 
 
 @pytest.fixture(scope="module")
@@ -165,28 +158,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(tmp_path_factory.mktemp("sharded"))
 
 
+schedule_of = partial(Schedule, tokens_per_step=STEP_TOKENS, seed=5)
+
+
 def batches(packed: PackedDataset, num_steps: int = 12, **options: Any) -> list[dict[str, Any]]:
-    schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=5)
+    schedule = schedule_of(packed)
     return list(build_loader(packed, schedule, **of_rank(1, 2, num_steps=num_steps, **options)))
-
-
-def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    assert len(ours) == len(theirs) > 0
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.keys() == b.keys()
-        for name, value in a.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
-            else:
-                assert value == b[name], name
 
 
 def test_its_batches_are_those_of_the_merged_dataset(corpus: Corpus) -> None:
     """Three epochs, the cost of whose dealing and whose labels come from the shards."""
     ours, theirs = corpus.both()
     assert len(ours) == len(theirs) > 60
-    assert_equal(batches(ours, 30, cu_seqlens="padded"), batches(theirs, 30, cu_seqlens="padded"))
-    schedule = Schedule(ours, tokens_per_step=STEP_TOKENS, seed=5)
+    assert_same_batches(*(batches(packed, 30, cu_seqlens="padded") for packed in (ours, theirs)))
+    schedule = schedule_of(ours)
     drawn = np.concatenate([schedule.step(i).sample_ids for i in range(schedule.num_steps())])
     assert set(drawn.tolist()) == set(range(len(ours))), "an epoch has every sample"
 
@@ -204,8 +189,8 @@ def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_pat
     ]
     scores = [None, Scores(path=str(tmp_path / "quality.npy"), order="descending")]
     pair = corpus.both(blend=True, stages=stages, scores=scores)
-    assert_equal(*(batches(packed) for packed in pair))
-    ours, theirs = (Schedule(packed, tokens_per_step=STEP_TOKENS, seed=5) for packed in pair)
+    assert_same_batches(*(batches(packed) for packed in pair))
+    ours, theirs = map(schedule_of, pair)
     assert plan_run(ours, 20).table() == plan_run(theirs, 20).table()
     assert plan_exclusions(ours, 20) == plan_exclusions(theirs, 20) != []
     for sample in range(0, len(pair[0]), 7):
@@ -222,20 +207,15 @@ def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_pat
 
 
 def test_bare_indices_make_the_same_schedule(corpus: Corpus) -> None:
-    ours, theirs = (
-        Schedule(index, tokens_per_step=STEP_TOKENS, cost_window=4)
-        for index in (corpus.index, corpus.merged)
-    )
+    ours, theirs = (schedule_of(index, cost_window=4) for index in (corpus.index, corpus.merged))
     for i in range(10):
         assert ours.step(i).sample_ids.tolist() == theirs.step(i).sample_ids.tolist()
         assert ours.step(i).num_label_tokens == theirs.step(i).num_label_tokens
 
 
 def moved(folder: Path, to: Path, number: int) -> None:
-    """Take the files of a shard away, or bring them back."""
-    for path in sorted(folder.glob(f"shard{number}*")):
-        path.rename(to / path.name)
-    for path in sorted((folder / "web.shards").glob(f"shard{number}-*")):
+    """Take the files of a shard away."""
+    for path in [*folder.glob(f"shard{number}*"), *folder.glob(f"web.shards/shard{number}-*")]:
         path.rename(to / path.name)
 
 
@@ -368,11 +348,8 @@ def test_other_loss_weights_of_a_shard_are_refused_until_it_is_packed_again(tmp_
     def weigh(weight: float) -> None:
         write_weights(tmp_path / "a", [[weight] * len(d) for d in documents], overwrite=True)
 
-    def packed(*, overwrite: bool = False) -> PackedDataset:
-        prefixes = [str(tmp_path / "a")]
-        plan = plan_packing(manifest, prefixes, {"buckets": BUCKETS}, overwrite=overwrite)
-        pack_shards(plan, lambda _: None, overwrite=overwrite)
-        return PackedDataset(None, manifest)
+    def packed(**how: bool) -> PackedDataset:
+        return PackedDataset(None, sharded(manifest, [tmp_path / "a"], **how))
 
     weigh(0.5)
     first = packed()
@@ -403,9 +380,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     chosen = [[t if t % 2 else -100 for t in document] for document in documents]
     write_documents(folder / "c.labels", chosen, "int32")
     manifest = str(folder / "web.shards.json")
-    plan = plan_packing(manifest, [str(folder / name) for name in "abc"], {"buckets": BUCKETS})
-    shards = pack_shards(plan, lambda _: None)
-    assert [shard.weights is not None for shard in shards] == [False, True, False]
+    index = sharded(manifest, [folder / name for name in "abc"])
+    assert [shard.weights is not None for shard in index.shards] == [False, True, False]
     assert json.loads(Path(manifest).read_text())["version"] == 3  # older ones read past weights
     return manifest
 
@@ -417,28 +393,21 @@ def arranged(source: str, output: Path, **how: Any) -> Arranger:
     return arranger
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    names = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-    return all(torch.equal(a[name], b[name]) for name in names)
-
-
 def test_samples_are_those_of_the_source_with_their_labels(source: str, tmp_path: Path) -> None:
     arranger = arranged(source, tmp_path / "new.shards.json", seed=1)
     ours, theirs = (PackedDataset(None, path) for path in (tmp_path / "new.shards.json", source))
     assert len(ours) == len(theirs) > 200 and arranger.num_shards > 3
-    order = np.concatenate(
-        [ids for n in range(arranger.num_shards) for _, ids in arranger._chunks(n)]
-    )
-    by_bucket = np.argsort(np.searchsorted(theirs.samples.indices[0].bucket_sample_offsets, order,
-                                           side="right"), kind="stable")  # fmt: skip
-    order = order[by_bucket]
+    chunks = [ids for n in range(arranger.num_shards) for _, ids in arranger._chunks(n)]
+    order, offsets = np.concatenate(chunks), theirs.samples.indices[0].bucket_sample_offsets
+    order = order[np.argsort(np.searchsorted(offsets, order, side="right"), kind="stable")]
     assert sorted(order.tolist()) == list(range(len(theirs))) != order.tolist()
     cut, weights = 0, {float(w) for sample in range(len(ours)) for w in ours[sample]["loss_mask"]}
     assert weights == {0, 0.25, 0.5, 0.75, 1}
     for sample in range(len(ours)):
-        assert same(ours[sample], theirs[int(order[sample])]), sample
-        last = ours[sample]["cu_seqlens"][1] - 1
-        cut += int(ours[sample]["labels"][last] != -100)
+        found, wanted = ours[sample], theirs[int(order[sample])]
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+            assert torch.equal(found[name], wanted[name]), (sample, name)
+        cut += int(found["labels"][found["cu_seqlens"][1] - 1] != -100)
     assert cut > 5, "documents that go on in another sample are among them"
 
 
@@ -510,8 +479,7 @@ def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) 
     write_documents(tmp_path / "a", documents)
     write_documents(tmp_path / "a.groups", [[i // 4] for i in range(len(documents))], "int32")
     manifest, output = str(tmp_path / "web.shards.json"), tmp_path / "new.shards.json"
-    plan = plan_packing(manifest, [str(tmp_path / "a")], {"buckets": BUCKETS, "groups": True})
-    pack_shards(plan, lambda _: None)
+    sharded(manifest, [tmp_path / "a"], groups=True)
     assert PackedDataset(None, manifest, attention="group").samples.groups_of(0)
     arranged(manifest, output)
     with pytest.raises(ConfigError, match="no source was packed with groups"):
@@ -527,8 +495,7 @@ def test_what_stays_true_of_the_meta_files_is_kept(tmp_path: Path) -> None:
             for _ in range(40):
                 builder.add_document([*range(1, 20), 0])
     manifest = str(tmp_path / "web.shards.json")
-    plan = plan_packing(manifest, [str(tmp_path / name) for name in "ab"], {"buckets": BUCKETS})
-    pack_shards(plan, lambda _: None)
+    sharded(manifest, [tmp_path / name for name in "ab"])
     arranged(manifest, tmp_path / "new.shards.json")
     index = load_shards(tmp_path / "new.shards.json")
     meta = IndexedDataset(index.shards[0].prefix).meta

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.data import (
-    BatchLayout,
     BucketBatchSampler,
     PackedDataset,
     Ramp,
     Schedule,
     Stage,
     build_loader,
-    load_blend,
-    open_blend,
     plan_run,
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
 from megapack.data.program import Window, ramp_pieces
-from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import (
@@ -38,11 +34,7 @@ from tests.data.corpora import (
     write_documents,
 )
 from tests.data.test_stages import schedule_of
-
-
-def pieces(length: int, window: int) -> list[int]:
-    """The definition."""
-    return [min(window, length - begin) for begin in range(0, length, window)]
+from tests.reference.gather import pieces
 
 
 @settings(max_examples=100)
@@ -74,56 +66,11 @@ def test_segments_are_cut(lists: list[list[int]], window: int, tail: int, spare:
         cut_bounds(bounds, window, num_lists=len(lists), entries=entries - spare - 1)
 
 
-def test_aligned_segments_are_cut_in_both_lists() -> None:
-    """Tokens 0-9 with room to 12, 12-16 with room to 16; pieces begin at multiples of 4."""
-    ids = np.array([3, -1], np.int32)
-    bounds = Bounds(np.array([0, 10, 14], np.int32), np.array([0, 12, 16], np.int32), ids, 12)
-    cut = cut_bounds(bounds, 4)
-    assert cut.cu_seqlens.tolist() == [0, 4, 8, 10, 14]
-    assert cut.cu_seqlens_padded is not None
-    assert cut.cu_seqlens_padded.tolist() == [0, 4, 8, 12, 16]
-    assert cut.dataset_ids.tolist() == [3, 3, 3, -1]
-    assert cut.max_seqlen == 4
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    folder = tmp_path_factory.mktemp("window")
-    documents = random_documents(packed_lengths(200, 64, seed=5).tolist())
-    dataset = write_documents(folder / "d", documents)
-    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64])
-    return PackedDataset(dataset, index)
-
-
-@pytest.mark.parametrize(
-    ("per_row", "cu_seqlens"), [(False, "exact"), (False, "padded"), (True, "padded")]
-)
-def test_batch_differs_in_boundaries(data: PackedDataset, per_row: bool, cu_seqlens: Any) -> None:
-    layout = BatchLayout(
-        micro_batch_tokens=256,
-        kind="rows" if per_row else "stream",
-        row_tokens=128,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_per_row=per_row,
-    )
-    for capacity in (32, 64):
-        count = layout.num_samples(capacity)
-        offsets = data.samples.indices[0].bucket_sample_offsets.tolist()
-        first = offsets[[32, 64].index(capacity)]
-        chosen = np.arange(first, first + count - 1)  # the last slot is padding
-        whole = data.micro_batch(chosen, layout=layout, capacity=capacity)
-        cut = data.micro_batch(chosen, layout=layout, capacity=capacity, attention_window=12)
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(whole[name], cut[name])
-        for before, after in zip(
-            torch.atleast_2d(whole["cu_seqlens"]), torch.atleast_2d(cut["cu_seqlens"]), strict=True
-        ):
-            lengths = [p for n in before.diff().tolist() for p in pieces(n, 12)]
-            assert after.diff()[: len(lengths)].tolist() == lengths
-            assert after.diff()[len(lengths) :].sum() == 0
-        assert cut["max_seqlen"] == 12 < whole["max_seqlen"]
-        if cu_seqlens == "padded":
-            assert cut["cu_seqlens"].shape[-1] == data.max_cu_seqlens(layout, capacity, 12)
+    prefix = tmp_path_factory.mktemp("window") / "d"
+    dataset = packed_documents(prefix, random_documents(packed_lengths(200, 64, seed=5)), [32, 64])
+    return PackedDataset(dataset, f"{prefix}.samples")
 
 
 def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) -> None:
@@ -147,17 +94,6 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
             assert len(shapes) == 2, "a compiled model would be compiled again for a bucket"
     for step in range(6):
         assert schedule.step(step).sample_ids.tolist() == plain.step(step).sample_ids.tolist()
-        window = schedule.settings_at(step).window_at(step)
-        content = schedule.step(step)
-        for samples in (schedule.samples, SampleSource([index], attention="sample")):
-            costs = samples.attention_cost(content.sample_ids, content.capacity, window)
-            for sample, cost in zip(content.sample_ids.tolist(), costs.tolist(), strict=True):
-                lengths = [length for _, _, length in samples.segments(sample)[1]]
-                padding = content.capacity - sum(lengths)
-                lengths = [sum(lengths)] if samples.attention == "sample" else lengths
-                lengths.append(padding)
-                parts = [p for n in lengths for p in (pieces(n, window) if window else [n])]
-                assert cost == sum(p * p for p in parts)
     sampler = BucketBatchSampler(schedule, **of_rank(0, 2))
     assert sampler.imbalance(2)[0].attention <= 1.1
 
@@ -174,9 +110,8 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
     def at(step: int) -> int | None:
         return schedule.settings_at(step).window_at(step)
 
-    assert [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)] == [
-        *(None, None, 8, 8, 8, 8, 16, 16, 24, 32),
-    ]
+    grown = [at(step) for step in (0, 9, 10, 19, 20, 29, 30, 39, 40, 59)]
+    assert grown == [None, None, 8, 8, 8, 8, 16, 16, 24, 32]
     assert [at(step) for step in (60, 61, 62, 63, 64, 79, 80)] == [40, 32, 24, 16, 8, 8, None]
     assert schedule.smallest_window == 8
     assert str(schedule.settings_at(25).window) == "8 at step 20 to 64 at step 90"
@@ -187,35 +122,18 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
 
 
 def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no window before it to begin with"):
-        schedule_of(Stage(from_step=2, attention_window=8, window_steps=7))
     documents = write_documents(tmp_path / "d", random_documents([9, 5, 7]))
     index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
     data = PackedDataset(documents, index, alignment=4, attention_window=8)
     with pytest.raises(ConfigError, match="micro batch: attention_window is -4; it must be above"):
         data.micro_batch([0], attention_window=-4)
-    for options in (
-        {"attention_window": 10},
-        {"stages": [Stage(from_step=3, attention_window=10)]},
-    ):
+    stages = [Stage(from_step=3, attention_window=10)]
+    for options in ({"attention_window": 10}, {"stages": stages}):
         with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):
             PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
 
 
-def test_a_manifest_has_a_window_from_the_first_step_on(tmp_path: Path) -> None:
-    packed_documents(tmp_path / "d", random_documents([9, 5, 7, 16]), [16])
-    (tmp_path / "blend.yaml").write_text(
-        "sources: [{prefix: d, index: d.samples}]\n"
-        "attention_window: 4\n"
-        "stages: [{from_step: 1, attention_window: 16, window_steps: 3}]\n"
-    )
-    schedule = Schedule(open_blend(load_blend(tmp_path / "blend.yaml")), tokens_per_step=16)
-    windows = [schedule.settings_at(i).window_at(i) for i in range(6)]
-    assert windows == [4, 4, 8, 12, 16, 16]
-
-
-# ---- A ramp: weights that follow a line or a cosine in pieces, with the bound that its page
-# states
+# ---- A ramp: weights follow a line or a cosine in pieces, within the bound that its page states
 
 
 BIG = [samples_of_buckets({8: 300, 16: 100 + number}) for number in range(3)]
@@ -258,14 +176,9 @@ def test_pieces_have_the_mean_shares_of_their_steps(
 def test_draws_follow_the_ramp_within_the_bound(shape: Any, factor: float, pieces: int) -> None:
     """Counted step by step, in tokens of every source, against the integral of the ramp."""
     begin, length, tokens = 10, 640, 256
-    stage = Stage(
-        from_step=begin,
-        weights={"web": 1, "code": 2, "math": 1},
-        ramp=Ramp(until_step=begin + length, shape=shape, pieces=pieces),
-    )
-    schedule = Schedule(
-        BIG, names=NAMES, weights=[8, 2, 0], tokens_per_step=tokens, seed=5, stages=[stage]
-    )
+    ramp = Ramp(until_step=begin + length, shape=shape, pieces=pieces)
+    stage = Stage(from_step=begin, weights={"web": 1, "code": 2, "math": 1}, ramp=ramp)
+    schedule = ramped(stage, weights=[8, 2, 0], tokens_per_step=tokens, seed=5)
     old, new = np.array([0.8, 0.2, 0.0]), np.array([0.25, 0.5, 0.25])
     taken, wanted, worst = np.zeros(3), np.zeros(3), 0.0
     for step in range(begin + length + 50):
@@ -296,12 +209,8 @@ def begins(schedule: Schedule) -> list[int]:
 
 
 def test_a_ramp_may_end_at_a_number_of_tokens() -> None:
-    by_tokens = Stage(
-        from_step=10,
-        weights={"math": 1},
-        tokens_per_step=192,
-        ramp=Ramp(until_tokens=96 * 10 + 192 * 40 - 1, pieces=4),
-    )
+    ramp = Ramp(until_tokens=96 * 10 + 192 * 40 - 1, pieces=4)
+    by_tokens = replace(RAMP, tokens_per_step=192, ramp=ramp)
     assert begins(ramped(by_tokens)) == begins(ramped(RAMP)) == [0, 10, 20, 30, 40, 50]
 
 
@@ -311,9 +220,8 @@ def test_a_stage_inside_a_ramp_lets_it_go_on_unless_it_has_weights() -> None:
     assert begins(faster) == [0, 10, 20, 25, 30, 40, 50]
     at = {stage.begin: stage for stage in faster.stages}
     assert at[25].weights == at[20].weights and at[25].config.tokens_per_step == 48
-    assert [at[b].weights for b in (30, 40, 50)] == [
-        stage.weights for stage in plain.stages if stage.begin >= 30
-    ]
+    later = [stage.weights for stage in plain.stages if stage.begin >= 30]
+    assert [at[b].weights for b in (30, 40, 50)] == later
     assert at[50].config.tokens_per_step == 48
     on_an_end = ramped(RAMP, Stage(from_step=30, tokens_per_step=48))
     assert begins(on_an_end) == begins(plain)
@@ -331,7 +239,7 @@ def test_a_run_may_be_edited_in_the_middle_of_a_ramp() -> None:
     state = ramped(RAMP).state_dict(25)
     changes = ramped(RAMP, Stage(from_step=25, weights={"web": 1})).check_state(state)
     assert changes and all("weights was" in text for text in changes)
-    longer = Stage(from_step=10, weights={"math": 1}, ramp=Ramp(until_step=60, pieces=4))
+    longer = replace(RAMP, ramp=Ramp(until_step=60, pieces=4))
     with pytest.raises(ResumeError, match="weights was"):
         ramped(longer).check_state(state)
 

@@ -14,6 +14,7 @@ import random
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,8 @@ def _write(root: Path) -> None:
         tokens = rng.integers(0, 500, ends[-1])
         with IndexedDatasetBuilder(root / name, np.uint16, vocab_size=500) as builder:
             builder.add_documents(tokens, ends)
-        with IndexedDatasetBuilder(
-            root / f"{name}.labels", np.int32, allow_negative=True
-        ) as builder:
+        labels = root / f"{name}.labels"
+        with IndexedDatasetBuilder(labels, np.int32, allow_negative=True) as builder:
             builder.add_documents(np.where(tokens % 5 == 0, -100, tokens), ends)
         dataset = IndexedDataset(root / name)
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, seed=1)
@@ -64,14 +64,22 @@ def _sound() -> tuple[tempfile.TemporaryDirectory[str], list[str], dict[str, str
 
 
 def _gathered(root: Path, source: str) -> str:
-    """A digest of every array of the steps of an epoch, by the way that training goes."""
-    from megapack.data import PackedDataset, Schedule  # noqa: PLC0415  (torch)
+    from megapack.data import PackedDataset  # noqa: PLC0415  (torch)
 
     if source == MANIFEST:
         packed = PackedDataset(None, str(root / MANIFEST))
     else:
         packed = PackedDataset(root / source, root / f"{source}.samples")
-    schedule = Schedule(packed, tokens_per_step=2048, seed=3, cost_window=4)
+    digest = epoch_digest(packed, tokens_per_step=2048, cost_window=4)
+    assert packed.documents(0).meta is not None  # a run asks it for the vocabulary
+    return digest
+
+
+def epoch_digest(packed: Any, **options: Any) -> str:
+    """Of every array of the steps of an epoch, by the way that training goes."""
+    from megapack.data import Schedule  # noqa: PLC0415  (torch)
+
+    schedule = Schedule(packed, seed=3, **options)
     digest = hashlib.sha256()
     for i in range(schedule.num_steps()):
         step = schedule.step(i)
@@ -80,38 +88,26 @@ def _gathered(root: Path, source: str) -> str:
             batch = packed.micro_batch(draw.sample_ids, capacity=draw.capacity)
             for name in sorted(batch):
                 digest.update(np.asarray(batch[name]).tobytes())
-    assert packed.documents(0).meta is not None  # a run asks it for the vocabulary
     digest.update(packed.count_labels(np.arange(len(packed))).tobytes())
     return digest.hexdigest()
 
 
-def _flip(rng: random.Random, data: bytearray) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def _bytes(rng: random.Random, data: bytearray) -> None:
-    at, size = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
-    data[at : at + size] = rng.randbytes(len(data[at : at + size]))
-
-
-def _zero(rng: random.Random, data: bytearray) -> None:
-    at, size = rng.randrange(len(data)), rng.choice([1, 8, 64, 512, 4096, 65536])
-    data[at : at + size] = bytes(len(data[at : at + size]))
-
-
-def _cut(rng: random.Random, data: bytearray) -> None:
-    del data[rng.choice([rng.randrange(len(data)), len(data) - 1, len(data) - 8]) :]
-
-
-def _swap(rng: random.Random, data: bytearray) -> None:
-    size = rng.choice([4, 8, 64, 512, 4096, 65536])
-    a, b = (rng.randrange(max(1, len(data) // size)) * size for _ in range(2))
-    first, second = bytes(data[a : a + size]), bytes(data[b : b + size])
-    if len(first) == len(second):
-        data[a : a + size], data[b : b + size] = second, first
-
-
-DAMAGES = (_flip, _flip, _bytes, _bytes, _zero, _cut, _swap)
+def _damage(rng: random.Random, data: bytearray) -> None:
+    kind = rng.choice(["flip", "flip", "bytes", "bytes", "zero", "cut", "swap"])
+    at, small = rng.randrange(len(data)), rng.choice([1, 2, 4, 8])
+    large = rng.choice([1, 8, 64, 512, 4096, 65536])
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        data[at : at + small] = rng.randbytes(len(data[at : at + small]))
+    elif kind == "zero":
+        data[at : at + large] = bytes(len(data[at : at + large]))
+    elif kind == "cut":
+        del data[rng.choice([at, len(data) - 1, len(data) - 8]) :]
+    else:  # blocks change places
+        a, b = (rng.randrange(max(1, len(data) // large)) * large for _ in "ab")
+        if len(data) >= max(a, b) + large:
+            data[a : a + large], data[b : b + large] = data[b : b + large], data[a : a + large]
 
 
 def change(rng: random.Random) -> bytes:
@@ -125,7 +121,7 @@ def change(rng: random.Random) -> bytes:
     data = bytearray(Path(folder.name, name).read_bytes())
     for _ in range(rng.choice([1, 1, 1, 2, 5])):
         if data:
-            rng.choice(DAMAGES)(rng, data)
+            _damage(rng, data)
     return name.encode() + b"\0" + bytes(data)
 
 
@@ -133,7 +129,6 @@ SEEDS: list[bytes] = []
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the damage."""
     name, content = data.split(b"\0", 1)
     damaged = name.decode()
     folder, names, expected = _sound()

@@ -19,15 +19,19 @@ SEEDS = [
     rb' [ {"text": "in a list"} ] ',
     rb'{"\u0074ext": "escaped key", "text2": [NaN, -Infinity, 1E+9], "text": "\ud800"}',
     b'{"text": {"a": {"b": "deep"}, "a.b": "rest"}, "text.a.b": "whole", "text": {}}',
+    rb'{"text": "first", "text": "\"\\\/\b\f\n\r\t\u20AC"}',
+    b'{"text": "half \\ud800"}\n{"text": "\xc3"}\n{"text": "\xed\xa0\x80"}\n{"text": "a\tb"}',
+    b' \t\r\n{"text": "\\x"}\n{"text": "x",}\n{"text": "x"} x\n{text: 1}\n{"text": 01}',
+    b'{"text": 1.}\n{"text": -}\n[1,]\n[1 2]\n[}\n{"a" 1}\n{"a": [}',
+    b'{"text": {"a": {"b": "x"} "d": 1}}',
     b'{"text": 12}\r\n{"text": [1, {"text": "\\/"}]}\n{"other": "key"}\n17\n"text"',
 ]
 
 
 def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tuple[int, bytes]]:
     """(status, text) of every line."""
-    text, offsets, status, line_begin = _core.extract_jsonl(
-        np.frombuffer(data, np.uint8), key, values
-    )
+    given = np.frombuffer(data, np.uint8)
+    text, offsets, status, line_begin = _core.extract_jsonl(given, key, values)
     assert len(status) == len(line_begin) == len(offsets) - 1
     flat = text.tobytes()
     return [(int(s), flat[a:b]) for s, a, b in zip(status, offsets[:-1], offsets[1:], strict=True)]

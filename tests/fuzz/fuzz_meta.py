@@ -20,11 +20,8 @@ _TOKENS = np.array([5, 7, 0, 9, 0, 0, 19, 1, 0], np.uint16)
 
 
 def _dataset() -> dict[str, bytes]:
-    metadata = {
-        "tokenizer": {"digest": "d", "source": "tokenizer.json"},
-        "document_end_token": 0,
-        "command": ["tokenize", "--input", "x.jsonl"],
-    }
+    metadata = {"tokenizer": {"digest": "d", "source": "tokenizer.json"}, "document_end_token": 0}
+    metadata["command"] = ["tokenize", "--input", "x.jsonl"]
     with tempfile.TemporaryDirectory() as directory:
         prefix = f"{directory}/data"
         with IndexedDatasetBuilder(prefix, np.uint16, vocab_size=20, metadata=metadata) as builder:
@@ -47,7 +44,6 @@ def change(rng: random.Random) -> bytes:
 
 
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the change."""
     prefix = directory / "data"
     for suffix, content in (FILES | {".meta.json": data}).items():
         Path(f"{prefix}{suffix}").write_bytes(content)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-import struct
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from fuzz.fuzz_damage import epoch_digest
 from fuzz.mutate import change_value, mutate
 from megapack.errors import MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from tests.packing.packing_inputs import header_of, with_header
 
 LENGTHS = [5, 9, 1, 30, 0, 7, 2, 11, 64, 3, 3, 17, 40, 8] * 3
-_PREAMBLE = struct.Struct("<8sIIQQ")
 _NUMBERS = [0, 1, -1, 2, 5, 14, 16, 100, 2**31 - 1, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)]
 _PACKINGS: list[dict[str, Any]] = [
     {"strategy": "bucket", "buckets": [8, 16, 32]},
@@ -49,28 +47,18 @@ def _files() -> tuple[dict[str, bytes], list[bytes]]:
 
 
 @cache
-def _expected() -> list[list[bytes]]:
-    """The batches of every seed."""
+def _expected() -> list[str]:
+    """What every seed gathers."""
     with tempfile.TemporaryDirectory() as directory:
         dataset = _documents(Path(directory) / "data")
         packings = [{**packing, "seed": i} for i, packing in enumerate(_PACKINGS)]
-        return [_batches(dataset, pack(dataset.document_lengths, **how)) for how in packings]
+        return [_gathered(dataset, pack(dataset.document_lengths, **how)) for how in packings]
 
 
-def _batches(dataset: IndexedDataset, index: SampleIndex) -> list[bytes]:
-    """Every array of the steps of an epoch, by the way that training goes."""
-    from megapack.data import PackedDataset, Schedule  # noqa: PLC0415  (torch)
+def _gathered(dataset: IndexedDataset, index: SampleIndex) -> str:
+    from megapack.data import PackedDataset  # noqa: PLC0415  (torch)
 
-    packed = PackedDataset(dataset, index)
-    schedule = Schedule(packed, tokens_per_step=32, seed=3, cost_window=2)
-    result = []
-    for i in range(schedule.num_steps()):
-        step = schedule.step(i)
-        for draw in step.draws:
-            batch = packed.micro_batch(draw.sample_ids, capacity=draw.capacity)
-            result += [np.asarray(batch[name]).tobytes() for name in sorted(batch)]
-    result.append(packed.count_labels(np.arange(len(packed))).tobytes())
-    return result
+    return epoch_digest(PackedDataset(dataset, index), tokens_per_step=32, cost_window=2)
 
 
 FILES, SEEDS = _files()
@@ -81,9 +69,11 @@ def change(rng: random.Random) -> bytes:
     data, kind = rng.choice(SEEDS), rng.random()
     if kind < 0.2:
         return mutate(rng, SEEDS, most=1 << 16)
-    size = _PREAMBLE.unpack_from(data)[3]
-    header = json.loads(data[_PREAMBLE.size : _PREAMBLE.size + size])
-    return _with_number(rng, data, header) if kind < 0.8 else _with_value(rng, data, header)
+    header = header_of(data)
+    if kind < 0.8:
+        return _with_number(rng, data, header)
+    change_value(rng, header)
+    return with_header(data, header, may_grow=True)
 
 
 def _with_number(rng: random.Random, data: bytes, header: dict[str, Any]) -> bytes:
@@ -97,17 +87,7 @@ def _with_number(rng: random.Random, data: bytes, header: dict[str, Any]) -> byt
     return data[:at] + np.array(value, dtype).tobytes() + data[at + dtype.itemsize :]
 
 
-def _with_value(rng: random.Random, data: bytes, header: dict[str, Any]) -> bytes:
-    size = _PREAMBLE.unpack_from(data)[3]
-    change_value(rng, header)
-    encoded = json.dumps(header).encode().ljust(size)
-    digest = xxhash.xxh3_64_intdigest(encoded)
-    preamble = _PREAMBLE.pack(data[:8], 2, 0, len(encoded), digest)
-    return preamble + encoded + data[_PREAMBLE.size + size :]
-
-
 def run(data: bytes, directory: Path) -> str:
-    """Raises only what callers are told to expect; says what became of the change."""
     for name, content in (FILES | {"x.samples": data}).items():
         (directory / name).write_bytes(content)
     dataset = IndexedDataset(directory / "data")
@@ -120,7 +100,7 @@ def run(data: bytes, directory: Path) -> str:
     refused, same = False, False
     try:
         _read_all(index, dataset)
-        same = _batches(dataset, index) in _expected()
+        same = _gathered(dataset, index) in _expected()
     except MegapackError:
         refused = True
     assert same or refused, "a wrong batch"

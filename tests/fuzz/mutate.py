@@ -17,7 +17,7 @@ def mutate(rng: random.Random, seeds: list[bytes], most: int = 4096) -> bytes:
     """One input near the seeds: one to four changes of one of them, at most ``most`` bytes."""
     data = bytearray(rng.choice(seeds))
     for _ in range(rng.randint(1, 4)):
-        rng.choice(_CHANGES)(rng, data, seeds)
+        _change(rng, data, seeds)
     return bytes(data[:most])
 
 
@@ -41,43 +41,21 @@ def change_value(rng: random.Random, tree: dict[str, Any]) -> None:
     parent[key] = rng.choice([nearby, rng.choice(_VALUES)])
 
 
-def _at(rng: random.Random, data: bytearray) -> int:
-    """Any position; headers, where most decisions are made, more often."""
-    end = len(data) if rng.random() < 0.6 else min(len(data), 64)
-    return rng.randrange(end + 1)
-
-
-def _flip(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    if data:
-        data[min(_at(rng, data), len(data) - 1)] ^= 1 << rng.randrange(8)
-
-
-def _number(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    width, at = rng.choice([1, 2, 4, 8]), _at(rng, data)
-    value = rng.choice(_NUMBERS) + rng.choice([-1, 0, 0, 1])
-    data[at : at + width] = struct.pack("<Q", value % 2**64)[:width]
-
-
-def _cut(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    del data[_at(rng, data) :]
-
-
-def _remove(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    at = _at(rng, data)
-    del data[at : at + rng.choice([1, 4, 8, 16])]
-
-
-def _insert(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    at = _at(rng, data)
-    data[at:at] = rng.randbytes(rng.choice([1, 4, 8, 16]))
-
-
-def _splice(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    other = rng.choice(seeds)
-    if other:
-        begin = rng.randrange(len(other))
-        at, length = _at(rng, data), rng.randint(1, 32)
+def _change(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
+    # Any position; headers, where most decisions are made, more often.
+    at = rng.randrange(1 + (len(data) if rng.random() < 0.6 else min(len(data), 64)))
+    kind = rng.choice(["flip", "flip", "number", "number", "cut", "remove", "insert", "splice"])
+    if kind == "flip" and data:
+        data[min(at, len(data) - 1)] ^= 1 << rng.randrange(8)
+    elif kind == "number":
+        width, value = rng.choice([1, 2, 4, 8]), rng.choice(_NUMBERS) + rng.choice([-1, 0, 0, 1])
+        data[at : at + width] = struct.pack("<Q", value % 2**64)[:width]
+    elif kind == "cut":
+        del data[at:]
+    elif kind == "remove":
+        del data[at : at + rng.choice([1, 4, 8, 16])]
+    elif kind == "insert":
+        data[at:at] = rng.randbytes(rng.choice([1, 4, 8, 16]))
+    elif kind == "splice" and (other := rng.choice(seeds)):
+        begin, length = rng.randrange(len(other)), rng.randint(1, 32)
         data[at : at + length] = other[begin : begin + length]
-
-
-_CHANGES = [_flip, _flip, _number, _number, _cut, _remove, _insert, _splice]

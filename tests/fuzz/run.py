@@ -9,11 +9,9 @@ A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to
 ``run(data, directory)`` that may raise ValueError or OSError (megapack's errors are ValueErrors)
 and nothing else; it may have ``change(rng)``, which gives an input by a change of its own, and its
 ``run`` then says in a word what became of it and raises only megapack's errors and OSError; or
-``fuzz_<name>.cpp`` with ``LLVMFuzzerTestOneInput`` (libFuzzer's entry point;
-driver.cpp runs it, so that no clang is needed), for the inputs of the Python target of its name,
-and a line ``// core: text/a.cpp`` that
-names what it needs of csrc/core. What fails is kept in ``corpus/<name>``, and
-tests/fuzz/test_corpus.py runs all of it from then on.
+``fuzz_<name>.cpp`` with libFuzzer's entry point (driver.cpp runs it without clang), for the inputs
+of the Python target of its name, and a line ``// core: text/a.cpp`` of what it needs of csrc/core.
+What fails is kept in ``corpus/<name>``; tests/fuzz/test_corpus.py runs it from then on.
 """
 
 from __future__ import annotations

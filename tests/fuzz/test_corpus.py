@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 from peers import peer
 
-from fuzz.run import (
-    BATCH,
-    build_cpp,
-    corpus,
-    cpp_targets,
-    inputs,
-    python_targets,
-    run_cpp,
-    run_one,
-)
+from fuzz.run import BATCH, build_cpp, corpus, cpp_targets, inputs, python_targets, run_cpp, run_one
 
 NEW_INPUTS = 150
 

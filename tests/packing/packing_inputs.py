@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from reference import Packing
 
 from megapack.packing import STRATEGIES, Parameter, SampleIndex
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 # What a packer may stumble over, for a capacity of 16.
 ADVERSARIAL: dict[str, list[int]] = {
@@ -41,12 +44,18 @@ lengths = st.one_of(
 )
 
 
+def write_dataset(prefix: Path, lengths: Iterable[int], dtype: Any = np.uint16) -> IndexedDataset:
+    with IndexedDatasetBuilder(prefix, dtype=dtype) as builder:
+        for length in lengths:
+            builder.add_document(np.arange(length, dtype=dtype))
+    return IndexedDataset(prefix)
+
+
 @st.composite
 def packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
     """Keyword arguments of ``pack`` (and of the definition) for one strategy."""
-    if name == "decompose":
-        capacities = st.sampled_from([1, 2, 4, 8, 16, 32])
-    else:
+    capacities = st.sampled_from([1, 2, 4, 8, 16, 32])
+    if name != "decompose":
         capacities = st.integers(1, 35)
     most = 4 if STRATEGIES[name].many_buckets else 1
     buckets = sorted(draw(st.sets(capacities, min_size=1, max_size=most)))
@@ -94,10 +103,9 @@ def as_packing(index: SampleIndex) -> Packing:
 
 def same_arrays(a: SampleIndex, b: SampleIndex) -> bool:
     """Byte for byte, types included."""
-    return a.bucket_capacity.tobytes() == b.bucket_capacity.tobytes() and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(a.segment_arrays(), b.segment_arrays(), strict=True)
-    )
+    arrays = ([index.bucket_capacity, *index.segment_arrays()] for index in (a, b))
+    pairs = zip(*arrays, strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 PREAMBLE = struct.Struct("<8sIIQQ")  # of a .samples file
@@ -109,10 +117,11 @@ def header_of(data: bytes) -> dict[str, Any]:
     return header
 
 
-def with_header(data: bytes, header: Any) -> bytes:
+def with_header(data: bytes, header: Any, *, may_grow: bool = False) -> bytes:
     """The file with another header of the same size, whose checksum is right."""
     size = PREAMBLE.unpack_from(data)[3]
     encoded = json.dumps(header).encode().ljust(size)
-    assert len(encoded) == size, "the change does not fit where the header stands"
-    preamble = PREAMBLE.pack(b"MEGASAMP", 2, 0, size, xxhash.xxh3_64_intdigest(encoded))
+    assert may_grow or len(encoded) == size, "the change does not fit where the header stands"
+    digest = xxhash.xxh3_64_intdigest(encoded)
+    preamble = PREAMBLE.pack(b"MEGASAMP", 2, 0, len(encoded), digest)
     return preamble + encoded + data[PREAMBLE.size + size :]

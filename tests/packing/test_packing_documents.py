@@ -10,7 +10,7 @@ from pathlib import Path
 import needs_torch  # noqa: F401
 import numpy as np
 import pytest
-from commands import build
+from commands import build, printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_inputs import as_packing, lengths, packings, same_arrays
@@ -66,17 +66,13 @@ def test_a_share_belongs_to_its_dataset_and_is_named_on_the_command_line(tmp_pat
     data = PackedDataset(dataset, index)  # in memory: compared by the lengths of all documents
     assert 0 < len(data) == index.num_samples
 
-    done = build("pack", dataset.prefix, "--buckets", "64", "--match-repetition", "1/2")
-    assert done.returncode == 0 and "match_repetition" in done.stdout, done.stderr
+    packing, manifest = ("pack", dataset.prefix, "--buckets", 64), tmp_path / "all.shards.json"
+    assert "match_repetition" in printed(*packing, "--match-repetition", "1/2")
     assert same_arrays(SampleIndex.load(f"{dataset.prefix}.samples"), index)
-    other = build("pack", dataset.prefix, "--buckets", "64")
-    assert other.returncode == 2 and "packed with other parameters" in other.stderr
-    wrong = build("pack", dataset.prefix, "--buckets", "64", "--match-repetition", "3/2")
-    assert wrong.returncode == 2 and "'3/2' is not a share above 0" in wrong.stderr
-
-    manifest = tmp_path / "all.shards.json"
-    options = ("--buckets", "64", "--match-repetition", "0.5", "--output", manifest)
-    assert build("pack", dataset.prefix, *options).returncode == 0
+    assert "packed with other parameters" in printed(*packing, status=2)
+    wrong = printed(*packing, "--match-repetition", "3/2", status=2)
+    assert "'3/2' is not a share above 0" in wrong
+    printed(*packing, "--match-repetition", "0.5", "--output", manifest)
     sharded = load_shards(manifest)
     assert same_arrays(sharded.open(0), index) and sharded.parameters["match_repetition"] == 0.5
 
@@ -138,10 +134,8 @@ def test_the_example_of_groups_holds() -> None:
 
 def test_group_is_cut_behind_the_document_that_just_fills_a_bucket() -> None:
     index = pack([4, 4, 4], "bucket", buckets=[8], groups=[7, 7, 7])
-    found = {
-        tuple(document for document, _, _ in index.sample(i)[1]): index.groups_of(i)
-        for i in range(index.num_samples)
-    }
+    samples = [index.sample(i)[1] for i in range(index.num_samples)]
+    found = {tuple(d for d, _, _ in of): index.groups_of(i) for i, of in enumerate(samples)}
     assert found == {(0, 1): [0, 0], (2,): [0]}
 
 
@@ -158,72 +152,58 @@ REPOSITORIES = ["a", "b", None, "a", "c", "a", "c"]
 
 
 def test_groups_go_from_a_key_of_the_text_into_a_sample(tmp_path: Path) -> None:
-    rows = [
-        {"text": f"text number {i} " * 3, **({} if name is None else {"repo": name})}
-        for i, name in enumerate(REPOSITORIES)
-    ]
+    repos = [{} if name is None else {"repo": name} for name in REPOSITORIES]
+    rows = [{"text": f"text number {i} " * 3, **repo} for i, repo in enumerate(repos)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prefix, samples = tmp_path / "c", tmp_path / "c.samples"
-    build_of = ("--input", tmp_path / "c.jsonl", "--tokenizer", "bytes", "--output-prefix", prefix)
-    done = build("tokenize", *build_of, "--append-eod", "--group-key", "repo")
-    assert done.returncode == 0, done.stderr
+    text = ("--input", tmp_path / "c.jsonl", "--tokenizer", "bytes", "--append-eod")
+    printed("tokenize", *text, "--group-key", "repo", "--output-prefix", prefix)
     ids = IndexedDataset(f"{prefix}.groups").tokens
     assert [ids[0] == ids[i] for i in (3, 5)] == [True, True] and ids[4] == ids[6]
     assert ids[2] == -1 and len({*ids.tolist()}) == 4
 
-    packed_as = (prefix, "--buckets", "64,192", "--groups")
-    done = build("pack", *packed_as, "auto")
-    assert done.returncode == 0 and re.search(r"groups of documents +2\n", done.stdout), done.stderr
-    index = SampleIndex.load(samples)
-    assert same_arrays(
-        index, pack(IndexedDataset(prefix).document_lengths, buckets=[64, 192], groups=ids)
-    )
-    of_a = [i for i in range(len(index)) if [d for d, _, _ in index.sample(i)[1]][:3] == [0, 3, 5]]
-    shown = build("inspect", samples, "--sample", of_a[0])
-    assert "document 3, in the group of segment 0" in shown.stdout, shown.stdout
-    assert re.search(r"cu_seqlens \[0, 129.*\] with attention: group", shown.stdout)
-    again = build("pack", *packed_as, "auto")
+    how = (prefix, "--buckets", "64,192", "--groups")
+    assert re.search(r"groups of documents +2\n", printed("pack", *how, "auto"))
+    index, lengths = SampleIndex.load(samples), IndexedDataset(prefix).document_lengths
+    assert same_arrays(index, pack(lengths, buckets=[64, 192], groups=ids))
+    contents = [[d for d, _, _ in index.sample(i)[1]] for i in range(len(index))]
+    [of_a] = [i for i, documents in enumerate(contents) if documents[:3] == [0, 3, 5]]
+    shown = printed("inspect", samples, "--sample", of_a)
+    assert "document 3, in the group of segment 0" in shown
+    assert re.search(r"cu_seqlens \[0, 129.*\] with attention: group", shown)
+    again = build("pack", *how, "auto")
     assert again.returncode == 0 and "nothing to do" in again.stderr
     np.save(tmp_path / "ids.npy", np.zeros(7, np.int64))
-    other = build("pack", *packed_as, tmp_path / "ids.npy")
-    assert other.returncode == 2 and "other groups" in other.stderr
+    assert "other groups" in printed("pack", *how, tmp_path / "ids.npy", status=2)
 
-    batch = PackedDataset(prefix, samples, attention="group").micro_batch([of_a[0]])
+    batch = PackedDataset(prefix, samples, attention="group").micro_batch([of_a])
     assert batch["cu_seqlens"][1] == 129 and (batch["labels"][0, :128] >= 0).all()
-    manifest = tmp_path / "c.shards.json"
-    done = build("pack", prefix, "--buckets", "64,192", "--groups", "auto", "--output", manifest)
-    assert done.returncode == 0, done.stderr
-    sharded = PackedDataset(None, manifest, attention="group")
-    assert sharded.micro_batch([of_a[0]])["cu_seqlens"].equal(batch["cu_seqlens"])
-    compared = build("compare", prefix, "--buckets", "64,192", "--groups", "auto")
-    assert compared.returncode == 0, compared.stderr
-    assert "2 groups of documents" in compared.stdout and "--groups auto" in compared.stdout
+    printed("pack", *how, "auto", "--output", tmp_path / "c.shards.json")
+    sharded = PackedDataset(None, tmp_path / "c.shards.json", attention="group")
+    assert sharded.micro_batch([of_a])["cu_seqlens"].equal(batch["cu_seqlens"])
+    compared = printed("compare", *how, "auto")
+    assert "2 groups of documents" in compared and "--groups auto" in compared
 
 
 def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "d", [[1] * 5, [2] * 7])
-    missing = build("pack", dataset.prefix, "--buckets", "8", "--groups", "auto")
-    assert missing.returncode == 2 and "tokenize with --group-key" in missing.stderr
     np.save(tmp_path / "three.npy", np.zeros(3, np.int64))
     (tmp_path / "empty.npy").touch()
     (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 and nothing else")
-    for name, code, message in (
-        ("three", 2, "must be (2,) whole numbers"),
-        ("empty", 1, "is not a .npy file of numbers: "),
-        ("zip", 1, "is not a .npy file of numbers: "),
+    for groups, status, message in (
+        ("auto", 2, "tokenize with --group-key"),
+        (tmp_path / "three.npy", 2, "must be (2,) whole numbers"),
+        (tmp_path / "empty.npy", 1, "is not a .npy file of numbers: "),
+        (tmp_path / "zip.npy", 1, "is not a .npy file of numbers: "),
     ):
-        wrong = build(
-            "pack", dataset.prefix, "--buckets", "8", "--groups", tmp_path / f"{name}.npy"
-        )
-        assert wrong.returncode == code and message in wrong.stderr
+        command = ("pack", dataset.prefix, "--buckets", 8, "--groups", groups)
+        assert message in printed(*command, status=status)
     plain = pack(dataset.document_lengths, buckets=[8])
     with pytest.raises(ConfigError, match="no source was packed with groups"):
         PackedDataset(dataset, plain, attention="group")
     grouped = pack(dataset.document_lengths, buckets=[8, 16], groups=[1, 1])
-    alone, together = (
-        Schedule(PackedDataset(dataset, grouped, attention=attention), tokens_per_step=16)
-        for attention in ("document", "group")
-    )
+    both = [PackedDataset(dataset, grouped, attention=how) for how in ("document", "group")]
+    alone, together = (Schedule(data, tokens_per_step=16) for data in both)
     assert together.resume_step(together.state_dict(3)) == 3
     with pytest.raises(ResumeError, match="attention was None and is 'group'"):
         together.resume_step(alone.state_dict(3))

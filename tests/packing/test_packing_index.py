@@ -13,23 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from packing_inputs import PREAMBLE, header_of, same_arrays, with_header
+from packing_inputs import PREAMBLE, header_of, same_arrays, with_header, write_dataset
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.sample_index import describe_source
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2], np.int32)
-
-
-def _dataset(prefix: Path, lengths: np.ndarray) -> IndexedDataset:
-    with IndexedDatasetBuilder(prefix, dtype=np.uint16) as builder:
-        for length in lengths:
-            builder.add_document(np.arange(length, dtype=np.uint16))
-        builder.finalize()
-    return IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +50,7 @@ def test_a_saved_index_comes_back_whole(
         assert not array.flags.writeable and not array.flags.owndata
 
 
-def test_an_index_travels_to_worker_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_travels_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of a file is mapped again, from any directory, and never another that took its place."""
     made = pack(LENGTHS, "concat", buckets=8)
     made.save(tmp_path / "x.samples")
@@ -87,7 +76,7 @@ def test_a_sample_that_there_is_not_is_refused() -> None:
 
 
 def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
-    dataset = _dataset(tmp_path / "a", LENGTHS)
+    dataset = write_dataset(tmp_path / "a", LENGTHS)
     index = pack(dataset.document_lengths, buckets=[8, 16])
     index.check_source(dataset)  # by its lengths
     index.save(tmp_path / "x.samples", source=dataset)
@@ -96,8 +85,8 @@ def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
     assert loaded.source == describe_source(dataset, dataset.prefix)
     assert loaded.source["idx_xxh64"] == xxhash.xxh64_hexdigest((tmp_path / "a.idx").read_bytes())
 
-    fewer = _dataset(tmp_path / "b", LENGTHS[:-1])
-    other = _dataset(tmp_path / "c", LENGTHS[::-1])
+    fewer = write_dataset(tmp_path / "b", LENGTHS[:-1])
+    other = write_dataset(tmp_path / "c", LENGTHS[::-1])
     for refusing in (index, loaded):
         with pytest.raises(IndexMismatchError, match="packed from 10 documents, the dataset has 9"):
             refusing.check_source(fewer)
@@ -172,10 +161,8 @@ def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None
 
 def test_a_repr_is_one_short_line_for_any_number_of_buckets() -> None:
     many = pack(LENGTHS, "bucket", buckets=range(1, 2000))
-    assert repr(many) == (
-        f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {many.num_samples} samples, "
-        "10 documents)"
-    )
+    holds = f"{many.num_samples} samples, 10 documents"
+    assert repr(many) == f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {holds})"
     assert "bucket of 8 tokens, " in repr(pack(LENGTHS, "concat", buckets=8))
 
 
@@ -248,13 +235,12 @@ def test_arrays_are_aligned_and_mapped_not_read(path: Path) -> None:
         assert entry["offset"] % 64 == 0
     index = SampleIndex.load(path)
     address = index.segment_document.unchecked.ctypes.data
-    mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    (mapped,) = [
-        fields[5:]
-        for fields in mappings
-        if int(fields[0].split("-")[0], 16) <= address < int(fields[0].split("-")[1], 16)
-    ]
-    assert mapped == [str(path.resolve())]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= address < end:
+            assert line.split()[5:] == [str(path.resolve())]
+            return
+    pytest.fail("its memory is mapped from nowhere")
 
 
 def test_every_cut_of_a_file_is_refused(path: Path) -> None:
@@ -270,25 +256,20 @@ def test_every_cut_of_a_file_is_refused(path: Path) -> None:
 
 def test_every_changed_byte_is_noticed(path: Path) -> None:
     data = path.read_bytes()
-    entries = header_of(data)["arrays"].values()
-    used = [(e["offset"], e["offset"] + e["shape"][0] * int(e["dtype"][2])) for e in entries]
-    first = min(begin for begin, _ in used)
+    arrays = header_of(data)["arrays"]
     header_size = PREAMBLE.size + PREAMBLE.unpack_from(data)[3]
-    for i in [
-        *range(PREAMBLE.size),
-        *range(PREAMBLE.size, header_size, 11),
-        *range(first, len(data)),
-    ]:
-        if i >= first and not any(begin <= i < end for begin, end in used):
-            continue  # the zeros between arrays
-        if 12 <= i < 16:
-            continue  # reserved
+    used = {*range(PREAMBLE.size), *range(PREAMBLE.size, header_size, 11)}
+    used -= {12, 13, 14, 15}  # reserved
+    for entry in arrays.values():  # between them are zeros
+        size = entry["shape"][0] * int(entry["dtype"][2])
+        used |= {*range(entry["offset"], entry["offset"] + size)}
+    large = arrays["sample_segment_offsets"]["offset"]
+    for i in sorted(used):
         broken = bytearray(data)
         broken[i] ^= 0x40
         path.write_bytes(broken)
-        large = i >= header_of(data)["arrays"]["sample_segment_offsets"]["offset"]
         with pytest.raises(FormatError):
-            SampleIndex.load(path, verify=large)  # the small arrays are compared at once
+            SampleIndex.load(path, verify=i >= large)  # the small arrays are compared at once
 
 
 @pytest.mark.parametrize(
@@ -304,12 +285,10 @@ def test_foreign_files_are_refused(tmp_path: Path, name: str, content: bytes) ->
 
 
 def test_nothing_is_left_behind_when_the_disk_refuses(tmp_path: Path) -> None:
-    index = pack([1, 2, 3], buckets=8)
-    with pytest.raises(ConfigError, match="there is no directory"):
-        index.save(tmp_path / "no such directory" / "x.samples")
     (tmp_path / "dir.samples").mkdir()
-    with pytest.raises(ConfigError, match="is a directory"):
-        index.save(tmp_path / "dir.samples")
+    for name, message in (("none/x", "there is no directory"), ("dir", "is a directory")):
+        with pytest.raises(ConfigError, match=message):
+            pack([1, 2, 3], buckets=8).save(tmp_path / f"{name}.samples")
     assert [p.name for p in tmp_path.iterdir()] == ["dir.samples"]
 
 

@@ -85,9 +85,7 @@ def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) 
     documents = np.random.default_rng(0).integers(0, 300, 2_200_000).astype(np.int32)
     documents[::1000] *= 50
     buckets = [64, 256, 1024] if STRATEGIES[name].many_buckets else [1024]
-    parameters = {"pool_size": 300_000} if name.startswith("bucket_") else {}
-    if name == "bucket_naive":
-        parameters = {}
+    parameters = {"pool_size": 300_000} if name in ("bucket_llm", "bucket_v0") else {}
     single = pack(documents, name, buckets=buckets, seed=3, **parameters)
     single.metrics()  # asserts that every token is accounted for
     for threads in (2, 7):
@@ -99,23 +97,14 @@ def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) 
 def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> None:
     from megapack.packing.strategies import Request  # noqa: PLC0415
 
-    documents = np.random.default_rng(1).integers(0, 90, 500)
+    lengths = np.random.default_rng(1).integers(0, 90, 500)
     buckets = [8, 16, 32] if STRATEGIES[name].many_buckets else [32]
     strategy = STRATEGIES[name]
-    packed = [
-        strategy.run(
-            Request(
-                lengths=_core.DocumentLengths(documents.astype(dtype)),
-                buckets=buckets,
-                parameters=strategy.resolve({}),
-                seed=2,
-                threads=2,
-                wide_ids=wide,
-            )
-        )
-        for dtype in (np.int32, np.int64)
-        for wide in (False, True)
-    ]
+    how = {"buckets": buckets, "parameters": strategy.resolve({}), "seed": 2, "threads": 2}
+    packed = []
+    for dtype, wide in itertools.product((np.int32, np.int64), (False, True)):
+        documents = _core.DocumentLengths(lengths.astype(dtype))
+        packed.append(strategy.run(Request(lengths=documents, wide_ids=wide, **how)))
     types = [(p["segment_document"].dtype, p["segment_begin"].dtype) for p in packed]
     assert types == [("i4", "i4"), ("i8", "i4"), ("i8", "i8"), ("i8", "i8")]
     for other in packed[1:]:
@@ -151,8 +140,7 @@ for strategy in ("bucket", "bucket_llm", "length_sorted"):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# ---- The three laws of packing, for every strategy of the registry; and the metrics by brute
-# force
+# ---- The three laws of packing, for every strategy; and the metrics by brute force
 
 
 def web_like(count: int, seed: int = 0) -> np.ndarray:
@@ -204,6 +192,7 @@ def test_metrics_are_what_brute_force_counts(name: str) -> None:
     truncated = sum(pieces[d] > 1 or (p == 0).any() for d, p in enumerate(placed) if len(p))
     slots = sum(int(index.bucket_capacity[bucket]) for bucket, _ in samples)
     tokens = [sum(length for _, _, length in segments) for _, segments in samples]
+    owners = [bucket for bucket, _ in samples]
     num_longer = int((documents > buckets[-1]).sum())
     num_filled = int((documents > 0).sum())
     assert num_filled < 500, "empty documents must not count in the ratios"
@@ -225,13 +214,8 @@ def test_metrics_are_what_brute_force_counts(name: str) -> None:
         "padding_tokens": slots - sum(tokens),
         "dropped_tokens": sum(int((p == 0).sum()) for p in placed),
         "repeated_tokens": sum(int((p - 1).clip(0).sum()) for p in placed),
-        "tokens_per_bucket": [
-            sum(t for t, (bucket, _) in zip(tokens, samples, strict=True) if bucket == b)
-            for b in range(index.num_buckets)
-        ],
-        "samples_per_bucket": [
-            sum(bucket == b for bucket, _ in samples) for b in range(index.num_buckets)
-        ],
+        "tokens_per_bucket": np.bincount(owners, tokens, index.num_buckets).tolist(),
+        "samples_per_bucket": np.bincount(owners, minlength=index.num_buckets).tolist(),
         "padding_ratio": pytest.approx(1 - sum(tokens) / slots),
         "truncation_ratio": truncated / num_filled,
         "truncation_floor": num_longer / num_filled,
@@ -263,15 +247,11 @@ def test_promote_auto_takes_the_better_way_and_says_so() -> None:
     short = web_like(20_000)
     no_short = short + 70  # nothing fits beside a document of more than half a bucket
     buckets = [128, 256, 512]
-    chosen = {}
-    for name, documents in (("short", short), ("no short", no_short)):
-        on, off, auto = (
-            pack(documents, buckets=buckets, promote=promote) for promote in ("on", "off", "auto")
-        )
-        chosen[name] = auto.decisions["promote"].split(":")[0]
-        assert same_arrays(auto, {"on": on, "off": off}[chosen[name]])
-        assert on.decisions == off.decisions == {}
-    assert chosen == {"short": "off", "no short": "on"}
+    for better, documents in (("off", short), ("on", no_short)):
+        made = {how: pack(documents, buckets=buckets, promote=how) for how in ("on", "off", "auto")}
+        assert made["auto"].decisions["promote"].startswith(f"{better}: ")
+        assert same_arrays(made["auto"], made[better])
+        assert made["on"].decisions == made["off"].decisions == {}
 
 
 @pytest.mark.parametrize("promote", ["on", "off"])
@@ -282,9 +262,8 @@ def test_no_sample_has_more_segments_than_it_may(promote: str) -> None:
     index = pack(documents, buckets=buckets, promote=promote, max_segments=16)
     for packed, holds in ((free, False), (index, True)):
         segments = np.diff(packed.sample_segment_offsets)
-        most = [
-            int(segments[a:b].max()) for a, b in itertools.pairwise(packed.bucket_sample_offsets)
-        ]
+        bounds = itertools.pairwise(packed.bucket_sample_offsets)
+        most = [int(segments[begin:end].max()) for begin, end in bounds]
         assert all(n <= limit for n, limit in zip(most, [2, 4, 16], strict=True)) is holds, most
     wide = pack(documents, buckets=buckets, promote=promote, max_segments=10**6)
     assert same_arrays(wide, free)

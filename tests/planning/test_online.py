@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference.planning import broken_laws, least_objectives
 
 from megapack.errors import ResumeError
-from megapack.planning import PlannedMicroBatch, StepPlanner, plan_step
+from megapack.planning import PlannedMicroBatch, StepPlanner
+from tests.planning.test_plan_step import answers
 
 Planned = list[PlannedMicroBatch]
 
 
 def contents(given: Planned) -> list[Any]:
     """All that micro batches say, as lists."""
-    return [
-        ([ids.tolist() for ids in m.documents], m.degree.tolist(), [n.tolist() for n in m.lengths])
-        for m in given
-    ]
-
-
-def answers(seed: int, count: int) -> Any:
-    """Answers of a model to prompts, up to 32,768 tokens."""
-    generator = np.random.default_rng(seed)
-    lengths = np.minimum(generator.lognormal(np.log(4000), 0.9, count), 32_768)
-    return (np.repeat(generator.integers(100, 601, count // 16), 16) + lengths).astype(np.int64)
+    columns = [(m.documents, [m.degree], m.lengths) for m in given]
+    return [[[array.tolist() for array in of] for of in column] for column in columns]
 
 
 @st.composite
@@ -58,10 +48,6 @@ def streams(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         starts = draw(st.lists(st.booleans(), **many))
         stream["group"] = np.cumsum(starts).tolist()
     return options, stream
-
-
-def of_stream(stream: dict[str, list[Any]], begin: int, end: int) -> dict[str, Any]:
-    return {name: values[begin:end] for name, values in stream.items()}
 
 
 def check(options: dict[str, Any], stream: dict[str, list[Any]], given: Planned) -> None:
@@ -98,14 +84,13 @@ def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
     options, stream = of
     size = len(stream["length"])
     whole = StepPlanner(**options)
-    given = whole.add(**of_stream(stream, 0, size))
-    given += whole.finish()
+    given = whole.add(**stream) + whole.finish()
     check(options, stream, given)
 
     cuts = data.draw(st.lists(st.integers(0, size), max_size=6).map(sorted), label="cuts")
     planner, parts = StepPlanner(**options), []
     for begin, end in zip([0, *cuts], [*cuts, size], strict=True):
-        parts += planner.add(**of_stream(stream, begin, end))
+        parts += planner.add(**{name: values[begin:end] for name, values in stream.items()})
         state = json.loads(json.dumps(planner.state_dict()))
         planner = StepPlanner(**options)
         planner.load_state_dict(state)
@@ -117,9 +102,8 @@ def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
 def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
     """4,096 answers in windows of 1,024; the tokens need 46.9 micro batches."""
     lengths = answers(1, 4096)
-    planner = StepPlanner(
-        num_ranks=16, max_tokens_per_rank=33_792, window=1024, linear_length=24_576
-    )
+    rules = {"num_ranks": 16, "max_tokens_per_rank": 33_792, "linear_length": 24_576}
+    planner = StepPlanner(window=1024, **rules)
     full = planner.add(np.arange(4096), lengths)
     given = full + planner.finish()
     assert len(given) == 48
@@ -131,12 +115,13 @@ def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
     assert cost.sum(axis=0).max() * 16 / cost.sum() < 1.02
 
 
-def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("in_group", [1, 3])
+def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever(in_group: int) -> None:
     """5,000 tokens of 8,192: ranks are never full, and micro batches are given all the same."""
     planner = StepPlanner(num_ranks=4, max_tokens_per_rank=8192, window=8)
     given: Planned = []
     for i in range(40):
-        given += planner.add(i, 5000)
+        given += planner.add(i, 5000, group=None if in_group == 1 else i // in_group)
         assert len(planner.state_dict()["ids"]) < 12
     ids = [i for m in given for of in m.documents for i in of.tolist()]
     assert sorted(ids) == list(range(len(ids)))
@@ -148,38 +133,27 @@ SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
 @pytest.mark.parametrize(
     ("options", "added", "message"),
     [
-        ({}, {"document_id": 7, "length": 11}, "document 7 has 11 tokens; 1 ranks"),
-        ({}, {"document_id": 7, "length": 0}, "document 7 has the length 0; leave it out"),
-        ({}, {"document_id": [7, 8], "length": [1]}, r"length has shape \(1,\)"),
-        ({}, {"document_id": "a", "length": 1}, "document_id has shape"),
-        (
-            {},
-            {"document_id": np.uint64(1 << 63), "length": 1},
-            "document_id is 9223372036854775808",
-        ),
-        ({}, {"document_id": [7], "length": [1], "cost": [[]]}, r"cost has shape \(1, 0\)"),
-        ({}, {"document_id": 7, "length": 1, "cost": -1.0}, r"document 7 has the cost \[-1.0\]"),
-        (
-            {"max_costs_per_rank": [3]},
-            {"document_id": 7, "length": 1, "cost": 4},
-            r"document 7 has 4 of cost \(kind 0\); .* hold 3",
-        ),
-        (
-            {"max_costs_per_rank": [3, 4]},
-            {"document_id": 7, "length": 1, "cost": 4},
-            "max_costs_per_rank has 2 numbers",
-        ),
+        ({}, (7, 11), "document 7 has 11 tokens; 1 ranks"),
+        ({}, (7, 0), "document 7 has the length 0; leave it out"),
+        ({}, ([7, 8], [1]), r"length has shape \(1,\)"),
+        ({}, ("a", 1), "document_id has shape"),
+        ({}, (np.uint64(1 << 63), 1), "document_id is 9223372036854775808"),
+        ({}, ([7], [1], [[]]), r"cost has shape \(1, 0\)"),
+        ({}, (7, 1, -1.0), r"document 7 has the cost \[-1.0\]"),
+        ({"max_costs_per_rank": [3]}, (7, 1, 4), r"document 7 has 4 of cost \(kind 0\); .* hold 3"),
+        ({"max_costs_per_rank": [3, 4]}, (7, 1, 4), "max_costs_per_rank has 2 numbers"),
         (
             {"max_degree": 2},
-            {"document_id": [1, 2, 3], "length": [9, 9, 9], "group": [5, 5, 5]},
+            ([1, 2, 3], [9, 9, 9], None, [5, 5, 5]),
             "group 5 has 27 tokens; 2 ranks .* hold 20",
         ),
     ],
 )
-def test_unfit_adds_nothing(options: dict[str, Any], added: dict[str, Any], message: str) -> None:
+def test_unfit_adds_nothing(options: dict[str, Any], added: tuple[Any, ...], message: str) -> None:
+    """Of ids, lengths, costs and groups."""
     planner = StepPlanner(**(SOUND | options))
     with pytest.raises(ValueError, match=message):
-        planner.add(**added)
+        planner.add(**dict(zip(("document_id", "length", "cost", "group"), added, strict=False)))
     assert planner.state_dict()["ids"] == []
 
 
@@ -207,127 +181,3 @@ def test_a_state_of_other_options_is_refused() -> None:
     assert numpys.state_dict() == state
     with pytest.raises(ResumeError, match=r"num_ranks=2, this one has 4"):
         StepPlanner(**(SOUND | {"num_ranks": 4})).load_state_dict(state)
-
-
-# ---- Random plans of every option keep the laws, and those of few documents are (nearly) the
-# best that there are
-#
-# MEGAPACK_PLANS=20000 runs the longer form: so many plans, and 1,000 steps against the optimum.
-
-
-PLANS = int(os.environ.get("MEGAPACK_PLANS", "1000"))
-PARTS = 8
-BALANCES = ("micro_batches", "step", "pipeline")
-
-
-def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]:
-    """Lengths, options and groups; small numbers, so that caps are met exactly."""
-    generator = np.random.default_rng(seed)
-
-    def below(n: int) -> int:
-        return int(generator.integers(n))
-
-    num_ranks, max_tokens = 1 + below(12), 1 + below(60)
-    degrees = [d for d in (1, 1, 2, 4, 8) if d <= num_ranks]
-    max_degree = degrees[below(len(degrees))]
-    longest = 1 + below(max_tokens * (max_degree if below(2) else 1))
-    lengths = generator.integers(1, longest + 1, below(50)).tolist()
-    options: dict[str, Any] = {
-        "num_ranks": num_ranks,
-        "max_tokens_per_rank": max_tokens,
-        "max_degree": max_degree,
-        "max_documents_per_rank": 1 + below(8) if below(2) else None,
-        "linear_length": (0, 10, 1 << 20)[below(3)],
-        "balance": BALANCES[below(3)],
-        "micro_batch_multiple": 1 + below(3) if below(4) == 0 else 1,
-    }
-    if below(2):
-        kinds = 1 + below(3)
-        costs = generator.integers(0, 9, (len(lengths), kinds)) * generator.choice([0, 1, 0.25])
-        options["costs"] = costs
-        if below(2):  # a document costs up to 8, shared by ranks at least as much as one may have
-            options["max_costs_per_rank"] = (8 + generator.integers(0, 20, kinds)).tolist()
-    groups = None
-    if below(3) == 0:
-        groups = generator.integers(0, 12, len(lengths)).tolist()
-        if max_degree > 1:  # such that ranks hold each as a whole
-            options.pop("max_costs_per_rank", None)
-            room = dict.fromkeys(range(12), max_degree * max_tokens)
-            places = dict.fromkeys(range(12), options["max_documents_per_rank"] or 99)
-            for i, group in enumerate(groups):
-                if room[group] < lengths[i] or places[group] == 0:
-                    groups[i] = 100 + i
-                else:
-                    room[group] -= lengths[i]
-                    places[group] -= 1
-    return lengths, options, groups
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_plans_keep_the_laws(part: int) -> None:
-    for seed in range(part, PLANS, PARTS):
-        lengths, options, groups = random_step(seed)
-        plan = plan_step(lengths, **options, groups=groups)
-        held = sorted(i for rank in plan.index_lists() for batch in rank for i in batch.tolist())
-        assert held == np.repeat(np.arange(len(lengths)), plan.degree).tolist(), seed
-        broken = broken_laws(
-            plan,
-            options["max_tokens_per_rank"],
-            options["max_degree"],
-            options["max_documents_per_rank"] or len(lengths),
-            costs=options.get("costs"),
-            max_costs=options.get("max_costs_per_rank"),
-            groups=groups,
-            multiple=options["micro_batch_multiple"],
-        )
-        assert not broken, (seed, broken)
-        needed = -(-sum(lengths) // (options["num_ranks"] * options["max_tokens_per_rank"]))
-        assert plan.num_micro_batches >= needed
-
-
-def few_documents(seed: int) -> tuple[list[int], int]:
-    """8 to 10 lengths, and the tokens of a rank: two or three micro batches of two ranks, 77 to
-    97 % full."""
-    generator = np.random.default_rng(seed)
-    count, num_micro_batches = int(generator.integers(8, 11)), int(generator.integers(2, 4))
-    if seed % 2:
-        lengths = 256 * generator.integers(4, 129, count)
-    else:
-        lengths = np.minimum(generator.lognormal(9, 0.9, count), 32_768).astype(np.int64) + 1
-    room = int(lengths.sum() * generator.uniform(1.03, 1.3) / (2 * num_micro_batches))
-    return lengths.tolist(), max(room, int(lengths.max()))
-
-
-def test_plans_of_few_documents_are_nearly_the_optimum() -> None:
-    ratios: dict[str, list[float]] = {balance: [] for balance in BALANCES}
-    for seed in range(PLANS // 20):
-        lengths, room = few_documents(seed)
-        cost = [n * (24_576 + n) for n in lengths]
-        for num_micro_batches in range(-(-sum(lengths) // (2 * room)), 9):
-            least = least_objectives(lengths, cost, num_micro_batches, room)
-            if least["step"] < np.inf:
-                break
-        for balance in BALANCES:
-            plan = plan_step(
-                lengths, num_ranks=2, max_tokens_per_rank=room, linear_length=24_576,
-                balance=balance,  # type: ignore[arg-type]
-            )  # fmt: skip
-            assert plan.num_micro_batches == num_micro_batches, (seed, balance)
-            of = plan.cost(24_576)
-            found = {
-                "micro_batches": of.max(axis=1).sum(),
-                "step": of.sum(axis=0).max(),
-                "pipeline": of.max(),
-            }
-            ratios[balance].append(float(found[balance]) / least[balance])
-    for balance, each in ratios.items():
-        assert min(each) > 1 - 1e-9, f"{balance}: better than the optimum"
-        assert np.mean(each) <= 1.005, balance
-        assert max(each) <= 1.03, balance
-
-
-def test_the_optimum_of_a_step_that_is_counted_by_hand() -> None:
-    """3 and 2 + 1 in one micro batch, 4 and 4 in the other: 3 + 4; ranks with 3 + 4 each."""
-    least = least_objectives([4, 4, 3, 2, 1], [4, 4, 3, 2, 1], 2, 4)
-    assert least == {"micro_batches": 7.0, "step": 7.0, "pipeline": 4.0}
-    assert least_objectives([4, 4, 4], [4, 4, 4], 2, 9)["step"] == np.inf  # a place is empty

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,8 @@ def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
     align = draw(st.sampled_from([1, 3, 8]))
     max_tokens = math.lcm(align, 2 * max_degree) * draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(1, max_degree * max_tokens), max_size=40))
-    rules = {
-        "num_ranks": num_ranks,
-        "max_degree": max_degree,
-        "max_tokens_per_rank": max_tokens,
-        "linear_length": draw(st.sampled_from([0, 100])),
-    }
-    return lengths, align, rules
+    rules = {"num_ranks": num_ranks, "max_degree": max_degree, "max_tokens_per_rank": max_tokens}
+    return lengths, align, {**rules, "linear_length": draw(st.sampled_from([0, 100]))}
 
 
 def chunks(length: int, size: int, rank: int) -> list[int]:
@@ -53,10 +49,8 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
     lengths, align, rules = step
     multiple = math.lcm(align, 2 * rules["max_degree"])
     plan = plan_step([-(-n // multiple) * multiple for n in lengths], **rules)
-    ranks = [
-        rank_micro_batches(plan, rank, lengths=np.array(lengths, int), align=align)
-        for rank in range(rules["num_ranks"])
-    ]
+    how = {"lengths": np.array(lengths, int), "align": align}
+    ranks = [rank_micro_batches(plan, rank, **how) for rank in range(rules["num_ranks"])]
     held: list[list[int]] = [[] for _ in lengths]
     for rank, batches in enumerate(ranks):
         assert len(batches) == plan.num_micro_batches
@@ -72,10 +66,8 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
                 assert other.cu_seqlens_padded.tolist() == batch.cu_seqlens_padded.tolist()
             unit = math.lcm(align, 2 * size if size > 1 else 1)
             padded = [-(-lengths[i] // unit) * unit for i in documents]
-            assert (
-                batch.cu_seqlens.tolist()
-                == np.cumsum([0, *(lengths[i] for i in documents)]).tolist()
-            )
+            own = [lengths[i] for i in documents]
+            assert batch.cu_seqlens.tolist() == np.cumsum([0, *own]).tolist()
             assert batch.cu_seqlens_padded.tolist() == np.cumsum([0, *padded]).tolist()
             assert batch.cu_seqlens.dtype == batch.cu_seqlens_padded.dtype == np.int32
             assert batch.max_seqlen == max(padded, default=0)
@@ -88,16 +80,6 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
             for i, positions in zip(documents, mine, strict=True):
                 held[i] += [p for p in positions if p < lengths[i]]
     assert [sorted(positions) for positions in held] == [list(range(n)) for n in lengths]
-
-
-def test_a_document_on_two_ranks_by_hand() -> None:
-    plan = plan_step([10], num_ranks=2, max_tokens_per_rank=6, max_degree=2)
-    early_and_late, middle = (rank_micro_batches(plan, rank)[0] for rank in range(2))
-    for cp_rank, batch in enumerate((early_and_late, middle)):
-        assert (batch.local_cp_size, batch.cp_rank, batch.max_seqlen) == (2, cp_rank, 12)
-        assert (batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()) == ([0, 10], [0, 12])
-    assert early_and_late.indices.tolist() == [0, 1, 2, 9, 10, 11]
-    assert middle.indices.tolist() == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -131,39 +113,28 @@ def lognormal(count: int, seed: int = 0) -> Any:
 
 def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
     """Of (length, first rank, degree, micro batch)."""
-    lengths, first_rank, degree, micro_batch = np.array(documents, np.int64).T
-    return StepPlan(
-        num_ranks=num_ranks,
-        num_micro_batches=int(micro_batch.max()) + 1,
-        lengths=lengths,
-        first_rank=first_rank,
-        degree=degree,
-        micro_batch=micro_batch,
-    )
-
-
-# ---- Pipelines -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 7), (8, 64)])
-def test_pipeline_of_equal_micro_batches_has_the_bubble_of_1f1b(stages: int, count: int) -> None:
-    dealt = DealtStep.of_attention(np.full((count, 3), 6.0))
-    for barrier in ("micro_batch", "step"):
-        cluster = Cluster(data_parallel=3, pipeline_parallel=stages, barrier=barrier)
-        found = simulate_step(dealt, cluster)
-        assert found.bubble == pytest.approx((stages - 1) / (count + stages - 1))
-        assert found.over_ideal == pytest.approx((count + stages - 1) / count)
-        assert found.waiting == pytest.approx(0)
+    columns = np.array(documents, np.int64).T
+    given = dict(zip(("lengths", "first_rank", "degree", "micro_batch"), columns, strict=True))
+    return StepPlan(num_ranks=num_ranks, num_micro_batches=int(columns[3].max()) + 1, **given)
 
 
 @pytest.mark.parametrize(
-    ("stages", "parts", "count"), [(2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)]
+    ("stages", "parts", "count"),
+    [
+        *((1, 1, 3), (2, 1, 1), (2, 1, 5), (4, 1, 4), (4, 1, 7), (8, 1, 64)),
+        *((2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9)),
+    ],
 )
-def test_virtual_stages_divide_the_bubble(stages: int, parts: int, count: int) -> None:
-    cluster = Cluster(pipeline_parallel=stages, virtual_stages=parts)
-    found = simulate_step(DealtStep.of_attention(np.full((count, 1), 6.0)), cluster)
-    assert found.bubble == pytest.approx((stages - 1) / (parts * count + stages - 1))
-    assert found.num_micro_batches == count and found.empty == 0
+def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) -> None:
+    """Of equal micro batches; virtual stages divide it."""
+    dealt = DealtStep.of_attention(np.full((count, 3), 6.0))
+    for barrier in ("micro_batch", "step"):
+        sizes = {"data_parallel": 3, "pipeline_parallel": stages, "virtual_stages": parts}
+        found = simulate_step(dealt, Cluster(**sizes, barrier=barrier))
+        assert found.bubble == pytest.approx((stages - 1) / (parts * count + stages - 1))
+        assert found.over_ideal == pytest.approx(1 + (stages - 1) / (parts * count))
+        assert found.waiting == pytest.approx(0)
+        assert found.num_micro_batches == count and found.empty == 0
 
 
 def test_virtual_pipeline_is_filled_up_with_empty_micro_batches() -> None:
@@ -182,9 +153,6 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
     found = simulate_step(dealt, Cluster(pipeline_parallel=2))
     assert found.time == pytest.approx(23)
     assert found.bubble == pytest.approx((2 * 23 - 36) / (2 * 23))
-
-
-# ---- Ranks that meet -----------------------------------------------------------------------------
 
 
 def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
@@ -221,12 +189,9 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
     padding=st.floats(0, 50),
 )
 def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padding: float) -> None:
-    cluster = Cluster(
-        data_parallel=4,
-        pipeline_parallel=stages,
-        virtual_stages=parts if stages > 1 else 1,
-        barrier=barrier,
-    )
+    virtual = parts if stages > 1 else 1
+    sizes = {"data_parallel": 4, "pipeline_parallel": stages, "virtual_stages": virtual}
+    cluster = Cluster(**sizes, barrier=barrier)
     dealt = DealtStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
     object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
     found = simulate_step(dealt, cluster, linear_length=1)
@@ -237,16 +202,11 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
     assert min(found.bubble, found.waiting) >= -1e-12
 
 
-# ---- Context parallelism -------------------------------------------------------------------------
-
-
 def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
     plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
     dealt = DealtStep.of_plan(plan)
-    plain, exchanged = (
-        simulate_step(dealt, Cluster(data_parallel=4), exchange_length=length)
-        for length in (0.0, 1e6)
-    )
+    cluster = Cluster(data_parallel=4)
+    plain, exchanged = (simulate_step(dealt, cluster, exchange_length=n) for n in (0.0, 1e6))
     assert not dealt.exchanged.any() and exchanged == plain
 
 
@@ -277,8 +237,6 @@ def test_ranks_of_a_group_wait_for_each_other() -> None:
     assert found.waiting == pytest.approx(32 / (2 * 68))
 
 
-# ---- Ways to deal --------------------------------------------------------------------------------
-
 CUT = ("padded rows", "concatenate and chunk")
 
 
@@ -292,12 +250,8 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
     held, cap = np.sort(plan.lengths).tolist(), 33_000
     if name not in CUT:
         assert held == np.sort(lengths).tolist()
-    elif name == "padded rows":
-        missing = lengths.tolist()
-        for n in held:
-            if n in missing:
-                missing.remove(n)
-        assert not missing
+    elif name == "padded rows":  # besides, what fills them up
+        assert not Counter(lengths.tolist()) - Counter(held)
         rows = plan.tokens[plan.tokens > 0]
         assert (rows == cap).all()
     else:
@@ -324,9 +278,8 @@ def test_padded_rows_of_the_worked_example() -> None:
 
 
 def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
-    plan = DEALERS["token budget"](
-        np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2), 9, LINEAR_LENGTH
-    )
+    lengths, cluster = np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2)
+    plan = DEALERS["token budget"](lengths, cluster, 9, LINEAR_LENGTH)
     assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
     assert plan.first_rank.tolist() == [0, 0, 1, 1, 1, 0]
     assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]

@@ -12,22 +12,10 @@ from reference.common import Packing, Segment, aligned
 from reference.fits import best_fit_decreasing, first_fit_decreasing, seamless
 from reference.streams import bucket_naive, concat, length_sorted, next_fit, pad
 
-DEFINITIONS = {
-    definition.__name__: definition
-    for definition in (
-        pad,
-        concat,
-        next_fit,
-        length_sorted,
-        first_fit_decreasing,
-        best_fit_decreasing,
-        seamless,
-        bucket_naive,
-        bucket_v0,
-        bucket_llm,
-        bucket,
-        decompose,
-    )
-}
+_ALL = (
+    *(pad, concat, next_fit, length_sorted, first_fit_decreasing, best_fit_decreasing, seamless),
+    *(bucket_naive, bucket_v0, bucket_llm, bucket, decompose),
+)
+DEFINITIONS = {definition.__name__: definition for definition in _ALL}
 
 __all__ = ["DEFINITIONS", "Packing", "Segment", "aligned"]

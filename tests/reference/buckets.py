@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import combinations
 
 from reference.common import Packing, Sample, Segment, cut, head_and_rest, tokens, whole
 from reference.random import (
@@ -90,14 +91,9 @@ class Pool:
         if not self.documents:
             return None
         needed = tokens(sample) + min(d.length for d in self.documents)
-        return min(
-            (
-                b
-                for b in self.rules.buckets
-                if b >= needed and len(sample) < self.rules.segment_limit(b)
-            ),
-            default=None,
-        )
+        limit = self.rules.segment_limit
+        larger = [b for b in self.rules.buckets if b >= needed and len(sample) < limit(b)]
+        return min(larger, default=None)
 
     def better_pair(self, single: Segment, space: int, threshold: Fraction) -> Sample | None:
         """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
@@ -105,14 +101,12 @@ class Pool:
         rest = space - single.length
         if not others or not min(d.length for d in others) > rest > threshold:
             return None
-        found = None
-        best = (single.length, 0)
         others.sort(key=lambda d: -d.length)  # stable: equally long ones in order of arrival
-        for i, a in enumerate(others):
-            for b in others[i + 1 :]:
-                both = a.length + b.length
-                if both <= space and both > single.length and (both, a.length) > best:
-                    best, found = (both, a.length), [a, b]
+        found, best = None, (single.length, space)  # a pair holds more than the single one
+        for a, b in combinations(others, 2):
+            both = a.length + b.length
+            if both <= space and (both, a.length) > best:
+                best, found = (both, a.length), [a, b]
         return found
 
     def take_head(self, document: Segment, count: int) -> Segment:
@@ -128,11 +122,7 @@ Pattern = tuple[int, int, dict[int, int]]
 
 
 def drained(
-    lengths: list[int],
-    rules: Rules,
-    pool_size: int,
-    seed: int,
-    given: tuple[Pattern, ...] = (),
+    lengths: list[int], rules: Rules, pool_size: int, seed: int, given: tuple[Pattern, ...] = ()
 ) -> Packing:
     num_pools = max(1, -(-len(lengths) // pool_size))
     largest = rules.buckets[-1]

@@ -107,11 +107,6 @@ def aligned(
                 own = [t for t in given[d][begin : begin + length] if t is not None]
                 kept += [Segment(d, own[0], len(own))] if own else []
             samples[capacity] += [kept] if kept else []
-    placed = Counter(
-        (d, begin + i)
-        for bucket in samples.values()
-        for sample in bucket
-        for d, begin, length in sample
-        for i in range(length)
-    )
+    segments = [s for bucket in samples.values() for sample in bucket for s in sample]
+    placed = Counter((d, begin + i) for d, begin, length in segments for i in range(length))
     return Packing(samples, sum(lengths) - len(placed), placed.total() - len(placed))

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MASK = (1 << 64) - 1
+from reference.random import fold_key, random_bits, unit
+
 PURPOSE = 6  # of the seed's numbers
 
 Segment = tuple[int, int, int]  # document, begin, length
@@ -47,31 +48,12 @@ class Fim:
     parts: dict[tuple[int, int], Parts] | None = None
 
 
-# ---- Chance (csrc/core/schedule/random.hpp)
-
-
-def mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
-    return x ^ x >> 31
-
-
-def bits(key: int, counter: int) -> int:
-    return mix(key ^ mix(counter))
+# ---- One document
 
 
 def key_of(seed: int, epoch: int, document: int) -> int:
     """Of a document's numbers."""
-    return bits(bits(bits(seed, PURPOSE), epoch), document)
-
-
-def unit(key: int, k: int) -> float:
-    """Uniform from 0 to 1."""
-    return (bits(key, k) >> 11) * 2.0**-53
-
-
-# ---- One document
+    return fold_key(seed, PURPOSE, epoch, document)
 
 
 def told(tokens: list[int], fim: Fim, key: int) -> Told:
@@ -111,7 +93,7 @@ def cuts(body: list[int], fim: Fim, key: int) -> tuple[Cut, Cut]:
     def drawn(k: int) -> Cut:
         """Uniform, by trial."""
         for i in range(1024):
-            token, c = divmod(bits(key, k + 2 * i) * len(begins) * most >> 64, most)
+            token, c = divmod(random_bits(key, k + 2 * i) * len(begins) * most >> 64, most)
             if c < len(begins[token]):
                 return token, begins[token][c]
         return len(body), 0
@@ -144,16 +126,6 @@ def between(body: list[int], fim: Fim, begin: Cut, end: Cut) -> Told:
     if until:
         found += [(token, last) for token in (fim.parts or {})[body[last], until].left]
     return found
-
-
-def restored(tokens: list[int], fim: Fim) -> list[int]:
-    """The inverse, of documents without sentinels of their own; parts stay in parts."""
-    if not tokens or tokens[0] != fim.prefix:
-        return tokens
-    end = [tokens[-1]] if tokens[-1] == fim.eod else []
-    inner = tokens[1 : len(tokens) - len(end) - (fim.end is not None)]
-    suffix, middle = inner.index(fim.suffix), inner.index(fim.middle)
-    return inner[:suffix] + inner[middle + 1 :] + inner[suffix + 1 : middle] + end
 
 
 # ---- Samples

@@ -6,16 +6,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from reference.common import (
-    Packing,
-    Sample,
-    Segment,
-    cut,
-    joined,
-    tokens,
-    whole,
-    without_partial,
-)
+from reference.common import Packing, Sample, Segment, cut, joined, tokens, whole, without_partial
 
 
 @dataclass

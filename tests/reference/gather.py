@@ -23,17 +23,11 @@ class Batch:
     lengths: list[int] = field(default_factory=list)  # of attention segments, without padding
     rooms: list[int] = field(default_factory=list)  # with the padding that aligns the next one
 
-    def write(
-        self,
-        tokens: list[int],
-        labels: list[int],
-        positions: list[int],
-        mask: list[float] | None = None,
-    ) -> None:
+    def write(self, tokens: list[int], labels: list[int], first: int, mask: list[float]) -> None:
         self.tokens += tokens
         self.labels += labels
-        self.loss_mask += mask or [float(label != NO_LABEL) for label in labels]
-        self.position_ids += positions
+        self.loss_mask += mask
+        self.position_ids += range(first, first + len(tokens))
 
     def cu_seqlens(self, which: str = "lengths") -> list[int]:
         result = [0]
@@ -52,6 +46,16 @@ class Batch:
         return rows
 
 
+@dataclass(frozen=True)
+class Rules:
+    positions: str = "segment"
+    attention: str = "document"
+    label_boundary: str = "document"
+    alignment: int = 1
+    pad_token: int = 0
+    loss: str = "token_mean"
+
+
 def gather(
     documents: list[list[int]],
     samples: list[list[Segment]],
@@ -59,16 +63,12 @@ def gather(
     num_rows: int,
     row_tokens: int,
     capacity: int,
-    positions: str = "segment",
-    attention: str = "document",
-    label_boundary: str = "document",
-    alignment: int = 1,
-    pad_token: int = 0,
     chosen: list[list[int]] | None = None,
     joined: set[tuple[int, int]] = frozenset(),
     weights: list[list[float]] | None = None,
     factors: list[float] | None = None,
-    loss: str = "token_mean",
+    window: int | None = None,
+    **rules: str | int,
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
 
@@ -82,11 +82,13 @@ def gather(
             (``label_boundary``), which for attention ``group`` means at groups.
         weights: per document, the factor on the loss of predicting each of its tokens.
         factors: of every sample, on its loss mask.
-        loss: but for token_mean the weights of a sequence (a segment) are divided by their sum.
+        window: tokens that attention may look back over; None: all of a segment.
+        rules: see Rules; but for loss="token_mean" the weights of a sequence (a segment) are
+            divided by their sum.
     """
-    batch = Batch()
+    batch, how = Batch(), Rules(**rules)
     slots = row_tokens // capacity
-    slot = row_tokens // slots // alignment * alignment
+    slot = row_tokens // slots // how.alignment * how.alignment
     for i in range(num_rows * slots):
         last_of_row = (i + 1) % slots == 0
         room = row_tokens - (slots - 1) * slot if last_of_row else slot
@@ -96,73 +98,63 @@ def gather(
                 batch,
                 documents,
                 samples[i],
-                positions=positions,
-                attention=attention,
-                label_boundary=label_boundary,
-                alignment=alignment,
-                pad_token=pad_token,
+                how,
                 chosen=chosen or documents,
                 joined={s for sample, s in joined if sample == i},
                 weights=weights or [[1.0] * len(document) for document in documents],
                 factor=factors[i] if factors else 1.0,
-                loss=loss,
             )
         if used < room:
-            first = used if positions == "sample" else 0
+            first = used if how.positions == "sample" else 0
             padding = room - used
-            batch.write(
-                [pad_token] * padding, [NO_LABEL] * padding, list(range(first, first + padding))
-            )
+            batch.write([how.pad_token] * padding, [NO_LABEL] * padding, first, [0.0] * padding)
             batch.lengths.append(padding)
             batch.rooms.append(padding)
+    if window is not None:
+        batch.lengths = [piece for n in batch.lengths for piece in pieces(n, window)]
+        batch.rooms = [piece for n in batch.rooms for piece in pieces(n, window)]
     return batch
+
+
+def pieces(length: int, window: int) -> list[int]:
+    """Of what attends to itself, which begin at multiples of a window."""
+    return [min(window, length - begin) for begin in range(0, length, window)]
 
 
 def _write_sample(
     batch: Batch,
     documents: list[list[int]],
     sample: list[Segment],
+    how: Rules,
     *,
-    positions: str,
-    attention: str,
-    label_boundary: str,
-    alignment: int,
-    pad_token: int,
     chosen: list[list[int]],
     joined: set[int],
     weights: list[list[float]],
     factor: float,
-    loss: str,
 ) -> int:
-    used = 0
+    used, groups = 0, how.attention == "group"
     # What attends to itself: [first token, tokens, tokens with their room].
     begin_of_run = tokens_of_run = 0
     for s, (document, begin, length) in enumerate(sample):
         last = s + 1 == len(sample)
-        goes_on = not last and (attention == "sample" or (attention == "group" and s + 1 in joined))
+        in_group = groups and s + 1 in joined
+        goes_on = not last and (how.attention == "sample" or in_group)
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
         weighed = weights[document][begin + 1 : end + 1]
         if len(wanted) < length:
-            in_group = attention == "group" and s + 1 in joined
-            crosses = not last and (label_boundary == "sample" or in_group)
+            crosses = not last and (how.label_boundary == "sample" or in_group)
             following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
             weighed.append(0.0 if following is None else weights[following[0]][following[1]])
         weighed = [w if label >= 0 else 0.0 for w, label in zip(weighed, wanted, strict=True)]
-        fill = 0
-        if not goes_on:
-            fill = -(used + length) % alignment
-        room = length + fill
-        of_segment = used - begin_of_run if attention == "group" else 0
-        first = {"segment": of_segment, "document": begin, "sample": used}[positions]
-        batch.write(
-            documents[document][begin:end] + [pad_token] * fill,
-            [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill,
-            list(range(first, first + room)),
-            loss_mask_of(weighed, factor, loss) + [0.0] * fill,
-        )
-        used += room
+        fill = 0 if goes_on else -(used + length) % how.alignment
+        of_segment = used - begin_of_run if groups else 0
+        first = {"segment": of_segment, "document": begin, "sample": used}[how.positions]
+        tokens = documents[document][begin:end] + [how.pad_token] * fill
+        labels = [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill
+        batch.write(tokens, labels, first, loss_mask_of(weighed, factor, how.loss) + [0.0] * fill)
+        used += length + fill
         tokens_of_run += length
         if not goes_on:
             batch.lengths.append(tokens_of_run)

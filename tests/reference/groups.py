@@ -1,4 +1,4 @@
-"""Groups of documents: the definition, in words that can be read.
+"""Groups of documents: the definition.
 
 To a strategy a group is one document. It is given, group after group in the order of their first
 documents, the tokens of each; one that no bucket holds in several parts, cut before the document
@@ -58,12 +58,10 @@ def grouped(
     given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
     rounded = [len(found) for found in given]
     units = units_of(ids, rounded, buckets[-1])
-    made = definition(
-        [sum(rounded[d] for d in unit) for unit in units], buckets, seed, **parameters
-    )
+    sizes = [sum(rounded[d] for d in unit) for unit in units]
+    made = definition(sizes, buckets, seed, **parameters)
     joined: list[bool] = []
     found: dict[int, list[list[Segment]]] = {}
-    once: dict[int, int] = {}  # times that tokens were placed, of every document
     whole = set()
     for capacity, samples in made.buckets.items():
         found[capacity] = []
@@ -75,26 +73,19 @@ def grouped(
                 part = [(d, t) for d, t in tokens[begin : begin + length] if t is not None]
                 if length == len(tokens):
                     whole.add(tuple(units[unit]))
-                first = True
-                for d in dict.fromkeys(d for d, _ in part):
-                    own = [t for e, t in part if e == d]
-                    found[capacity][-1].append(Segment(d, own[0], len(own)))
-                    joined.append(not first)
-                    first = False
+                own: dict[int, list[int]] = {}
+                for d, t in part:
+                    own.setdefault(d, []).append(t)
+                found[capacity][-1] += [Segment(d, of[0], len(of)) for d, of in own.items()]
+                joined += [place > 0 for place in range(len(own))]
             if not found[capacity][-1]:  # all of it was room
                 del found[capacity][-1]
-    for samples in found.values():
-        for segment in (s for sample in samples for s in sample):
-            once[segment.document] = once.get(segment.document, 0) + segment.length
     groups: dict[int, list[int]] = {}
     for d, group in enumerate(ids):
         if group >= 0:
             groups.setdefault(group, []).append(d)
     several = [g for g in groups.values() if sum(lengths[d] > 0 for d in g) > 1]
-    return Grouped(
-        Packing(found, made.dropped, made.repeated),
-        joined,
-        len(several),
-        sum(sum(rounded[d] for d in g) > buckets[-1] for g in several),
-        sum(tuple(g) not in whole for g in several),
-    )
+    num_longer = sum(sum(rounded[d] for d in g) > buckets[-1] for g in several)
+    num_cut = sum(tuple(g) not in whole for g in several)
+    packing = Packing(found, made.dropped, made.repeated)
+    return Grouped(packing, joined, len(several), num_longer, num_cut)

@@ -59,51 +59,29 @@ def broken_laws(
         broken.append(f"{plan.num_micro_batches} micro batches are no multiple of {multiple}")
     if multiple == 1 and used != set(range(plan.num_micro_batches)):
         broken.append(f"only micro batches {sorted(used)} hold documents")
-    broken += broken_by_groups(
-        plan, max_tokens, max_degree, max_documents, costs, max_costs, groups
-    )
-    return broken + idle_ranks(plan, places, set(owner), max_tokens, costs, max_costs, groups)
 
+    def one_rank_holds(documents: list[int]) -> bool:
+        sums = [sum(float(costs[i][k]) for i in documents) for k in range(len(max_costs or ()))]
+        fits = all(cost <= cap for cost, cap in zip(sums, max_costs or (), strict=True))
+        tokens = sum(int(plan.lengths[i]) for i in documents)
+        return fits and tokens <= max_tokens and len(documents) <= max_documents
 
-def idle_ranks(
-    plan: Any, places: dict[Place, list[int]], used: Any, max_tokens: int, costs: Any,
-    max_costs: Any, groups: Any,
-) -> list[str]:  # fmt: skip
-    """Ranks that hold nothing in a micro batch although one of several documents, which somebody
-    else holds, would fit."""
-    num_places = plan.num_ranks * plan.num_micro_batches
-    if len(used) == num_places or groups is not None:
-        return []
-    for documents in places.values():
-        for i in documents if len(documents) > 1 else ():
-            dear = any(costs[i][k] > cap for k, cap in enumerate(max_costs or ()))
-            if plan.lengths[i] <= max_tokens and not dear:
-                return [f"{num_places - len(used)} ranks hold nothing, and document {i} would fit"]
-    return []
-
-
-def broken_by_groups(
-    plan: Any, max_tokens: int, max_degree: int, max_documents: int, costs: Any, max_costs: Any,
-    groups: Any,
-) -> list[str]:  # fmt: skip
-    """Groups that are parted: over ranks, or over micro batches without need."""
-    broken = []
+    # Groups that are parted: over ranks, or over micro batches without need.
     members: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(() if groups is None else groups):
         members[int(group)].append(i)
     for group, documents in members.items():
         held = {(int(plan.first_rank[i]), int(plan.degree[i])) for i in documents}
         when = {int(plan.micro_batch[i]) for i in documents}
-        fits = max_degree > 1 or (
-            sum(int(plan.lengths[i]) for i in documents) <= max_tokens
-            and len(documents) <= max_documents
-            and all(
-                sum(float(costs[i][k]) for i in documents) <= cap
-                for k, cap in enumerate(max_costs or ())
-            )
-        )
+        fits = max_degree > 1 or one_rank_holds(documents)
         if len(held) > 1 or (fits and len(when) > 1):
             broken.append(f"group {group} is on {held} in micro batches {when}")
+    # Ranks that hold nothing although one of several documents, which another holds, would fit.
+    num_idle = plan.num_ranks * plan.num_micro_batches - len(owner)
+    movable = [i for documents in places.values() if len(documents) > 1 for i in documents]
+    fitting = [i for i in movable if one_rank_holds([i])]
+    if num_idle and groups is None and fitting:
+        broken.append(f"{num_idle} ranks hold nothing, and document {fitting[0]} would fit")
     return broken
 
 

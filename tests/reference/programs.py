@@ -19,7 +19,7 @@ from itertools import groupby
 from math import ceil, floor
 
 from reference.blends import Pair, locate, tree
-from reference.random import MASK
+from reference.random import fold_key, random_bits, unit
 
 SHARES = 1 << 62
 
@@ -69,11 +69,8 @@ def steps(
     cost: Cost = lambda *_: 0,
 ) -> list[StepContent]:
     """The first ``num_steps`` steps, with order "proportional" and one bucket per step."""
-    queues = {
-        (s, capacity): Queue(size, seed, capacity, s)
-        for s, source in enumerate(sources)
-        for capacity, size in source.items()
-    }
+    sizes = [(s, c, size) for s, source in enumerate(sources) for c, size in source.items()]
+    queues = {(s, capacity): Queue(size, seed, capacity, s) for s, capacity, size in sizes}
     found: list[StepContent] = []
     largest = 0
     draws: Iterator[StepContent] = iter(())
@@ -121,10 +118,8 @@ def stage_draws(
     blends: list[Pair | int] = []
     for capacity in capacities:
         those = [s for s in drawn if capacity in sources[s]]
-        parts = [
-            Fraction(stage.weights[s]) / total * capacity * sources[s][capacity] / tokens[s]
-            for s in those
-        ]
+        held = [Fraction(capacity * sources[s][capacity], tokens[s]) for s in those]
+        parts = [Fraction(stage.weights[s]) / total * n for s, n in zip(those, held, strict=True)]
         members.append(those)
         blends.append(tree(whole_shares(parts)))
         epochs.append(max(1, floor(sum(parts) * epoch_tokens / capacity + Fraction(1, 2))))
@@ -181,8 +176,7 @@ def draw_order(epochs: list[int], per_draw: list[int], key: int, *, swap: bool) 
             first, last = (ceil(Fraction(c * samples, count)) for c in (cycle, cycle + 1))
             bucket_key = fold_key(key, 2, cycle, b)
             for turn in range(last - first):
-                chance = (random_bits(bucket_key, turn) >> 11) * 2.0**-53
-                times.append(((turn + chance) / (last - first), b))
+                times.append(((turn + unit(bucket_key, turn)) / (last - first), b))
         order = [b for _, b in sorted(times)]
         if cycle == 0 and swap:
             at = order.index(max(order))
@@ -208,24 +202,6 @@ def permuted(size: int, key: int) -> list[int]:
         j = random_bits(key, i) % i
         order[i - 1], order[j] = order[j], order[i - 1]
     return order
-
-
-def fold_key(seed: int, *parts: int) -> int:
-    key = seed & MASK
-    for part in parts:
-        key = random_bits(key, part)
-    return key
-
-
-def random_bits(key: int, counter: int) -> int:
-    return mix(key ^ mix(counter))
-
-
-def mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
-    return x ^ x >> 31
 
 
 def weights_within_epochs(

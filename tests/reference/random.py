@@ -1,4 +1,4 @@
-"""The seeded generator of csrc/core/base/random.hpp, and the two orders made from it."""
+"""The seeded generators of csrc/core (base/random.hpp, schedule/random.hpp), and two orders."""
 
 from __future__ import annotations
 
@@ -10,6 +10,29 @@ MASK = (1 << 64) - 1
 DOCUMENTS, ATOMS, SEGMENTS, POOLS = range(4)
 
 
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK
+    return x ^ x >> 31
+
+
+def random_bits(key: int, counter: int) -> int:
+    return mix(key ^ mix(counter))
+
+
+def unit(key: int, counter: int) -> float:
+    """Uniform from 0 to 1."""
+    return (random_bits(key, counter) >> 11) * 2.0**-53
+
+
+def fold_key(seed: int, *parts: int) -> int:
+    key = seed & MASK
+    for part in parts:
+        key = random_bits(key, part)
+    return key
+
+
 @dataclass(frozen=True)
 class Random:
     """SplitMix64 with a counter: word ``i`` is a pure function of (key, i)."""
@@ -17,10 +40,7 @@ class Random:
     key: int
 
     def word(self, i: int) -> int:
-        z = (self.key + (i + 1) * 0x9E3779B97F4A7C15) & MASK
-        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK
-        return z ^ z >> 31
+        return mix(self.key + i * 0x9E3779B97F4A7C15)
 
     def below(self, i: int, n: int) -> int:
         return self.word(i) * n >> 64
