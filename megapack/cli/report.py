@@ -201,14 +201,14 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    bad = log.lost
-    skipped = f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
-    yield Check(
-        2 if bad else int(bool(log.skipped)),
-        "losses",
-        (f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}" if bad else "all finite")
-        + (skipped if log.skipped else ""),
-    )
+    bad, said = log.lost, "all finite"
+    if bad:
+        said = f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}"
+    if log.skipped:
+        said += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
+    if unscored := [line["step"] - 1 for line in facts.evaluations if not _is_scored(line)]:
+        said += f"; held-out documents have no number after step {unscored[0]:,}"
+    yield Check(2 if bad or unscored else int(bool(log.skipped)), "losses", said)
     yield _autopilot(facts)
     yield from _data_order(facts)
     yield _saved(facts)
@@ -220,6 +220,10 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         if not any(one.passes for one in found):
             said = ", ".join(f"{one.what} {one.value:.2f} of {one.limit:g}" for one in found)
             yield Check(0, "speed", f"within its limits in the last log line ({said})")
+
+
+def _is_scored(line: Mapping[str, Any]) -> bool:
+    return all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
 
 
 def _alive(facts: RunFacts) -> Iterator[Check]:
