@@ -15,6 +15,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -150,7 +152,8 @@ class Trainer:
         self.batches.close()
         self.inputs = inputs
         left = max(0, self.end - start)
-        self.batches = TimedBatches(inputs.loader(self.config, self.here, start, left))
+        self.loader = inputs.loader(self.config, self.here, start, left)
+        self.batches = TimedBatches(self.loader)
         traced = self.config.logging.batches
         self.trace = BatchTrace(self.run_dir, self.here, inputs.schedule) if traced else None
         self.note(start)
@@ -243,7 +246,9 @@ class Trainer:
         self.to_probe = False
         soon = min(self.done + LOOKED_AT, self.end)
         step = self.inputs.schedule.shortest_step(self.done, soon)
-        of_step = self.inputs.loader(self.config, self.here, step, 1)
+        sampler = copy(self.loader.sampler)
+        sampler.start_step, sampler.num_steps = step, 1
+        of_step = replace(self.loader, sampler=sampler)
         batch = min(of_step, key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 

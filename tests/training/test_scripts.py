@@ -73,7 +73,9 @@ def test_one_process_trains_a_blend(zygote: Zygote, corpus: Corpus, tmp_path: Pa
     )
     argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]
     ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
-    assert "step 3/3" in ranks.succeed()
+    output = ranks.succeed()
+    assert "step 3/3" in output and "kept apart: probed" in output
+    assert output.count(" steps of ") == 1, "another plan stood there, of the steps up to the probe"
     line = next(read_jsonl(run_dir / "log.jsonl"))
     assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
     exported = {path.name for path in (run_dir / "model").iterdir()}
