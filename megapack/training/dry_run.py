@@ -32,7 +32,7 @@ from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
-from megapack.training.start import check_directory, check_start
+from megapack.training.start import check_directory, check_newest, check_start
 
 _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
@@ -67,6 +67,7 @@ def dry_run(
     steps: PlannedRun
     if lengths is None:
         steps, architecture, _ = check_start(config, run, ranks)
+        check_newest(config, run, steps)
     else:
         check_directory(config.checkpoint, run)
         steps = steps_from_lengths(config, lengths, buckets)

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,7 +191,9 @@ def prepare(
         mirror=None if mirror is None else Mirror(mirror, here.progress),
     )
     found, home = find_checkpoint(config, here, run, store)
-    inputs = with_decisions(config, here, inputs, found)
+    decided = here.on_first(lambda: read_decisions(config.run_dir))  # now that nobody else writes
+    state: dict[str, Any] = {} if found is None else found.manifest.state
+    inputs = with_decisions(config, inputs, decided, state)
     start_step, changes = find_start(config, here, inputs, found)
     model, attention = open_model(
         config.model,
@@ -206,10 +209,8 @@ def prepare(
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here)
-    state: dict[str, Any] = {}
     if found is not None:
         home.load(engine, found)
-        state = found.manifest.state
 
     def record() -> None:
         facts = {
@@ -324,41 +325,69 @@ def find_checkpoint(
 
 
 def with_decisions(
-    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+    config: PretrainConfig, inputs: Inputs, decided: Decisions | None, state: Mapping[str, Any]
 ) -> Inputs:
-    """The inputs with what the run decided, as the first rank reads it now that nobody else writes;
-    where the directory knows nothing of it, a branch or a lost disk, as the checkpoint has it."""
-    decided = here.on_first(lambda: read_decisions(config.run_dir))
-    tree = None if found is None else found.manifest.state.get("decisions")
+    """The inputs with what the run decided, as its directory says now; where that knows nothing of
+    it, a branch or a lost disk, as the state of the checkpoint has it."""
+    tree = state.get("decisions")
     if decided is None and tree is not None:
         decided = from_dict(Decisions, tree, where="decisions of the checkpoint")
     return inputs if decided == inputs.decisions else open_inputs(config, decided)
 
 
+def check_newest(config: PretrainConfig, run: RunDirectory, inputs: Inputs) -> None:
+    """For a plan: refuse what does not go on from the checkpoint that is there to go on from; whose
+    files the start reads. Raises ResumeError."""
+    tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
+    if not tags and origin is None:
+        return
+    newest = run.checkpoints / tags[-1] if tags else Path(str(origin))
+    try:
+        state = CheckpointManifest.read(newest).state
+    except ResumeError:
+        if config.checkpoint.fallback:
+            return
+        raise
+    inputs = with_decisions(config, inputs, inputs.decisions, state)
+    first_step(config, inputs, newest.name, state["data"])
+
+
 def find_start(
     config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
 ) -> tuple[int, list[str]]:
-    """The first step to take (0 without a checkpoint), and what is drawn otherwise from there on
-    than the checkpoint's run would have.
-
-    Raises:
-        ResumeError: the run would not see what the checkpoint's run would have seen.
-    """
+    """``first_step`` after a checkpoint, told in the log; 0 without one."""
     if found is None:
         return 0, []
-    saved = found.manifest.state["data"]
-    allowed = config.checkpoint.allow_change
-    changes = inputs.schedule.check_state(saved, allowed)
+    step, changes = first_step(config, inputs, found.tag, found.manifest.state["data"])
     if here.is_first:
         for problem in found.rejected:
             logger.warning("%s; falling back to %s", problem, found.tag)
         for change in changes:
             logger.warning("the data order is changed: %s", change)
-    step = inputs.schedule.resume_step(saved, allowed)
     logger.info(
         "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
         *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),
     )
+    return step, changes
+
+
+def first_step(
+    config: PretrainConfig, inputs: Inputs, tag: str, saved: dict[str, Any]
+) -> tuple[int, list[str]]:
+    """The first step to take after a checkpoint, and what is drawn otherwise from there on than
+    its run would have.
+
+    Raises:
+        ResumeError: the run would not see what the checkpoint's run would have seen, or is shorter.
+    """
+    allowed = config.checkpoint.allow_change
+    changes = inputs.schedule.check_state(saved, allowed)
+    step = inputs.schedule.resume_step(saved, allowed)
+    if step > inputs.num_steps:
+        raise ResumeError(
+            f"{tag} has {step} steps done, and the run has num_steps {inputs.num_steps}; set "
+            f"num_steps to {step} or more, or export an earlier checkpoint (megapack-export --step)"
+        )
     return step, changes
 
 
