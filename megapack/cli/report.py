@@ -300,7 +300,9 @@ def sections(facts: RunFacts) -> Iterator[str]:
     if log.sources:
         of_losses.append(("By source", report_charts.loss_by_source))
     if len(report_charts.buckets(facts)) > 1:
-        of_losses.append(("By bucket", report_charts.loss_by_bucket))
+        one = facts.config.get("data", {}).get("mix") != "micro_step"
+        title = "By bucket" if one else "By the first bucket of the step, which has several"
+        of_losses.append((title, report_charts.loss_by_bucket))
     if len(facts.evaluations) > 1:
         of_losses.append(("Validation", report_charts.validation))
     if log.sources:

@@ -263,6 +263,13 @@ def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
     assert useful.get_ydata() == pytest.approx([2000.0] * 10)
 
 
+def test_losses_of_steps_that_mix_buckets_are_not_those_of_one(tmp_path: Path) -> None:
+    path = write_log(tmp_path, lines(3))
+    assert "By bucket" in words_of(render(read_run(path)))
+    (path / "config.yaml").write_text("data: {mix: micro_step}")
+    assert "By the first bucket of the step" in words_of(render(read_run(path)))
+
+
 def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
     """A start that held less, on more ranks, made the page forget it."""
     log = lines(9)
