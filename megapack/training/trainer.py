@@ -226,6 +226,7 @@ class Trainer:
             self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
         )
         self.note(step + 1)
+        work = StepWork.of(inputs.schedule, content, self.flops)
         line = {
             "step": step,
             "tokens_seen": self.tokens_seen,
@@ -234,8 +235,8 @@ class Trainer:
             "lr": lr,
             "data_wait": self.batches.waited(),
             "imbalance": self.batches.imbalance,
+            "padding": 1 - work.useful_tokens / self.loader.sampler.num_positions(step),
         }
-        work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
 
     def probe(self) -> None:

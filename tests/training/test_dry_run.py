@@ -74,6 +74,10 @@ def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, tmp_path: Path) -> 
     padding = sum(of.tokens - of.useful_tokens for of in work) * flops.per_token
     (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
     assert float(said) == pytest.approx(sum(of.flops for of in work) + padding, rel=0.01)
+    uneven = replace(config, data=replace(config.data, uneven="pad"))
+    (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(uneven, world_size=3))
+    idle = (6 * config.data.micro_batch_tokens - config.data.tokens_per_step) * flops.per_token
+    assert float(said) == pytest.approx(sum(of.flops + idle for of in work) + padding, rel=0.01)
 
 
 def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list[list[float]]:
