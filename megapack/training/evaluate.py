@@ -109,13 +109,12 @@ def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
     where it may not have been trained on so many. Raises ConfigError."""
     architecture = model_configuration(ModelConfig(pretrained=directory), 1)
     data, sources = held
-    lengths = [0]
-    for each in [*([] if data is None else [data]), *sources.values()]:
-        check_token_ids(each, architecture.vocab_size)
-        lengths += map(longest_segment, each.samples.indices)
+    longest = 0
     if data is not None and contexts:
-        lengths.append(min(max(contexts), int(data.datasets[0].document_lengths.max())))
-    longest = max(lengths)
+        longest = min(max(contexts), int(data.datasets[0].document_lengths.max()))
+    for each in filter(None, [data, *sources.values()]):
+        check_token_ids(each, architecture.vocab_size)
+        longest = max(longest, *map(longest_segment, each.samples.indices))
     limit = position_limit(architecture, longest)
     if limit is None or longest <= limit.tokens:
         return

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -192,9 +191,8 @@ def prepare(
     )
     found, home = find_checkpoint(config, here, run, store)
     decided = here.on_first(lambda: read_decisions(config.run_dir))  # now that nobody else writes
-    state: dict[str, Any] = {} if found is None else found.manifest.state
-    inputs = with_decisions(config, inputs, decided, state)
-    start_step, changes = find_start(config, here, inputs, found)
+    inputs = with_decisions(config, inputs, decided, found)
+    start_step, changes = find_start(config, inputs, found, tells=here.is_first)
     model, attention = open_model(
         config.model,
         config.engine,
@@ -209,8 +207,10 @@ def prepare(
     logger.info("model: %s", model.description)
     flops = ModelFlops.of(model, architecture)
     engine = start_engine(model, config, here)
+    state: dict[str, Any] = {}
     if found is not None:
         home.load(engine, found)
+        state = found.manifest.state
 
     def record() -> None:
         facts = {
@@ -325,69 +325,57 @@ def find_checkpoint(
 
 
 def with_decisions(
-    config: PretrainConfig, inputs: Inputs, decided: Decisions | None, state: Mapping[str, Any]
+    config: PretrainConfig, inputs: Inputs, decided: Decisions | None, found: Resume | None
 ) -> Inputs:
     """The inputs with what the run decided, as its directory says now; where that knows nothing of
-    it, a branch or a lost disk, as the state of the checkpoint has it."""
-    tree = state.get("decisions")
+    it, a branch or a lost disk, as the checkpoint has it."""
+    tree = None if found is None else found.manifest.state.get("decisions")
     if decided is None and tree is not None:
         decided = from_dict(Decisions, tree, where="decisions of the checkpoint")
     return inputs if decided == inputs.decisions else open_inputs(config, decided)
 
 
 def check_newest(config: PretrainConfig, run: RunDirectory, inputs: Inputs) -> None:
-    """For a plan: refuse what does not go on from the checkpoint that is there to go on from; whose
-    files the start reads. Raises ResumeError."""
+    """Refuse, for a plan, what does not go on from the checkpoint that the start would go on from,
+    whose files are not read. Raises ResumeError."""
     tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
-    if not tags and origin is None:
-        return
-    newest = run.checkpoints / tags[-1] if tags else Path(str(origin))
-    try:
-        state = CheckpointManifest.read(newest).state
-    except ResumeError:
-        if config.checkpoint.fallback:
-            return
-        raise
-    inputs = with_decisions(config, inputs, inputs.decisions, state)
-    first_step(config, inputs, newest.name, state["data"])
+    newest = run.checkpoints / tags[-1] if tags else origin and Path(origin)
+    if newest and not config.checkpoint.fallback:
+        manifest = CheckpointManifest.read(newest)
+        found = Resume(tag=newest.name, manifest=manifest, universal=False)
+        inputs = with_decisions(config, inputs, inputs.decisions, found)
+        find_start(config, inputs, found)
 
 
 def find_start(
-    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+    config: PretrainConfig, inputs: Inputs, found: Resume | None, *, tells: bool = True
 ) -> tuple[int, list[str]]:
-    """``first_step`` after a checkpoint, told in the log; 0 without one."""
-    if found is None:
-        return 0, []
-    step, changes = first_step(config, inputs, found.tag, found.manifest.state["data"])
-    if here.is_first:
-        for problem in found.rejected:
-            logger.warning("%s; falling back to %s", problem, found.tag)
-        for change in changes:
-            logger.warning("the data order is changed: %s", change)
-    logger.info(
-        "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
-        *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),
-    )
-    return step, changes
-
-
-def first_step(
-    config: PretrainConfig, inputs: Inputs, tag: str, saved: dict[str, Any]
-) -> tuple[int, list[str]]:
-    """The first step to take after a checkpoint, and what is drawn otherwise from there on than
-    its run would have.
+    """The first step to take (0 without a checkpoint), and what is drawn otherwise from there on
+    than the checkpoint's run would have; ``tells``: a rank that says so in the log.
 
     Raises:
         ResumeError: the run would not see what the checkpoint's run would have seen, or is shorter.
     """
+    if found is None:
+        return 0, []
+    saved = found.manifest.state["data"]
     allowed = config.checkpoint.allow_change
     changes = inputs.schedule.check_state(saved, allowed)
+    if tells:
+        for problem in found.rejected:
+            logger.warning("%s; falling back to %s", problem, found.tag)
+        for change in changes:
+            logger.warning("the data order is changed: %s", change)
     step = inputs.schedule.resume_step(saved, allowed)
     if step > inputs.num_steps:
         raise ResumeError(
-            f"{tag} has {step} steps done, and the run has num_steps {inputs.num_steps}; set "
-            f"num_steps to {step} or more, or export an earlier checkpoint (megapack-export --step)"
+            f"{found.tag} has {step} steps done, and the run num_steps {inputs.num_steps}; set it "
+            f"to {step} or more, or export an earlier checkpoint (megapack-export --step)"
         )
+    logger.info(
+        "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
+        *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),
+    )
     return step, changes
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,36 +114,32 @@ def smooth(values: Sequence[float], alpha: float) -> list[float]:
 
 def plot_contexts(path: Path, results: Mapping[str, Mapping[int, float]]) -> None:
     """Perplexity by context length, one line per model (BucketLLM, Figure 3)."""
-    figure, axes = new_figure()
-    for name, perplexities in results.items():
-        contexts = sorted(perplexities)
-        axes.plot(contexts, [perplexities[c] for c in contexts], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{c:,}" for c in contexts])
-    axes.set(xlabel="context length (tokens)", ylabel="validation perplexity")
-    save_figure(figure, axes, path)
+    with axes_in(path) as axes:
+        for name, perplexities in results.items():
+            contexts = sorted(perplexities)
+            axes.plot(contexts, [perplexities[c] for c in contexts], marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [f"{c:,}" for c in contexts])
+        axes.set(xlabel="context length (tokens)", ylabel="validation perplexity")
 
 
 def plot_curves(path: Path, curves: Mapping[str, Curve], *, alpha: float = 0.9) -> None:
     """Training perplexity over epochs, smoothed (atom-size paper, A.7)."""
-    figure, axes = new_figure()
-    for name, curve in curves.items():
-        axes.plot(curve.epoch[1:], smooth(curve.perplexity.tolist(), alpha), label=name)
-    axes.set_yscale("log")
-    axes.set(xlabel="epoch", ylabel="training perplexity, smoothed")
-    save_figure(figure, axes, path)
+    with axes_in(path) as axes:
+        for name, curve in curves.items():
+            axes.plot(curve.epoch[1:], smooth(curve.perplexity.tolist(), alpha), label=name)
+        axes.set_yscale("log")
+        axes.set(xlabel="epoch", ylabel="training perplexity, smoothed")
 
 
-def new_figure() -> tuple[Any, Any]:
-    """A figure and its axes."""
+@contextmanager
+def axes_in(path: Path) -> Iterator[Any]:
+    """To draw on; then written as a PNG, with a grid and a legend."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    return figure, figure.subplots()
-
-
-def save_figure(figure: Any, axes: Any, path: Path) -> None:
-    """Write it as a PNG, with a grid and a legend."""
+    axes = figure.subplots()
+    yield axes
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
