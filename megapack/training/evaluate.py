@@ -37,6 +37,7 @@ from megapack.training.engine.export import open_tokenizer
 from megapack.training.engine.inputs import open_validation, open_validation_of_sources
 from megapack.training.engine.world import World, world
 from megapack.training.evaluation.comparison import (
+    compared,
     plot_contexts,
     plot_curves,
     read_curve,
@@ -69,10 +70,10 @@ def evaluate(args: argparse.Namespace) -> int:
     for what, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):
             raise ConfigError(f"two of {what} have one name; give each its own, as in NAME=DIR")
-    names = ("max_tokens", "micro_batch_tokens", "limit")
-    numbers = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
-    for name, value in (*numbers, *(("--contexts", context) for context in args.contexts)):
-        check_positive("command line", **{name: value})
+    numbers = ("max_tokens", "micro_batch_tokens", "limit", "contexts")
+    check_positive(
+        "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
+    )
     if bool(args.model) != bool(args.data or args.blend or args.lm_eval):
         raise ConfigError("--model is scored by --data, --blend or --lm-eval; give what is missing")
     if args.contexts and not args.data:
@@ -182,6 +183,7 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
 def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
     curves = {name: read_curve(directory) for name, directory in runs.items()}
     standing = standings(curves)
+    print("in epochs {:.4g} to {:.4g}, the last that all runs have:".format(*compared(curves)))
     for name, place in sorted(standing.items(), key=lambda item: item[1].mean_rank):
         print(f"{name}: final perplexity {place.final_perplexity:.4f}, rank {place.mean_rank:.2f}")
     if output is not None:

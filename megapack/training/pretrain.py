@@ -64,10 +64,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("command line: --profile traces a run; leave out --dry-run")
     if args.buckets is not None and args.lengths is None:
         raise ConfigError("command line: --buckets packs the documents of --lengths; give it, too")
-    numbers = {name: options[name] for name in ("--world-size", "--gpu-price")}
+    numbers = {name: options[name] for name in ("--world-size", "--gpu-price", "--buckets")}
     check_positive("command line", **numbers)
-    for capacity in args.buckets or ():
-        check_positive("command line", **{"--buckets": capacity})
 
 
 def profiled_steps(text: str) -> range:

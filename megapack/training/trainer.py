@@ -47,8 +47,8 @@ LOOKED_AT = 32  # steps among which a micro batch is chosen to probe the model o
 class TimedBatches:
     """Batches of a loader, step by step, and how long the trainer waited for them."""
 
-    def __init__(self, loader: Iterable[Batch]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
         self._coming: Iterator[Batch] = iter(())
         self._waited = 0.0
         self.imbalance = 1.0
@@ -70,7 +70,7 @@ class TimedBatches:
             self._coming.close()
 
     def _batches(self) -> Iterator[Batch]:
-        batches = self._coming = iter(self._loader)
+        batches = self._coming = iter(self.loader)
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)
@@ -152,8 +152,7 @@ class Trainer:
         self.batches.close()
         self.inputs = inputs
         left = max(0, self.end - start)
-        self.loader = inputs.loader(self.config, self.here, start, left)
-        self.batches = TimedBatches(self.loader)
+        self.batches = TimedBatches(inputs.loader(self.config, self.here, start, left))
         traced = self.config.logging.batches
         self.trace = BatchTrace(self.run_dir, self.here, inputs.schedule) if traced else None
         self.note(start)
@@ -235,7 +234,7 @@ class Trainer:
             "lr": lr,
             "data_wait": self.batches.waited(),
             "imbalance": self.batches.imbalance,
-            "padding": 1 - work.useful_tokens / self.loader.sampler.num_positions(step),
+            "padding": 1 - work.useful_tokens / self.batches.loader.sampler.num_positions(step),
         }
         self.monitor.step(line, content=content, work=work, result=result)
 
@@ -247,9 +246,9 @@ class Trainer:
         self.to_probe = False
         soon = min(self.done + LOOKED_AT, self.end)
         step = self.inputs.schedule.shortest_step(self.done, soon)
-        sampler = copy(self.loader.sampler)
+        sampler = copy(self.batches.loader.sampler)
         sampler.start_step, sampler.num_steps = step, 1
-        of_step = replace(self.loader, sampler=sampler)
+        of_step = replace(self.batches.loader, sampler=sampler)
         batch = min(of_step, key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 

@@ -176,6 +176,7 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
     argv += ["--blend", str(tmp_path / "blend.json")]
     output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
     assert "tiny: perplexity" in output and "context     16" in output
+    assert "in epochs 0 to 1, the last that all runs have:\nfirst: " in output
     assert output.index("first: final perplexity") < output.index("second: final perplexity")
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert found["runs"]["first"]["mean_rank"] == 1.0

@@ -76,17 +76,21 @@ def read_curve(run_dir: str | Path) -> Curve:
     return Curve(np.array([*begins, end]), np.array(perplexities))
 
 
-def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
-    """Final perplexity and mean rank of every run, over the last epoch all of them finished.
+def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
+    """Begin and end of the last epoch that all runs finished; where one is shorter than an epoch,
+    of the part of it that all have."""
+    common = float(min(curve.epoch[-1] for curve in curves.values()))
+    end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
+    return max(0.0, end - 1), end
 
-    Where a run is shorter than an epoch, over the part of it that all have.
+
+def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
+    """Final perplexity and mean rank of every run, where they are ``compared``.
 
     Raises:
         DataError: a run has no step there.
     """
-    common = min(curve.epoch[-1] for curve in curves.values())
-    end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
-    edges = np.linspace(max(0.0, end - 1), end, num_ranges + 1)
+    edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
     )
