@@ -28,7 +28,7 @@ from megapack.config import check_positive
 from megapack.data import check_token_ids
 from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
-from megapack.packing.sharded import longest_segment
+from megapack.packing.sharded import longest_reach, longest_segment
 from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
@@ -112,7 +112,7 @@ def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
     data, sources = held
     longest = 0
     if data is not None and contexts:
-        longest = min(max(contexts), int(data.datasets[0].document_lengths.max()))
+        longest = min(max(contexts), *map(longest_reach, data.samples.indices))
     for each in filter(None, [data, *sources.values()]):
         check_token_ids(each, architecture.vocab_size)
         longest = max(longest, *map(longest_segment, each.samples.indices))
