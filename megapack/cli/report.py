@@ -206,7 +206,12 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         said = f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}"
     if log.skipped:
         said += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
-    if unscored := [line["step"] - 1 for line in facts.evaluations if not _is_scored(line)]:
+    unscored = [
+        line["step"] - 1
+        for line in facts.evaluations
+        if not all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
+    ]
+    if unscored:
         said += f"; held-out documents have no number after step {unscored[0]:,}"
     yield Check(2 if bad or unscored else int(bool(log.skipped)), "losses", said)
     yield _autopilot(facts)
@@ -220,10 +225,6 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         if not any(one.passes for one in found):
             said = ", ".join(f"{one.what} {one.value:.2f} of {one.limit:g}" for one in found)
             yield Check(0, "speed", f"within its limits in the last log line ({said})")
-
-
-def _is_scored(line: Mapping[str, Any]) -> bool:
-    return all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
 
 
 def _alive(facts: RunFacts) -> Iterator[Check]:
