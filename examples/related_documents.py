@@ -22,11 +22,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import bm25s
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack.storage import IndexedDataset
+
+try:
+    import bm25s
+except ModuleNotFoundError:
+    raise SystemExit("related_documents.py needs the package bm25s: pip install bm25s") from None
 
 QUERY_TOKENS = 512  # of a document's beginning, by which its neighbours are looked for
 

@@ -297,9 +297,11 @@ def check_range(
             raise ConfigError(f"{section}: {name} is {value}; it must be {range_}")
 
 
-def check_positive(section: str, **values: float | None) -> None:
-    """``check_range`` of numbers that make no sense at 0 or below."""
-    check_range(section, above=0, **values)
+def check_positive(section: str, **values: float | Sequence[float] | None) -> None:
+    """``check_range`` of numbers, or of several, that make no sense at 0 or below."""
+    for name, value in values.items():
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            check_range(section, above=0, **{name: each})
 
 
 def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> None:

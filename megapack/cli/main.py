@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import select
 import signal
@@ -57,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text that a terminal has no letters for
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv))

@@ -201,14 +201,19 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    bad = log.lost
-    skipped = f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
-    yield Check(
-        2 if bad else int(bool(log.skipped)),
-        "losses",
-        (f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}" if bad else "all finite")
-        + (skipped if log.skipped else ""),
-    )
+    bad, said = log.lost, "all finite"
+    if bad:
+        said = f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}"
+    if log.skipped:
+        said += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
+    unscored = [
+        line["step"] - 1
+        for line in facts.evaluations
+        if not all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
+    ]
+    if unscored:
+        said += f"; held-out documents have no number after step {unscored[0]:,}"
+    yield Check(2 if bad or unscored else int(bool(log.skipped)), "losses", said)
     yield _autopilot(facts)
     yield from _data_order(facts)
     yield _saved(facts)
@@ -296,7 +301,9 @@ def sections(facts: RunFacts) -> Iterator[str]:
     if log.sources:
         of_losses.append(("By source", report_charts.loss_by_source))
     if len(report_charts.buckets(facts)) > 1:
-        of_losses.append(("By bucket", report_charts.loss_by_bucket))
+        one = facts.config.get("data", {}).get("mix") != "micro_step"
+        title = "By bucket" if one else "By the first bucket of the step, which has several"
+        of_losses.append((title, report_charts.loss_by_bucket))
     if len(facts.evaluations) > 1:
         of_losses.append(("Validation", report_charts.validation))
     if log.sources:

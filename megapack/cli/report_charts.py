@@ -298,7 +298,8 @@ def loss(facts: RunFacts) -> Chart:
     chart.axes.fill_between(bins.steps, low, np.minimum(high, top), color=LIGHT["blue0"], lw=0)
     look = "o-" if bins.num == 1 else "-"
     chart.axes.plot(bins.steps, np.minimum(means, top), look, color=BLUE, lw=1.6, ms=4)
-    valid = [line for line in facts.evaluations if steps[0] < line["step"] <= steps[-1] + 1]
+    shown = (line for line in facts.evaluations if steps[0] < line["step"] <= steps[-1] + 1)
+    valid = [line for line in shown if np.isfinite(line["loss"])]
     if valid:
         entries.append((ORANGE, "validation loss"))
         for line in valid[:: -(-len(valid) // NUM_BINS)]:

@@ -252,6 +252,11 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         per_draw = -(-config.draw_tokens // (self.micro_batch_tokens * self.data_parallel_size))
         return per_draw * config.draws_per_step
 
+    def num_positions(self, step: int) -> int:
+        """Tokens of all forwards of an optimizer step, of all ranks; with uneven ranks more than
+        it holds, padding included."""
+        return self.num_micro_steps(step) * self.micro_batch_tokens * self.data_parallel_size
+
     @property
     def launch(self) -> dict[str, Any]:
         """Settings that decide how a step is dealt, beside the schedule."""

@@ -233,9 +233,8 @@ class CheckpointConfig:
         )
 
     def __post_init__(self) -> None:
-        check_positive("checkpoint", keep=self.keep, every=self.every, keep_every=self.keep_every)
-        for step in self.keep_steps:
-            check_positive("checkpoint", keep_steps=step)
+        names = ("keep", "every", "keep_every", "keep_steps")
+        check_positive("checkpoint", **{name: getattr(self, name) for name in names})
         if self.mirror is not None and not is_remote(self.mirror):
             raise ConfigError(
                 f"checkpoint: mirror is {self.mirror!r}; it is an address, as in s3://bucket/run"
@@ -257,9 +256,7 @@ class EvaluationConfig:
     Runs that are compared need the same ones."""
 
     def __post_init__(self) -> None:
-        check_positive("evaluation", every=self.every, max_tokens=self.max_tokens)
-        for capacity in self.buckets:
-            check_positive("evaluation", buckets=capacity)
+        check_positive("evaluation", **self.__dict__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
-from megapack.training.start import check_directory, check_start
+from megapack.training.start import check_directory, check_newest, check_start
 
 _ASSUMED_MFU = 0.4
 _STEPS_LOOKED_AT = 64
@@ -67,6 +67,7 @@ def dry_run(
     steps: PlannedRun
     if lengths is None:
         steps, architecture, _ = check_start(config, run, ranks)
+        check_newest(config, run, steps)
     else:
         check_directory(config.checkpoint, run)
         steps = steps_from_lengths(config, lengths, buckets)
@@ -77,7 +78,7 @@ def dry_run(
     )
     model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
     flops = ModelFlops.of(model, architecture)
-    total = _flops_of_run(steps, flops)
+    total = _flops_of_run(steps, ranks, flops)
     schedule, rate = steps.schedule, config.learning_rate
     micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
     # Sources, and how often each is repeated.
@@ -227,17 +228,17 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) ->
     return "\n".join([f"{title}:", *lines])
 
 
-def _flops_of_run(plan: PlannedRun, flops: ModelFlops) -> float:
-    """From steps of the whole run, as windows grow and orders change; padding is computed like any
-    token."""
-    schedule, number = plan.schedule, np.arange(min(_STEPS_LOOKED_AT, plan.num_steps))
+def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
+    """From steps of the whole run, as windows grow and orders change; padding, that of idle ranks
+    too, is computed like any token."""
+    schedule, sampler = plan.schedule, plan.sampler(0, ranks)
+    number = np.arange(min(_STEPS_LOOKED_AT, plan.num_steps))
     # One of every part of the run, at places that follow no period of its buckets.
     places = (number + number * 0.618034 % 1) * (plan.num_steps / len(number))
     total = tokens = 0.0
     for i in places.astype(int).tolist():
-        of_step = schedule.stage_at(i).config.tokens_per_step
-        total += flops.step(of_step, segment_lengths(schedule, schedule.step(i)))
-        tokens += of_step
+        total += flops.step(sampler.num_positions(i), segment_lengths(schedule, schedule.step(i)))
+        tokens += schedule.stage_at(i).config.tokens_per_step
     return total / tokens * schedule.tokens_before(plan.num_steps)
 
 

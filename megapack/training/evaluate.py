@@ -18,13 +18,17 @@ import argparse
 import functools
 import json
 import logging
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapack.config import check_positive
+from megapack.data import check_token_ids
 from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
+from megapack.packing.sharded import longest_reach, longest_segment
 from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
@@ -33,17 +37,26 @@ from megapack.training.engine.export import open_tokenizer
 from megapack.training.engine.inputs import open_validation, open_validation_of_sources
 from megapack.training.engine.world import World, world
 from megapack.training.evaluation.comparison import (
+    compared,
     plot_contexts,
     plot_curves,
     read_curve,
     standings,
 )
 from megapack.training.evaluation.validation import evaluate_sources, perplexity_by_context
-from megapack.training.model.architecture import model_configuration, register_architectures
+from megapack.training.model.architecture import (
+    model_configuration,
+    position_limit,
+    register_architectures,
+)
 from megapack.training.model.opening import compute_dtype, open_model
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
+
+    HeldOut = tuple[PackedDataset | None, dict[str, PackedDataset]]  # of --data, of --blend
+
+logger = logging.getLogger("megapack")
 
 
 def main() -> int:
@@ -57,7 +70,7 @@ def evaluate(args: argparse.Namespace) -> int:
     for what, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):
             raise ConfigError(f"two of {what} have one name; give each its own, as in NAME=DIR")
-    numbers = ("max_tokens", "micro_batch_tokens", "limit")
+    numbers = ("max_tokens", "micro_batch_tokens", "limit", "contexts")
     check_positive(
         "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
     )
@@ -67,8 +80,11 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ConfigError("--contexts cuts the documents of --data; give that, too")
     if args.model and (args.data or args.blend):
         join(args.local_rank)
+        held = held_out(args)
+        for _, directory in args.model:
+            check_model(directory, held, args.contexts)
         with world(timeout_minutes=30) as here:
-            scored = {name: score(directory, args, here) for name, directory in args.model}
+            scored = {name: score(directory, held, args, here) for name, directory in args.model}
         if not here.is_first:
             return 0
         results["models"] = scored
@@ -89,7 +105,31 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, Any]:
+def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
+    """Refuse a model without the ids or the positions of the documents, before it is loaded; say
+    where it may not have been trained on so many. Raises ConfigError."""
+    architecture = model_configuration(ModelConfig(pretrained=directory), 1)
+    data, sources = held
+    longest = 0
+    if data is not None and contexts:
+        longest = min(max(contexts), *map(longest_reach, data.samples.indices))
+    for each in filter(None, [data, *sources.values()]):
+        check_token_ids(each, architecture.vocab_size)
+        longest = max(longest, *map(longest_segment, each.samples.indices))
+    limit = position_limit(architecture, longest)
+    if limit is None or longest <= limit.tokens:
+        return
+    said = (
+        f"{directory}: {limit.source} is {limit.tokens}, and held-out documents take {longest} "
+        f"positions; --buckets, --index, --contexts of at most {limit.tokens} score them in pieces"
+    )
+    if limit.is_hard:
+        raise ConfigError(said)
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s. RoPE goes on beyond, as far as the model has learned it", said)
+
+
+def score(directory: str, held: HeldOut, args: argparse.Namespace, here: World) -> dict[str, Any]:
     """Perplexity of one model: in all, per bucket, and by context length."""
     precision: Any = args.precision or ("bf16" if here.device.type == "cuda" else "fp32")
     config = ModelConfig(pretrained=directory, attention_backend=args.attention_backend)
@@ -102,15 +142,14 @@ def score(directory: str, args: argparse.Namespace, here: World) -> dict[str, An
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
-    data, sources = held_out(args)
-    result: dict[str, Any] = evaluate_sources(model, data, sources, **how).report()
+    result: dict[str, Any] = evaluate_sources(model, *held, **how).report()
     if args.contexts:
         found = perplexity_by_context(model, IndexedDataset(args.data), args.contexts, **how)
         result["contexts"] = {str(c): r.perplexity for c, r in found.items()}
     return result
 
 
-def held_out(args: argparse.Namespace) -> tuple[PackedDataset | None, dict[str, PackedDataset]]:
+def held_out(args: argparse.Namespace) -> HeldOut:
     """The documents of --data, and those of the sources of --blend."""
     data, sources = None, {}
     if args.data:
@@ -144,6 +183,7 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
 def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
     curves = {name: read_curve(directory) for name, directory in runs.items()}
     standing = standings(curves)
+    print("in epochs {:.4g} to {:.4g}, the last that all runs have:".format(*compared(curves)))
     for name, place in sorted(standing.items(), key=lambda item: item[1].mean_rank):
         print(f"{name}: final perplexity {place.final_perplexity:.4f}, rank {place.mean_rank:.2f}")
     if output is not None:

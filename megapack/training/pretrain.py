@@ -41,6 +41,7 @@ def pretrain(args: argparse.Namespace) -> int:
     config = read_config(args.config, [*args.set, *branch])
     profile = None if args.profile is None else profiled_steps(args.profile)
     num_ranks = args.world_size or join(args.local_rank)
+    check_packages(config)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415
@@ -48,7 +49,6 @@ def pretrain(args: argparse.Namespace) -> int:
         options = {name: getattr(args, name) for name in _PLAN}
         print(dry_run(config, **{**options, "world_size": num_ranks}))
         return 0
-    check_packages(config)
     from megapack.training.start import start  # noqa: PLC0415
 
     return start(config, num_ranks, profile)
@@ -64,10 +64,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("command line: --profile traces a run; leave out --dry-run")
     if args.buckets is not None and args.lengths is None:
         raise ConfigError("command line: --buckets packs the documents of --lengths; give it, too")
-    numbers = {name: options[name] for name in ("--world-size", "--gpu-price")}
+    numbers = {name: options[name] for name in ("--world-size", "--gpu-price", "--buckets")}
     check_positive("command line", **numbers)
-    for capacity in args.buckets or ():
-        check_positive("command line", **{"--buckets": capacity})
 
 
 def profiled_steps(text: str) -> range:

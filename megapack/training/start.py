@@ -190,8 +190,9 @@ def prepare(
         mirror=None if mirror is None else Mirror(mirror, here.progress),
     )
     found, home = find_checkpoint(config, here, run, store)
-    inputs = with_decisions(config, here, inputs, found)
-    start_step, changes = find_start(config, here, inputs, found)
+    decided = here.on_first(lambda: read_decisions(config.run_dir))  # now that nobody else writes
+    inputs = with_decisions(config, inputs, decided, found)
+    start_step, changes = find_start(config, inputs, found, tells=here.is_first)
     model, attention = open_model(
         config.model,
         config.engine,
@@ -324,37 +325,53 @@ def find_checkpoint(
 
 
 def with_decisions(
-    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+    config: PretrainConfig, inputs: Inputs, decided: Decisions | None, found: Resume | None
 ) -> Inputs:
-    """The inputs with what the run decided, as the first rank reads it now that nobody else writes;
-    where the directory knows nothing of it, a branch or a lost disk, as the checkpoint has it."""
-    decided = here.on_first(lambda: read_decisions(config.run_dir))
+    """The inputs with what the run decided, as its directory says now; where that knows nothing of
+    it, a branch or a lost disk, as the checkpoint has it."""
     tree = None if found is None else found.manifest.state.get("decisions")
     if decided is None and tree is not None:
         decided = from_dict(Decisions, tree, where="decisions of the checkpoint")
     return inputs if decided == inputs.decisions else open_inputs(config, decided)
 
 
+def check_newest(config: PretrainConfig, run: RunDirectory, inputs: Inputs) -> None:
+    """Refuse, for a plan, what does not go on from the checkpoint that the start would go on from,
+    whose files are not read. Raises ResumeError."""
+    tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
+    newest = run.checkpoints / tags[-1] if tags else origin and Path(origin)
+    if newest and not config.checkpoint.fallback:
+        manifest = CheckpointManifest.read(newest)
+        found = Resume(tag=newest.name, manifest=manifest, universal=False)
+        inputs = with_decisions(config, inputs, inputs.decisions, found)
+        find_start(config, inputs, found)
+
+
 def find_start(
-    config: PretrainConfig, here: World, inputs: Inputs, found: Resume | None
+    config: PretrainConfig, inputs: Inputs, found: Resume | None, *, tells: bool = True
 ) -> tuple[int, list[str]]:
     """The first step to take (0 without a checkpoint), and what is drawn otherwise from there on
-    than the checkpoint's run would have.
+    than the checkpoint's run would have; ``tells``: a rank that says so in the log.
 
     Raises:
-        ResumeError: the run would not see what the checkpoint's run would have seen.
+        ResumeError: the run would not see what the checkpoint's run would have seen, or is shorter.
     """
     if found is None:
         return 0, []
     saved = found.manifest.state["data"]
     allowed = config.checkpoint.allow_change
     changes = inputs.schedule.check_state(saved, allowed)
-    if here.is_first:
+    if tells:
         for problem in found.rejected:
             logger.warning("%s; falling back to %s", problem, found.tag)
         for change in changes:
             logger.warning("the data order is changed: %s", change)
     step = inputs.schedule.resume_step(saved, allowed)
+    if step > inputs.num_steps:
+        raise ResumeError(
+            f"{found.tag} has {step} steps done, and the run num_steps {inputs.num_steps}; set it "
+            f"to {step} or more, or export an earlier checkpoint (megapack-export --step)"
+        )
     logger.info(
         "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
         *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),

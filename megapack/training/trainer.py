@@ -15,6 +15,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -45,8 +47,8 @@ LOOKED_AT = 32  # steps among which a micro batch is chosen to probe the model o
 class TimedBatches:
     """Batches of a loader, step by step, and how long the trainer waited for them."""
 
-    def __init__(self, loader: Iterable[Batch]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
         self._coming: Iterator[Batch] = iter(())
         self._waited = 0.0
         self.imbalance = 1.0
@@ -68,7 +70,7 @@ class TimedBatches:
             self._coming.close()
 
     def _batches(self) -> Iterator[Batch]:
-        batches = self._coming = iter(self._loader)
+        batches = self._coming = iter(self.loader)
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)
@@ -223,6 +225,7 @@ class Trainer:
             self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
         )
         self.note(step + 1)
+        work = StepWork.of(inputs.schedule, content, self.flops)
         line = {
             "step": step,
             "tokens_seen": self.tokens_seen,
@@ -231,8 +234,8 @@ class Trainer:
             "lr": lr,
             "data_wait": self.batches.waited(),
             "imbalance": self.batches.imbalance,
+            "padding": 1 - work.useful_tokens / self.batches.loader.sampler.num_positions(step),
         }
-        work = StepWork.of(inputs.schedule, content, self.flops)
         self.monitor.step(line, content=content, work=work, result=result)
 
     def probe(self) -> None:
@@ -243,7 +246,9 @@ class Trainer:
         self.to_probe = False
         soon = min(self.done + LOOKED_AT, self.end)
         step = self.inputs.schedule.shortest_step(self.done, soon)
-        of_step = self.inputs.loader(self.config, self.here, step, 1)
+        sampler = copy(self.batches.loader.sampler)
+        sampler.start_step, sampler.num_steps = step, 1
+        of_step = replace(self.batches.loader, sampler=sampler)
         batch = min(of_step, key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 

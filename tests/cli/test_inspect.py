@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import needs_torch  # noqa: F401
@@ -57,6 +59,23 @@ def test_every_document_is_in_some_sample(corpus: Path) -> None:
         assert f"{text}<eod>" in shown
     assert shown.count("<eod>") == len(TEXTS)
     assert "goes on elsewhere" in shown
+
+
+def test_text_is_shown_by_a_terminal_without_letters_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in the middle of the sample with an error of the codec."""
+    with IndexedDatasetBuilder(tmp_path / "d", dtype=np.uint16, vocab_size=259) as builder:
+        builder.add_document([*"caf\xe9".encode(), EOD])
+    dataset = IndexedDataset(tmp_path / "d")
+    pack(dataset.document_lengths, "bucket", buckets=[16]).save(
+        tmp_path / "d.samples", source=dataset
+    )
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    command = ["inspect", tmp_path / "d.samples", "--sample", 0]
+    assert main([*map(str, command), "--tokenizer", "bytes"]) == 0
+    assert b"caf\\xe9<eod>" in screen.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:

@@ -238,11 +238,15 @@ def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_p
     log[7]["skipped"] = True
     path = write_log(tmp_path / "run", log)
     (path / "end.json").write_text(json.dumps({"reason": "error", "message": "lost rank 5"}))
+    for step, of_all, of_web in ((10, 2.5, math.nan), (20, math.inf, 2.0), (30, math.nan, 2.0)):
+        line = {"step": step, "loss": of_all, "perplexity": math.inf}
+        append_jsonl(path / "evaluation.jsonl", {**line, "source_loss": {"web": of_web}})
     page = render(read_run(path))
     assert "<section class='answer bad'>" in page
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
     assert second.startswith("<b>losses</b>: no number at 1 step, first 29; 1 update skipped")
+    assert second.endswith("; held-out documents have no number after step 9")
 
 
 def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
@@ -257,6 +261,13 @@ def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
     assert shown["waited for data"] == percent(0.004 / 2.0, 1)
     (_, useful) = throughput(facts).axes.get_lines()
     assert useful.get_ydata() == pytest.approx([2000.0] * 10)
+
+
+def test_losses_of_steps_that_mix_buckets_are_not_those_of_one(tmp_path: Path) -> None:
+    path = write_log(tmp_path, lines(3))
+    assert "By bucket" in words_of(render(read_run(path)))
+    (path / "config.yaml").write_text("data: {mix: micro_step}")
+    assert "By the first bucket of the step" in words_of(render(read_run(path)))
 
 
 def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:

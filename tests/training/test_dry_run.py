@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import yaml
 
 from megapack.config import load_config
 from megapack.data import BucketBatchSampler
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.inputs import Inputs
+from megapack.training.engine.checkpoint import CheckpointManifest
+from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 
@@ -72,6 +74,10 @@ def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, tmp_path: Path) -> 
     padding = sum(of.tokens - of.useful_tokens for of in work) * flops.per_token
     (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
     assert float(said) == pytest.approx(sum(of.flops for of in work) + padding, rel=0.01)
+    uneven = replace(config, data=replace(config.data, uneven="pad"))
+    (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(uneven, world_size=3))
+    idle = (6 * config.data.micro_batch_tokens - config.data.tokens_per_step) * flops.per_token
+    assert float(said) == pytest.approx(sum(of.flops + idle for of in work) + padding, rel=0.01)
 
 
 def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list[list[float]]:
@@ -157,6 +163,26 @@ def test_what_stops_a_start_is_met_by_its_plan(
         path = corpus.config(run_dir, **tree)
     with pytest.raises(ConfigError, match=message):
         dry_run(load_config(PretrainConfig, path))
+
+
+def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path: Path) -> None:
+    """It was printed as a plan. With fewer steps the run was done at once, at "step 9 of 8"."""
+    config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
+    newest.mkdir(parents=True)
+    state = {"data": open_inputs(config).schedule.state_dict(9)}
+    CheckpointManifest(step=9, world_size=1, zero_stage=1, state=state, files={}).write(newest)
+    assert "steps: 10 " in dry_run(config)
+    with pytest.raises(ResumeError, match="seed was 0 and is 3"):
+        dry_run(replace(config, seed=3))
+    shorter = replace(config, num_steps=8)
+    with pytest.raises(ResumeError, match="has 9 steps done, and the run num_steps 8"):
+        dry_run(shorter)
+    (newest / "manifest.json").write_text("")
+    with pytest.raises(ResumeError, match=r"manifest\.json cannot be read"):
+        dry_run(shorter)
+    fallback = replace(config.checkpoint, fallback=True)
+    assert "steps: 8 " in dry_run(replace(shorter, checkpoint=fallback))
 
 
 def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import yaml
 from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, LlamaConfig
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig
 from megapack.training.engine.directory import read_jsonl
-from megapack.training.evaluate import build_parser, evaluate
+from megapack.training.engine.inputs import open_validation
+from megapack.training.evaluate import build_parser, check_model, evaluate
 from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
@@ -70,7 +73,9 @@ def test_one_process_trains_a_blend(zygote: Zygote, corpus: Corpus, tmp_path: Pa
     )
     argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]
     ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
-    assert "step 3/3" in ranks.succeed()
+    output = ranks.succeed()
+    assert "step 3/3" in output and "kept apart: probed" in output
+    assert output.count(" steps of ") == 1, "another plan stood there, of the steps up to the probe"
     line = next(read_jsonl(run_dir / "log.jsonl"))
     assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
     exported = {path.name for path in (run_dir / "model").iterdir()}
@@ -171,6 +176,7 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
     argv += ["--blend", str(tmp_path / "blend.json")]
     output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
     assert "tiny: perplexity" in output and "context     16" in output
+    assert "in epochs 0 to 1, the last that all runs have:\nfirst: " in output
     assert output.index("first: final perplexity") < output.index("second: final perplexity")
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert found["runs"]["first"]["mean_rank"] == 1.0
@@ -191,11 +197,35 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         ("--model x=a --run b", "--model is scored by --data"),
         ("--data nowhere --run b", "--model is scored by --data"),
         ("--lm-eval piqa", "--model is scored by --data"),
+        ("--model x=a --data nowhere --contexts 8 0", "--contexts is 0"),
     ],
 )
 def test_evaluation_that_would_be_of_something_else_is_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate(build_parser().parse_args(words.split()))
+
+
+def test_a_model_is_scored_on_ids_and_positions_that_it_has(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch found no such row, in a traceback; and nobody was told what RoPE had not learned."""
+    held = (open_validation(str(corpus.valid), None, buckets=[256]), {})
+    longest = int(IndexedDataset(corpus.valid).document_lengths.max())
+    assert 32 < longest <= 256
+
+    def check(configuration: Any, contexts: Sequence[int] = ()) -> None:
+        configuration.save_pretrained(tmp_path)
+        check_model(str(tmp_path), held, contexts)
+
+    check(GPT2Config(vocab_size=64, n_positions=longest))
+    check(LlamaConfig(vocab_size=64, max_position_embeddings=longest), [16, longest])
+    assert "positions; --buckets" not in caplog.text
+    with pytest.raises(ConfigError, match="the model has ids below 40"):
+        check(GPT2Config(vocab_size=40))
+    with pytest.raises(ConfigError, match=f"is 32, and held-out documents take {longest} posit"):
+        check(GPT2Config(vocab_size=64, n_positions=32), [16])
+    check(LlamaConfig(vocab_size=64, max_position_embeddings=32))
+    assert f"is 32, and held-out documents take {longest} positions; --buckets" in caplog.text
 
 
 # One process, as importing the harness takes longer than its work; and without the harness's own
@@ -374,4 +404,5 @@ def test_an_environment_for_data_is_told_what_training_needs(command: str) -> No
         [sys.executable, "-c", without], check=False, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "training needs deepspeed" in done.stderr and "extra train" in done.stderr
+    assert done.stderr.startswith("ModuleNotFoundError: training needs deepspeed"), "a traceback"
+    assert "extra train" in done.stderr

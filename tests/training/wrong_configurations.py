@@ -169,7 +169,7 @@ CASES = [
         "offload_activations",
         "engine.offload_activations=true engine.activation_checkpointing=true engine.compile=true",
     ),
-    *_cases("wandb", "logging.wandb_project=mine"),
+    *_cases("wandb", "logging.wandb_project=mine", "--dry-run logging.wandb_project=mine"),
     # of DeepSpeed's configuration, what is decided elsewhere
     *_cases("tokens_per_step", "engine.deepspeed.train_batch_size=9"),
     *_cases("micro_batch_tokens", "engine.deepspeed.train_micro_batch_size_per_gpu=2"),

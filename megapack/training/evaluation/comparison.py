@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,17 +76,21 @@ def read_curve(run_dir: str | Path) -> Curve:
     return Curve(np.array([*begins, end]), np.array(perplexities))
 
 
-def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
-    """Final perplexity and mean rank of every run, over the last epoch all of them finished.
+def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
+    """Begin and end of the last epoch that all runs finished; where one is shorter than an epoch,
+    of the part of it that all have."""
+    common = float(min(curve.epoch[-1] for curve in curves.values()))
+    end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
+    return max(0.0, end - 1), end
 
-    Where a run is shorter than an epoch, over the part of it that all have.
+
+def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
+    """Final perplexity and mean rank of every run, where they are ``compared``.
 
     Raises:
         DataError: a run has no step there.
     """
-    common = min(curve.epoch[-1] for curve in curves.values())
-    end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
-    edges = np.linspace(max(0.0, end - 1), end, num_ranges + 1)
+    edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
     )
@@ -113,36 +118,32 @@ def smooth(values: Sequence[float], alpha: float) -> list[float]:
 
 def plot_contexts(path: Path, results: Mapping[str, Mapping[int, float]]) -> None:
     """Perplexity by context length, one line per model (BucketLLM, Figure 3)."""
-    figure, axes = new_figure()
-    for name, perplexities in results.items():
-        contexts = sorted(perplexities)
-        axes.plot(contexts, [perplexities[c] for c in contexts], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{c:,}" for c in contexts])
-    axes.set(xlabel="context length (tokens)", ylabel="validation perplexity")
-    save_figure(figure, axes, path)
+    with axes_in(path) as axes:
+        for name, perplexities in results.items():
+            contexts = sorted(perplexities)
+            axes.plot(contexts, [perplexities[c] for c in contexts], marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [f"{c:,}" for c in contexts])
+        axes.set(xlabel="context length (tokens)", ylabel="validation perplexity")
 
 
 def plot_curves(path: Path, curves: Mapping[str, Curve], *, alpha: float = 0.9) -> None:
     """Training perplexity over epochs, smoothed (atom-size paper, A.7)."""
-    figure, axes = new_figure()
-    for name, curve in curves.items():
-        axes.plot(curve.epoch[1:], smooth(curve.perplexity.tolist(), alpha), label=name)
-    axes.set_yscale("log")
-    axes.set(xlabel="epoch", ylabel="training perplexity, smoothed")
-    save_figure(figure, axes, path)
+    with axes_in(path) as axes:
+        for name, curve in curves.items():
+            axes.plot(curve.epoch[1:], smooth(curve.perplexity.tolist(), alpha), label=name)
+        axes.set_yscale("log")
+        axes.set(xlabel="epoch", ylabel="training perplexity, smoothed")
 
 
-def new_figure() -> tuple[Any, Any]:
-    """A figure and its axes."""
+@contextmanager
+def axes_in(path: Path) -> Iterator[Any]:
+    """To draw on; then written as a PNG, with a grid and a legend."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    return figure, figure.subplots()
-
-
-def save_figure(figure: Any, axes: Any, path: Path) -> None:
-    """Write it as a PNG, with a grid and a legend."""
+    axes = figure.subplots()
+    yield axes
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -360,6 +360,9 @@ class PositionLimit:
     """The field that says so."""
     remedy: str
     """Instead of shorter documents."""
+    is_hard: bool = True
+    """Whether the model has no positions beyond, or computes them otherwise; else it was not
+    trained there."""
 
 
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
@@ -392,7 +395,10 @@ def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
             " (RoPE reaches any position; a checkpoint that was trained on shorter documents may "
             "want another rope_theta or rope_type in model.overrides.rope_parameters)"
         )
-    return PositionLimit(tokens=limit, source="max_position_embeddings", remedy=remedy)
+    hard = not getattr(configuration, "rope_parameters", None)
+    return PositionLimit(
+        tokens=limit, source="max_position_embeddings", remedy=remedy, is_hard=hard
+    )
 
 
 def _longrope_switch(configuration: Any) -> int | None:

@@ -209,7 +209,8 @@ class Monitor:
         """Record a step; writes when a log line is due.
 
         Args:
-            line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``.
+            line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
+                ``padding``.
             content: what the step held.
             work: tokens and operations of the step.
             result: of this rank, on the device.
@@ -325,7 +326,6 @@ class Monitor:
             **line,
             "loss": _finite(loss),
             "grad_norm": _finite(norm),
-            "padding": 1 - line["useful_tokens"] / tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": tokens / seconds,
             "useful_tokens_per_second": line["useful_tokens"] / seconds,
