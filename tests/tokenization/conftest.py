@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import BuildResult, build
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
-from .helpers import Build, Silence, WriteJsonl
+from .helpers import Build, Silence, write_jsonl
 
 
 @pytest.fixture
@@ -32,18 +31,6 @@ def run_build(tmp_path: Path) -> Build:
     return run
 
 
-@pytest.fixture
-def write_jsonl() -> WriteJsonl:
-    """Write records as JSON Lines; returns the path."""
-
-    def write(path: Path, records: Iterable[Any]) -> Path:
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        path.write_text("".join(lines), encoding="utf-8")
-        return path
-
-    return write
-
-
 @pytest.fixture(scope="session")
 def source_files() -> list[InputFile]:
     """About a megabyte of the standard library's source."""
@@ -57,7 +44,7 @@ def source_texts(source_files: Sequence[InputFile]) -> list[str]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+def corpus(tmp_path: Path, source_texts: list[str]) -> Path:
     """The source files as JSON Lines."""
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 

@@ -126,9 +126,7 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     (disk / "up").symlink_to(disk)
     paths, said = notes(corpus)
     assert paths == [str(corpus / "a" / "part" / "x.jsonl")]
-    assert said == [
-        f"linked to, but entered already: 2 folders (first: {corpus}/a/up)",
-    ]
+    assert said == [f"linked to, but entered already: 2 folders (first: {corpus}/a/up)"]
 
 
 def test_what_a_folder_holds_besides_is_counted_by_suffix(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megapack.tokenization.corpus.documents import Faults, ReadOptions, TextBloc
 from megapack.tokenization.corpus.inputs import Piece, find_inputs
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
-from ..helpers import WriteJsonl
+from ..helpers import write_jsonl
 
 TEXTS = [f"document {i} \u00e9\u4e2d\U0001f600 " * (1 + i % 7) for i in range(300)]
 
@@ -62,7 +62,7 @@ def write_table(table: pa.Table, path: Path, rows: int, **options: Any) -> Path:
 each_table = pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.arrows"])
 
 
-def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "x.jsonl", [{"id": i, "text": t} for i, t in enumerate(TEXTS)])
     table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
     tables = [write_table(table, tmp_path / name, 37) for name in ("x.parquet", "x.arrow")]
@@ -219,7 +219,7 @@ def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> Non
         ReadOptions(block_bytes=5)
 
 
-def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_hash_of_a_split_key_follows_its_document(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [{"text": t, "id": i % 10} for i, t in enumerate(TEXTS)]
     plain = write_jsonl(tmp_path / "x.jsonl", records)
     parquet = tmp_path / "x.parquet"
@@ -249,7 +249,7 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
             hashes(plain)
 
 
-def test_dotted_key_is_read_alike_everywhere(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_dotted_key_is_read_alike_everywhere(tmp_path: Path) -> None:
     records = [{"data": {"text": t, "id": i, "deep": {"n": "x"}}} for i, t in enumerate(TEXTS)]
     plain = write_jsonl(tmp_path / "x.jsonl", records)
     parquet = tmp_path / "x.parquet"
@@ -258,13 +258,12 @@ def test_dotted_key_is_read_alike_everywhere(tmp_path: Path, write_jsonl: WriteJ
         assert read(path, json_key="data.text", split_key="data.id")[0] == TEXTS, path
     for path in (plain, parquet):
         with pytest.raises(
-            DataError,
-            match=r"'data\.body' among: .*data\.deep\.n.*; see --json-key",
+            DataError, match=r"'data\.body' among: .*data\.deep\.n.*; see --json-key"
         ):
             read(path, json_key="data.body")
 
 
-def test_whole_key_comes_before_a_nested_one(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_whole_key_comes_before_a_nested_one(tmp_path: Path) -> None:
     record = {"data": {"text": "nested"}, "data.text": "whole"}
     plain = write_jsonl(tmp_path / "x.jsonl", [record])
     parquet = tmp_path / "x.parquet"
@@ -329,7 +328,7 @@ def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     assert json.loads(text) == [{**message, "at": str(message["at"])}], "binary is a string as well"
 
 
-def test_missing_key_names_the_option(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_missing_key_names_the_option(tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "x.jsonl", [{"chats": [], "url": "u"}])
     parquet = tmp_path / "x.parquet"
     pq.write_table(pa.table({"chats": [[1]], "url": ["u"]}), parquet)

@@ -24,7 +24,7 @@ from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-from ..helpers import Build, Silence, WriteJsonl
+from ..helpers import Build, Silence, write_jsonl
 
 NAMES = ("train", "valid", "test")
 
@@ -99,9 +99,7 @@ def test_nonsense_is_no_split(text: str) -> None:
         parse_split(text)
 
 
-def test_consecutive_splits_are_cut_through_the_shards(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_consecutive_splits_are_cut_through_the_shards(tmp_path: Path, run_build: Build) -> None:
     texts = [f"document {i} " * (1 + i % 5) for i in range(101)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     run_build(corpus, split="70,20,10", append_eod=True, shard_bytes=700)
@@ -118,7 +116,7 @@ def test_consecutive_splits_are_cut_through_the_shards(
     assert not IndexedDataset.exists(tmp_path / "out")
 
 
-def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_documents_of_a_key_stay(tmp_path: Path, run_build: Build) -> None:
     def split_of(name: str, records: list[dict[str, str]]) -> dict[str, set[str]]:
         corpus = write_jsonl(tmp_path / f"{name}.jsonl", records)
         run_build(
@@ -146,7 +144,7 @@ def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_bu
         assert first[split] <= second[split], "a document changed its split when the corpus grew"
 
 
-def test_empty_split_is_an_error(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_empty_split_is_an_error(tmp_path: Path, run_build: Build) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i}"} for i in range(10)])
     progress = Silence()
     with pytest.raises(DataError, match="out_valid would have no documents"):

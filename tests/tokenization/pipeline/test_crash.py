@@ -19,7 +19,7 @@ from patience import PATIENCE
 from megapack import IndexedDataset
 from megapack.errors import LockedError
 
-from ..helpers import Build, WriteJsonl, files_of
+from ..helpers import Build, files_of, write_jsonl
 
 pytestmark = pytest.mark.multiprocess
 
@@ -223,7 +223,7 @@ def test_interrupt_ends_workers(
     wait_for_end(children)
 
 
-def test_full_disk_keeps_finished_shards(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_full_disk_keeps_finished_shards(tmp_path: Path) -> None:
     # The second shard's .bin is larger than a file may be; the kernel refuses the write as it
     # refuses one on a full disk.
     records = [{"text": "small"}] * 2000 + [{"text": "x" * 400_000}] * 3

@@ -28,13 +28,13 @@ from megapack.tokenization.pipeline.plan import BuildConfig, Plan
 from megapack.tokenization.pipeline.run import build, preview
 from megapack.tokenization.pipeline.workspace import Totals, Workspace, directory_bytes
 
-from ..helpers import Build, Silence, WriteJsonl, files_of
+from ..helpers import Build, Silence, files_of, write_jsonl
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
 
 
 @pytest.fixture
-def records(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+def records(tmp_path: Path) -> Path:
     texts = [f"document {i} " * 20 for i in range(100)]
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
 
@@ -70,7 +70,7 @@ def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build:
 
 
 def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
-    tmp_path: Path, records: Path, write_jsonl: WriteJsonl, run_build: Build
+    tmp_path: Path, records: Path, run_build: Build
 ) -> None:
     run_build(records, part=(0, 2), shard_bytes=4000)
     changes: list[tuple[dict[str, Any], str]] = [
@@ -148,7 +148,7 @@ def test_a_part_that_starts_over_leaves_the_other_parts(records: Path, run_build
 
 
 @pytest.fixture
-def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+def chats(tmp_path: Path) -> Path:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 20)
 
@@ -271,7 +271,7 @@ def test_dataset_that_appears_while_a_build_begins_is_kept(
 
 @pytest.mark.parametrize("more", [{}, {"weights_key": "w"}, {"group_key": "g"}])
 def test_disk_is_estimated_with_all_that_stands_beside_the_tokens(
-    tmp_path: Path, write_jsonl: WriteJsonl, more: dict[str, Any]
+    tmp_path: Path, more: dict[str, Any]
 ) -> None:
     rows = [{"text": "word " * (1 + i % 9), "w": [[0, 2, 0.5]], "g": i} for i in range(3000)]
     corpus = write_jsonl(tmp_path / "x.jsonl", rows)
@@ -299,9 +299,7 @@ def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build
     assert not directory.exists()
 
 
-def test_incomplete_shards_no_use(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_incomplete_shards_no_use(tmp_path: Path, run_build: Build) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 20
     records = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
     parts: dict[str, Any] = {"shard_bytes": 2000, "on_error": "skip"}
@@ -424,12 +422,7 @@ class KillsANode(Silence):
 
 @pytest.mark.multiprocess
 def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
-    tmp_path: Path,
-    cluster: Any,
-    corpus: Path,
-    alone: tuple[bytes, bytes],
-    write_jsonl: WriteJsonl,
-    run_build: Build,
+    tmp_path: Path, cluster: Any, corpus: Path, alone: tuple[bytes, bytes], run_build: Build
 ) -> None:
     """And the error of a task is the error itself; one test, for clusters are slow to start."""
     bad = write_jsonl(tmp_path / "x.jsonl", [{"text": "good"}] * 50 + [{"no": "text"}])

@@ -21,7 +21,7 @@ from megapack.errors import ConfigError, DataError
 from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import ahead
 
-from ..helpers import Build, Silence, WriteJsonl, files_of
+from ..helpers import Build, Silence, files_of, write_jsonl
 
 
 @pytest.mark.multiprocess
@@ -66,18 +66,14 @@ BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
 
 @pytest.mark.parametrize(("options", "documents"), BOUNDARIES)
 def test_documents_begin_and_end_as_asked(
-    write_jsonl: WriteJsonl,
-    tmp_path: Path,
-    run_build: Build,
-    options: dict[str, Any],
-    documents: list[list[int]],
+    tmp_path: Path, run_build: Build, options: dict[str, Any], documents: list[list[int]]
 ) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "ab"}, {"text": "c"}])
     run_build(corpus, **options)
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]] == documents
 
 
-def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_word_limits_are_counted(tmp_path: Path, run_build: Build) -> None:
     texts = ["w " * n for n in (49, 50, 51, 100, 101)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     result = run_build(corpus, min_words=50, max_words=100)
@@ -86,9 +82,7 @@ def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_bu
     assert result.totals.skipped_at["too many words"] == [f"{corpus}:5"]
 
 
-def test_loss_weights_go_with_their_documents(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_loss_weights_go_with_their_documents(tmp_path: Path, run_build: Build) -> None:
     """Also where documents are left out, and to the split of each; EOD weighs as the last token."""
     rows = [{"text": "a" * n, "w": [n / 8] * n} for n in range(1, 20)]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "abc", "w": [1]}, *rows, {"text": "z"}])
@@ -112,9 +106,7 @@ def test_loss_weights_go_with_their_documents(
         run_build(corpus, **{**options, "messages_key": "m"})
 
 
-def test_empty_corpus_is_an_error(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_empty_corpus_is_an_error(tmp_path: Path, run_build: Build) -> None:
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match=r"no documents .*3 x empty document"):
         run_build(corpus)
@@ -147,7 +139,7 @@ def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build)
     assert len(IndexedDataset(tmp_path / "out"))
 
 
-def test_stopped_build_goes_on(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_stopped_build_goes_on(tmp_path: Path, run_build: Build) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 100
     corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
     with pytest.raises(DataError, match="missing key"):
@@ -223,7 +215,7 @@ def test_documents_are_counted(corpus: Path, run_build: Build, source_texts: lis
 
 
 def test_the_check_along_the_way_stops_at_a_difference(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, sp_model: Path
+    tmp_path: Path, run_build: Build, sp_model: Path
 ) -> None:
     texts = ["harmless"] * 50 + ["a control symbol <s> in the text"]
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
@@ -258,9 +250,7 @@ def test_options_that_contradict_each_other_are_refused(
         run_build(corpus, **options)
 
 
-def test_shards_of_a_few_bytes_are_noted(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_shards_of_a_few_bytes_are_noted(tmp_path: Path, run_build: Build) -> None:
     progress = Silence()
     run_build(write_jsonl(tmp_path / "x.jsonl", [{"text": "x" * 6000}]), shard_bytes=5,
               progress=progress)  # fmt: skip
@@ -276,7 +266,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text
 """
 
 
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     peaks = []
     for megabytes in (4, 40):
         text = "x = 1\n" * 5000  # 30 kB

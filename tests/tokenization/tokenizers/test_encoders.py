@@ -29,10 +29,7 @@ from megapack.tokenization.tokenizers.encoders import (
     open_reference,
     resident_bytes,
 )
-from megapack.tokenization.tokenizers.probe import (
-    choose_backend,
-    first_difference,
-)
+from megapack.tokenization.tokenizers.probe import choose_backend, first_difference
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 from ..helpers import encoded

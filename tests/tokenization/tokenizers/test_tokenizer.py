@@ -26,7 +26,7 @@ from megapack.tokenization.tokenizers.tokenizer import (
 )
 from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 
-from ..helpers import Build, Silence, WriteJsonl, encoded
+from ..helpers import Build, Silence, encoded, write_jsonl
 
 
 def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
@@ -187,7 +187,7 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     assert setting not in plain["model"] and not {"truncation", "padding"} & plain.keys()
 
 
-def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path) -> None:
     """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
     shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")
