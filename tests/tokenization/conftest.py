@@ -20,13 +20,16 @@ from .helpers import Build, Silence, write_jsonl
 
 @pytest.fixture
 def run_build(tmp_path: Path) -> Build:
-    """``build`` with a byte tokenizer unless told otherwise, into ``tmp_path/out``."""
+    """``build`` of paths, or of records as x.jsonl, with a byte tokenizer unless told otherwise,
+    into ``tmp_path/out``, or beside it where the prefix is another name.
+    """
 
     def run(*inputs: object, **options: Any) -> BuildResult:
-        options.setdefault("tokenizer", "bytes")
-        options.setdefault("output_prefix", str(tmp_path / "out"))
+        files = [write_jsonl(tmp_path / "x.jsonl", x) if isinstance(x, list) else x for x in inputs]
+        options["tokenizer"] = str(options.get("tokenizer", "bytes"))
+        options["output_prefix"] = str(tmp_path / options.get("output_prefix", "out"))
         progress = options.pop("progress", Silence())
-        return build(BuildConfig(inputs=tuple(map(str, inputs)), **options), progress)
+        return build(BuildConfig(inputs=tuple(map(str, files)), **options), progress)
 
     return run
 

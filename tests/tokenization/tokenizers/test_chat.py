@@ -87,13 +87,9 @@ def chats(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def build_chats(tmp_path: Path, run_build: Build) -> Build:
-    """``run_build`` of conversations, in a file or as the records of x.jsonl."""
-
+def build_chats(run_build: Build) -> Build:
     def build(chats: Path | list[Any], tokenizer: object, **options: Any) -> BuildResult:
-        path = write_jsonl(tmp_path / "x.jsonl", chats) if isinstance(chats, list) else chats
-        options = {"messages_key": "messages", **options}
-        return run_build(path, tokenizer=str(tokenizer), **options)
+        return run_build(chats, tokenizer=tokenizer, **{"messages_key": "messages", **options})
 
     return build
 

@@ -176,7 +176,7 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     tokens = []
     for name in ("one", "two"):
         prefix = str(tmp_path / name)
-        run_build(tmp_path / "x.txt", tokenizer=str(path), output_prefix=prefix, progress=progress)
+        run_build(tmp_path / "x.txt", tokenizer=path, output_prefix=prefix, progress=progress)
         tokens.append(IndexedDataset(prefix)[0].tolist())
     assert tokens == [[3] * 200] * 2 or (model == "unigram" and tokens[0] == tokens[1])
     assert 200 <= len(tokens[0]) < 999, "nothing is cut or padded"
