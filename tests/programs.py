@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
-__all__ = ["PYTHON", "answer", "ended", "on_small_disk", "started", "tell"]
+__all__ = ["PEAK_BYTES", "PYTHON", "answer", "ended", "on_small_disk", "started", "tell"]
 
 PYTHON = (sys.executable, "-c")
+# Put before a program that tells its memory. Not by ru_maxrss: a process begins with that of the
+# one that started it, here of a test process, and would seem to need nothing.
+PEAK_BYTES = """
+import pathlib, re
+def peak_bytes():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+"""
 
 
 def ended(*command: object, status: int | None = 0, **how: Any) -> subprocess.CompletedProcess[str]:

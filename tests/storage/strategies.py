@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megapack.storage import IndexedDatasetBuilder
+from megapack.storage.verify import Finding, verify
 
 # A corpus is documents, each a list of sequences, each a list of ids that every dtype holds.
 Corpus = list[list[list[int]]]
@@ -39,6 +40,15 @@ def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None
 def files(prefix: Path) -> dict[str, bytes]:
     """The bytes of a dataset's .bin and .idx."""
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+def errors(prefix: Path, **options: object) -> list[Finding]:
+    """What is wrong with a dataset: findings that are more than notes and warnings."""
+    return [found for found in verify(prefix, **options) if found.severity == "error"]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 SMALL: Corpus = [[[1, 2, 3]], [[4], [5, 6]], [], [[]], [[7, 8, 9, 10]]]

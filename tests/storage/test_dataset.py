@@ -46,9 +46,7 @@ def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> P
 
 
 @given(
-    corpus=corpora,
-    dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]),
-    data=st.data(),
+    corpus=corpora, dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]), data=st.data()
 )
 def test_items_slices_and_parts_are_those_of_a_list(
     tmp_path_factory: pytest.TempPathFactory, corpus: list, dtype: type, data: st.DataObject

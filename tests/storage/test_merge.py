@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
+from programs import PEAK_BYTES, PYTHON, ended
 
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
 from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, write, write_foreign
+from storage.strategies import SMALL, corpora, errors, files, names, write, write_foreign
 
 
 @settings(max_examples=15)
@@ -39,8 +38,7 @@ def test_a_merge_equals_one_build_of_all_documents(
         for prefix in prefixes:
             builder.add_index(prefix)
     assert files(tmp / "merged") == files(tmp / "whole") == files(tmp / "added")
-    errors = [f for f in verify(tmp / "merged") if f.severity == "error"]
-    assert errors == []
+    assert not errors(tmp / "merged")
     whole, merged = IndexedDataset(tmp / "whole").meta, IndexedDataset(tmp / "merged").meta
     for key in ("idx", "num_documents", "num_tokens", "min_token_id", "max_token_id", "dtype"):
         assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
@@ -54,7 +52,7 @@ def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
         builder.add_documents([101, 102], [0, 1, 2])
     write(tmp_path / "whole", [[[100]], *SMALL, [[101]], [[102]]])
     assert files(tmp_path / "all") == files(tmp_path / "whole")
-    assert not [f for f in verify(tmp_path / "all") if f.severity == "error"]
+    assert not errors(tmp_path / "all")
 
 
 def test_modes_are_merged(tmp_path: Path) -> None:
@@ -141,8 +139,7 @@ def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_
 def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) -> None:
     """More bytes than one block, and four times as many as it has."""
     tokens = np.random.default_rng(0).integers(0, 256, 700_000)
-    with IndexedDatasetBuilder(tmp_path / "narrow", np.uint8) as builder:
-        builder.add_document(tokens)
+    write(tmp_path / "narrow", [[tokens]], np.uint8)
     merge([tmp_path / "narrow"], tmp_path / "wide", dtype=np.int32)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "wide").tokens, tokens)
 
@@ -150,11 +147,10 @@ def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) ->
 def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     write(tmp_path / "b", SMALL)
-    content = bytearray((tmp_path / "b.bin").read_bytes())
-    content[0] ^= 2
-    (tmp_path / "b.bin").write_bytes(content)
+    content = (tmp_path / "b.bin").read_bytes()
+    (tmp_path / "b.bin").write_bytes(bytes([content[0] ^ 2]) + content[1:])
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
-    (found,) = [f for f in verify(tmp_path / "merged") if f.severity == "error"]
+    [found] = errors(tmp_path / "merged")
     assert found.code == "checksum" and "bytes 20 to 40" in found.message
 
 
@@ -183,19 +179,11 @@ def test_damaged_inputs_are_refused_and_nothing_is_written(tmp_path: Path) -> No
 def test_inputs_are_removed_on_request_only(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     write(tmp_path / "b", SMALL)
-    seen = []
-    merge(
-        [tmp_path / "a", tmp_path / "b"],
-        tmp_path / "merged",
-        remove_inputs=True,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    seen, inputs = [], [tmp_path / "a", tmp_path / "b"]
+    progress = lambda *counts: seen.append(counts)  # noqa: E731
+    merge(inputs, tmp_path / "merged", remove_inputs=True, progress=progress)
     assert seen == [(10, 20), (20, 20)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "merged.bin",
-        "merged.idx",
-        "merged.meta.json",
-    ]
+    assert names(tmp_path) == ["merged.bin", "merged.idx", "merged.meta.json"]
 
 
 @pytest.mark.parametrize("named", ["abc", "bc"])  # one by one; by a directory, which lists the rest
@@ -209,13 +197,18 @@ def test_inputs_of_which_some_were_removed_already_are_no_reason_to_replace_the_
     (tmp_path / "a.idx").unlink()  # as a kill leaves it
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"it is done\. Remove what is left \(.*b\.idx, "):
-            merge(
-                [tmp_path / name for name in named],
-                tmp_path / "out",
-                remove_inputs=True,
-                overwrite=overwrite,
-            )
+            inputs = [tmp_path / name for name in named]
+            merge(inputs, tmp_path / "out", remove_inputs=True, overwrite=overwrite)
     assert files(tmp_path / "out") == before and IndexedDataset.exists(tmp_path / "b")
+
+
+MERGE = """
+import sys
+from megapack.storage.merge import merge
+before = peak_bytes()
+merge(sys.argv[1:3], sys.argv[3])
+print(peak_bytes() - before)
+"""
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
@@ -223,17 +216,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     count = 1_000_000
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
         builder.add_documents(np.zeros(count, np.uint16), np.arange(count + 1))
-    program = (
-        "import resource, sys\n"
-        "from megapack.storage.merge import merge\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "merge(sys.argv[1:3], sys.argv[3])\n"
-        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
-    )
-    names = [str(tmp_path / name) for name in ("a", "a", "merged")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names], check=True, capture_output=True, text=True
-    )
+    done = ended(*PYTHON, PEAK_BYTES + MERGE, *(tmp_path / name for name in ("a", "a", "merged")))
     assert int(done.stdout) / (2 * count) < 8
     assert IndexedDataset(tmp_path / "merged").num_documents == 2 * count
 
@@ -253,13 +236,8 @@ def check(prefix: Path, documents: list = DOCUMENTS, dtype: type = np.uint16) ->
     return dataset
 
 
-def same_file(a: Path, b: Path) -> bool:
-    return Path(a).samefile(b)
-
-
 def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", [[d] for d in DOCUMENTS])
-    (tmp_path / "theirs.meta.json").unlink()
+    write_foreign(tmp_path / "theirs", [[d] for d in DOCUMENTS])
     index, order = bytearray((tmp_path / "theirs.idx").read_bytes()), [2, 0, 1]
     dataset = IndexedDataset(tmp_path / "theirs")
     index[34 : 34 + 36] = (
@@ -283,7 +261,7 @@ def test_deepspeed_datasets_are_linked_not_copied(tmp_path: Path, raw: type, dty
     said = import_dataset(tmp_path / "theirs", tmp_path / "ours")
     assert "3 documents, 9" in said and "(mmididx, .bin hard link)" in said
     check(tmp_path / "ours", dtype=dtype)
-    assert same_file(tmp_path / "ours.bin", tmp_path / "theirs.bin")
+    assert (tmp_path / "ours.bin").samefile(tmp_path / "theirs.bin")
 
 
 @pytest.mark.parametrize(("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32)])
@@ -292,7 +270,7 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
     np.cumsum([len(d) for d in DOCUMENTS]).astype("<u8").tofile(tmp_path / "000_shuffled.ds.index")
     import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "ours")
     check(tmp_path / "ours", dtype=dtype)
-    assert same_file(tmp_path / "ours.bin", tmp_path / "000_shuffled.ds")
+    assert (tmp_path / "ours.bin").samefile(tmp_path / "000_shuffled.ds")
     with (tmp_path / "000_shuffled.ds").open("ab") as file:
         file.write(b"x")
     with pytest.raises(FormatError, match="speaks of 9 tokens"):
@@ -319,12 +297,11 @@ def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["symbolic", "hard", "copy"])
 def test_how_the_tokens_come_is_up_to_the_user(tmp_path: Path, link: str) -> None:
     np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
-    import_dataset(
-        tmp_path / "train.bin", tmp_path / "ours", dtype="uint16", eod_token=0, link=link
-    )
+    how = {"dtype": "uint16", "eod_token": 0, "link": link}
+    import_dataset(tmp_path / "train.bin", tmp_path / "ours", **how)
     check(tmp_path / "ours")
     assert (tmp_path / "ours.bin").is_symlink() == (link == "symbolic")
-    assert same_file(tmp_path / "ours.bin", tmp_path / "train.bin") == (link != "copy")
+    assert (tmp_path / "ours.bin").samefile(tmp_path / "train.bin") == (link != "copy")
 
 
 def test_an_unfinished_last_document_is_one(tmp_path: Path) -> None:
@@ -414,4 +391,4 @@ def test_the_source_stands_in_the_meta_file(tmp_path: Path) -> None:
     import_dataset(tmp_path / "theirs", tmp_path / "ours", metadata={"tokenizer": "gpt2"})
     meta = json.loads((tmp_path / "ours.meta.json").read_text())
     assert (meta["imported_from"], meta["tokenizer"]) == ("mmididx", "gpt2")
-    assert struct.calcsize("<H") * len(FLAT) == meta["bin"]["bytes"]
+    assert meta["bin"]["bytes"] == 2 * len(FLAT)

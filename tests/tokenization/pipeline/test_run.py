@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peers import peer
-from programs import PYTHON, ended
+from programs import PEAK_BYTES, PYTHON, ended
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
@@ -242,12 +242,11 @@ def test_shards_of_a_few_bytes_are_noted(run_build: Build) -> None:
 
 
 ROOT = Path(__file__).parents[3]
-PEAK = """
-import pathlib, re, sys
+TOKENIZE = """
+import sys
 from megapack.cli.main import main
 assert main(sys.argv[1:]) == 0
-# Not ru_maxrss, which a process inherits from the one that started it.
-print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+print(peak_bytes())
 """
 
 
@@ -258,8 +257,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         corpus = write_jsonl(tmp_path / f"{megabytes}.jsonl", [{"text": text}] * (33 * megabytes))
         how = ["--tokenizer", "bytes", "--shard-bytes", "1G", "--block-bytes", "1M"]
         how += ["--output-prefix", tmp_path / f"out{megabytes}"]
-        done = ended(*PYTHON, PEAK, "tokenize", "--input", corpus, *how, cwd=ROOT)
-        peaks.append(int(done.stdout.split()[-1]) / 1024)
+        done = ended(*PYTHON, PEAK_BYTES + TOKENIZE, "tokenize", "--input", corpus, *how, cwd=ROOT)
+        peaks.append(int(done.stdout.split()[-1]) / 2**20)
     assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"
 
 
