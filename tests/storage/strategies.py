@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,19 @@ def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None
     Path(f"{staging}.meta.json").unlink()
     for suffix in (".bin", ".idx"):
         Path(f"{staging}{suffix}").replace(f"{prefix}{suffix}")
+
+
+def index_bytes(lengths: list, pointers: list, documents: list, *, code: int = 8) -> bytes:
+    """An .idx by hand: the layout of Megatron's reader, written from its description."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+    arrays = np.array(lengths, "<i4"), np.array(pointers, "<i8"), np.array(documents, "<i8")
+    return head + b"".join(array.tobytes() for array in arrays)
+
+
+def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> Path:
+    Path(f"{prefix}.idx").write_bytes(index_bytes(*arrays, code=code))
+    Path(f"{prefix}.bin").write_bytes(bytes(bin_bytes))
+    return prefix
 
 
 def files(prefix: Path) -> dict[str, bytes]:

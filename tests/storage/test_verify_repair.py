@@ -16,7 +16,7 @@ from megapack.errors import FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.repair import repair
 from megapack.storage.verify import find_duplicates, verify
-from storage.strategies import Corpus, corpora, files, write
+from storage.strategies import Corpus, by_hand, corpora, errors, files, write, write_foreign
 
 CORPUS: Corpus = [[[i, i + 1, i + 2]] for i in range(10)] + [[[1], [2, 3]]]
 S, D = 12, 12  # sequences, document indices
@@ -30,18 +30,12 @@ def edit_index(prefix: Path, change: Callable[[bytearray], object]) -> None:
     path.write_bytes(content)
 
 
-def errors(prefix: Path, **options: object) -> list[str]:
-    return [f.code for f in verify(prefix, **options) if f.severity == "error"]
-
-
-def warnings(prefix: Path) -> list[str]:
-    return [f.code for f in verify(prefix) if f.severity == "warning"]
+def codes(prefix: Path, severity: str = "error", **options: object) -> list[str]:
+    return [found.code for found in verify(prefix, **options) if found.severity == severity]
 
 
 def foreign(prefix: Path, dtype: type = np.uint16, corpus: Corpus = CORPUS) -> Path:
-    """A dataset without a meta file, as other tools leave it."""
-    write(prefix, corpus, dtype)
-    Path(f"{prefix}.meta.json").unlink()
+    write_foreign(prefix, corpus, dtype)
     return prefix
 
 
@@ -125,7 +119,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
     whole = files(prefix)
     edit_index(prefix, case.damage)
     damaged, inode = files(prefix), (tmp_path / "data.idx").stat().st_ino
-    assert case.code in errors(prefix) + warnings(prefix)
+    assert case.code in codes(prefix) + codes(prefix, "warning")
     assert any(case.said in step for step in repair(prefix, dry_run=True))
     assert files(prefix) == damaged, "a dry run changes nothing"
     assert any(case.said in step for step in repair(prefix))
@@ -133,7 +127,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
         flat = [[sequence] for document in CORPUS for sequence in document]
         whole = files(foreign(tmp_path / "expected", corpus=flat))
     assert files(prefix) == whole
-    assert errors(prefix) == [] and warnings(prefix) == []
+    assert codes(prefix) == [] and codes(prefix, "warning") == []
     original = tmp_path / "data.idx.orig"
     assert original.read_bytes() == damaged[".idx"]
     assert original.stat().st_ino == inode, "a copy: a crash leaves half of it"
@@ -149,7 +143,7 @@ def test_deepspeeds_types_are_recognised(
 ) -> None:
     prefix = foreign(tmp_path / "data", becomes)
     edit_index(prefix, lambda content: content.__setitem__(17, code))
-    assert "dtype" in errors(prefix)
+    assert "dtype" in codes(prefix)
     repair(prefix)
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == becomes
@@ -163,7 +157,7 @@ def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
     values = np.fromfile(f"{prefix}.bin", f"i{width}").astype(dtype) + 1
     values.tofile(f"{prefix}.bin")
     edit_index(prefix, lambda content: content.__setitem__(17, code))
-    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    [finding] = errors(prefix)
     assert finding.code == "dtype" and "no token ids" in finding.remedy
     with pytest.raises(FormatError, match="cannot be mended"):
         repair(prefix)
@@ -172,20 +166,16 @@ def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
 def test_overflowed_pointers_are_recomputed(tmp_path: Path) -> None:
     """Old releases summed them in 32 bits (40 billion tokens; here a sparse .bin)."""
     n = 2**30 - 1
-    lengths, documents = np.full(5, n, "<i4"), np.arange(6, dtype="<i8")
-    pointers = (np.arange(5, dtype=np.int64) * n * 2).astype(np.int32).astype("<i8")
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6)
-    arrays = [lengths.tobytes(), pointers.tobytes(), documents.tobytes()]
-    (tmp_path / "data.idx").write_bytes(head + b"".join(arrays))
-    with (tmp_path / "data.bin").open("wb") as file:
-        file.truncate(5 * n * 2)
-    (finding,) = [f for f in verify(tmp_path / "data") if f.severity == "error"]
+    lengths, documents = [n] * 5, list(range(6))
+    pointers = (np.arange(5) * n * 2).astype(np.int32).tolist()
+    by_hand(tmp_path / "data", lengths, pointers, documents)
+    os.truncate(tmp_path / "data.bin", 5 * n * 2)
+    [finding] = errors(tmp_path / "data")
     assert "overflowed 32 bits" in finding.message
     assert repair(tmp_path / "data") == ["recomputed the pointers of 5 sequences"]
-    assert errors(tmp_path / "data", tokens=False) == []
-    assert list(IndexedDataset(tmp_path / "data").sequence_pointers) == [
-        2 * n * i for i in range(5)
-    ]
+    assert codes(tmp_path / "data", tokens=False) == []
+    pointers = IndexedDataset(tmp_path / "data").sequence_pointers
+    assert pointers.tolist() == [2 * n * i for i in range(5)]
 
 
 def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
@@ -195,7 +185,7 @@ def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
     lengths = dataset.sequence_lengths[order].tobytes()
     pointers = dataset.sequence_pointers[order].tobytes()
     edit_index(prefix, lambda content: content.__setitem__(slice(34, 34 + 48), lengths + pointers))
-    assert errors(prefix) == ["pointers"]
+    assert codes(prefix) == ["pointers"]
     before = files(prefix)
     with pytest.raises(FormatError, match="in another order"):
         repair(prefix)
@@ -207,14 +197,14 @@ def test_a_truncated_bin_keeps_its_whole_documents_on_demand(tmp_path: Path, cut
     prefix = tmp_path / "data"
     write(prefix, CORPUS, vocab_size=100, metadata={"tokenizer": "t"})
     os.truncate(f"{prefix}.bin", 66 - cut)
-    assert errors(prefix) == ["bin-truncated"]
+    assert codes(prefix) == ["bin-truncated"]
     with pytest.raises(FormatError, match="--drop-truncated"):
         repair(prefix)
     repair(prefix, drop_truncated=True)
     left = (66 - cut) // 6
     write(tmp_path / "expected", CORPUS[: min(left, 10)])
     assert files(prefix) == files(tmp_path / "expected")
-    assert errors(prefix) == []
+    assert codes(prefix) == []
     meta = IndexedDataset(prefix).meta
     assert (meta["tokenizer"], meta["vocab_size"], meta["num_documents"]) == ("t", 100, left)
 
@@ -224,7 +214,7 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
     whole = files(prefix)
     with Path(f"{prefix}.bin").open("ab") as file:
         file.write(b"12345")
-    assert warnings(prefix) == ["trailing-bin"]
+    assert codes(prefix, "warning") == ["trailing-bin"]
     assert repair(prefix) == []
     (tmp_path / "other").hardlink_to(tmp_path / "data.bin")
     with pytest.raises(FormatError, match="another name"):
@@ -238,7 +228,7 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
 def test_documents_that_make_no_sense_are_given_up_on_demand(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
     edit_index(prefix, lambda content: struct.pack_into("<q", content, DOCUMENTS + 8 * 3, -5))
-    assert errors(prefix) == ["documents"]
+    assert codes(prefix) == ["documents"]
     with pytest.raises(FormatError, match=r"document 2 .*--one-document-per-sequence"):
         repair(prefix)
     repair(prefix, one_document_per_sequence=True)
@@ -259,7 +249,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
 def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> None:
     prefix = foreign(tmp_path / "data")
     Path(f"{prefix}.idx").write_bytes(content)
-    assert errors(prefix) == ["index"]
+    assert codes(prefix) == ["index"]
     with pytest.raises(FormatError):
         repair(prefix)
     assert Path(f"{prefix}.idx").read_bytes() == content
@@ -268,7 +258,7 @@ def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> No
 def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
     edit_index(prefix, lambda content: struct.pack_into("<i", content, LENGTHS + 4 * 7, -3))
-    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    [finding] = errors(prefix)
     assert "sequence 7: a sequence has length -3" in finding.message
     with pytest.raises(FormatError, match="sequence 7"):
         repair(prefix)
@@ -279,26 +269,26 @@ def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
     write(prefix, [[[1, 2]], [[3]]])
     other = files(foreign(tmp_path / "other", corpus=[[[1]], [[2, 3]]]))
     Path(f"{prefix}.idx").write_bytes(other[".idx"])
-    assert errors(prefix) == ["checksum"]
+    assert codes(prefix) == ["checksum"]
 
 
 def test_ids_and_ends_of_documents_are_checked_as_promised(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[5, 1, 0]], [], [[2, 0]]], metadata={"document_end_token": 0})
-    assert errors(tmp_path / "a") == []
-    assert errors(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
-    assert errors(tmp_path / "a", document_end_token=1) == ["document-end"]
+    assert codes(tmp_path / "a") == []
+    assert codes(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
+    assert codes(tmp_path / "a", document_end_token=1) == ["document-end"]
     write(tmp_path / "b", [[[5, 0]], [[7, 7], [0, 7]]], metadata={"document_end_token": 0})
-    (finding,) = [f for f in verify(tmp_path / "b") if f.severity == "error"]
+    [finding] = errors(tmp_path / "b")
     assert finding.message.startswith("document 1, position 3: token id 7 should be the last, 0")
     write(tmp_path / "c", [[[1, 2]], [[2, 1]]], metadata={"document_begin_token": 1})
-    assert errors(tmp_path / "c") == ["document-begin"]
+    assert codes(tmp_path / "c") == ["document-begin"]
 
 
 def test_negative_ids_are_labels_only_where_the_builder_said_so(tmp_path: Path) -> None:
     write(tmp_path / "labels", [[[-100, 5]]], np.int32, allow_negative=True)
-    assert errors(tmp_path / "labels") == []
+    assert codes(tmp_path / "labels") == []
     (tmp_path / "labels.meta.json").unlink()
-    assert errors(tmp_path / "labels") == ["negative-id"]
+    assert codes(tmp_path / "labels") == ["negative-id"]
 
 
 def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
@@ -313,7 +303,7 @@ def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_findings(tmp_path: Path) -> None:
-    assert errors(tmp_path / "data") == ["missing", "missing"]
+    assert codes(tmp_path / "data") == ["missing", "missing"]
     foreign(tmp_path / "data")
     (tmp_path / "data.bin").unlink()
-    assert errors(tmp_path / "data") == ["missing"]
+    assert codes(tmp_path / "data") == ["missing"]
