@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_store import Line
-from patience import PATIENCE
+from patience import wait_until
 from programs import started, tell
 
 from megapack.cli.arguments import byte_count
@@ -27,7 +27,7 @@ from megapack.storage.remote.cache import Chunks, RangeLocks, make_room, open_ca
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.reader import read_consistently
-from tests.remote.far import HOLDS, put_dataset, run
+from tests.remote.far import HOLDS, near_and_far, put_dataset, run
 
 NUM_BLOCKS = 64
 FULL = np.repeat(np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8), BLOCK_BYTES)
@@ -125,8 +125,8 @@ def test_removed_cache_is_filled_again(
 ) -> None:
     """Files of it, folders, or all that there is."""
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1G")
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
-    near = IndexedDataset(tmp_path / "docs").tokens.tolist()
+    here, far = near_and_far(tmp_path / "docs")
+    near = here.tokens.tolist()
     for remove in (Path.unlink, lambda path: shutil.rmtree(path.parent)):
         assert far.tokens[:].tolist() == near
         for chunk in list((tmp_path / "cache").glob("*/*.bin.*/[13579]")):
@@ -171,9 +171,9 @@ def test_what_is_read_stays_although_its_chunk_goes(
     """Two threads read the same blocks; each finds them, and memory is given back by the last, in
     pages of the machine: what another thread reads may lie in the same."""
     monkeypatch.setattr(reader, "PAGE_BLOCKS", page_blocks)
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    here, far = near_and_far(tmp_path / "docs")
     in_block = BLOCK_BYTES // 2
-    near = IndexedDataset(tmp_path / "docs").tokens[in_block : 3 * in_block].tolist()
+    near = here.tokens[in_block : 3 * in_block].tolist()
 
     def read() -> list[int]:
         shutil.rmtree(far.tokens._chunks.folder)
@@ -190,7 +190,7 @@ def test_failed_copy_is_copied_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread that waits for the same blocks does not take zeros for them."""
-    far, near = IndexedDataset(put_dataset(tmp_path / "docs")), IndexedDataset(tmp_path / "docs")
+    near, far = near_and_far(tmp_path / "docs")
     assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
     far.tokens.pin(np.arange(1))  # the other thread
 
@@ -219,19 +219,21 @@ def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.M
     assert used < limit + whole
 
 
+READS = """
+import sys
+from megapack.storage import IndexedDataset
+data = IndexedDataset(sys.argv[1])
+data.tokens[:]
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_unused_goes_used_stays(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))
-    program = (
-        "import sys\n"
-        "from megapack.storage import IndexedDataset\n"
-        "data = IndexedDataset(sys.argv[1])\n"
-        "data.tokens[:]\n"
-        "print('open', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    processes = [started(program, address, says="open") for address in (theirs, old)]
+    processes = [started(READS, address, says="open") for address in (theirs, old)]
     processes[1].communicate("")
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "800000")
     IndexedDataset(mine).tokens[:]
@@ -296,10 +298,7 @@ def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
     line.counts.clear()
     for process in ranks:
         tell(process)
-    until = time.monotonic() + PATIENCE
-    while line.counts["GET"] < 5:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: line.counts["GET"] >= 5)
     ranks[0].kill()
     assert [process.wait() for process in ranks] == [-signal.SIGKILL, 0, 0, 0]
     near = IndexedDataset(tmp_path / "docs")
