@@ -68,9 +68,7 @@ class Anything:
         ({"weights": {3: 1.0}}, "weights: key is 3; it must be of type str"),
     ],
 )
-def test_wrong_keys_and_values_name_the_field_the_value_and_the_remedy(
-    tree: dict, message: str
-) -> None:
+def test_wrong_keys_and_values_are_named_with_the_remedy(tree: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_dict(Outer, tree)
 

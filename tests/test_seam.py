@@ -347,9 +347,7 @@ def test_a_sound_index_is_gathered() -> None:
         ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
     ],
 )
-def test_refused_pointers_are_refused_by_gather(
-    pointers: list[int], document: int, message: str
-) -> None:
+def test_wrong_pointers_are_not_gathered(pointers: list[int], document: int, message: str) -> None:
     idx = _idx(SOUND[0], pointers, SOUND[2])
     with pytest.raises(FormatError, match="points at byte"):
         _core.document_offsets(idx, "x.idx", 2)

@@ -92,9 +92,7 @@ def test_configuration_key_says_its_meaning_and_its_default(cls: type) -> None:
 
 
 @pytest.mark.pages
-def test_configuration_page_says_types_defaults_and_units_as_yaml_does(
-    made: dict[str, str],
-) -> None:
+def test_configuration_page_says_types_defaults_units_as_yaml_does(made: dict[str, str]) -> None:
     everything = "\n".join(made.values())
     assert all(key.meaning in everything for cls in CONFIGURATIONS for key in site_hook.keys(cls))
     keys = {key.name: key for key in site_hook.keys(PretrainConfig)}
@@ -130,9 +128,7 @@ def test_meanings_that_stand_on_the_command_line_alone_are_found() -> None:
         ("https://a.b/c", "faq.md", "https://a.b/c"),
     ],
 )  # fmt: skip
-def test_link_leads_to_the_site_or_else_to_the_repository(
-    link: str, page: str, wanted: str
-) -> None:
+def test_link_leads_to_the_site_or_the_repository(link: str, page: str, wanted: str) -> None:
     assert site_hook.relink(f"[a]({link})", page, REPOSITORY) == f"[a]({wanted})"
     code = f"```python\nx[0](../README.md)\n```\n[a]({link})"
     assert site_hook.relink(code, page, REPOSITORY).startswith("```python\nx[0](../README.md)\n")

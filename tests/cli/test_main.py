@@ -60,9 +60,7 @@ def test_early_reader_is_fine(tmp_path: Path, arguments: str, both: bool, unbuff
     assert (done.returncode, done.stderr or "") == (141, "")
 
 
-def test_other_pipe_breaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(args: object) -> int:
         raise BrokenPipeError(32, "Broken pipe", "worker")
 

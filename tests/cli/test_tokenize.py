@@ -36,9 +36,7 @@ def ids_of(prefix: object) -> list[bytes]:
     return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
-def test_text_becomes_a_dataset_and_the_report_says_what_it_holds(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_text_becomes_a_dataset_and_the_report_tells_it(tmp_path: Path, corpus: Path) -> None:
     options = ("--append-eod", "--shard-bytes", "10K")
     done = tokenize(corpus, tmp_path / "out", *options)
     for line in (
@@ -198,9 +196,7 @@ def test_trained_one_works(tmp_path: Path, corpus: Path) -> None:
         assert (IndexedDataset(prefix).vocab_size, len(IndexedDataset(prefix))) == (320, 60)
 
 
-def test_gpt2s_two_files_are_a_tokenizer_as_megatron_names_them(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_gpt2s_files_are_a_tokenizer_as_megatron_names_them(tmp_path: Path, corpus: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
     names = [*alphabet, "de", "<|endoftext|>"]

@@ -87,9 +87,7 @@ def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cache.entry("docs", "file:///docs") == entry and not before.exists()
 
 
-def test_folder_that_vanishes_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanished_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, mkdir = Chunks(tmp_path / "entry" / "docs.bin"), Path.mkdir
     is_removed = iter([True] * 3)
 
@@ -103,7 +101,7 @@ def test_folder_that_vanishes_is_made_again(
     assert chunks.copy(ALL, None).size == NUM_BLOCKS - 1
 
 
-def test_folder_that_vanishes_below_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
+def test_vanished_folder_of_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
     found = find_object(f"{put_dataset(tmp_path / 'docs')}.idx")
     assert found is not None
     cache = open_cache()
@@ -120,7 +118,7 @@ def test_folder_that_vanishes_below_a_whole_file_is_made_again(line: Line, tmp_p
         cache.fetch(found, path, lambda file: shutil.rmtree(file.parent))
 
 
-def test_removed_cache_is_filled_again(
+def test_removed_is_filled_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of it, folders, or all that there is."""
@@ -138,7 +136,7 @@ def test_removed_cache_is_filled_again(
     assert far.tokens[:].tolist() == near and (tmp_path / "cache").is_dir()
 
 
-def test_what_is_needed_last_goes_first(
+def test_needed_last_goes_first(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read a quarter of an hour ago, so an epoch away, the farthest; long ago; a minute ago, which
@@ -186,9 +184,7 @@ def test_what_is_read_stays_although_its_chunk_goes(
     assert not far.mapped_tokens.any(), "memory was kept"
 
 
-def test_failed_copy_is_copied_again(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_is_redone(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread that waits for the same blocks does not take zeros for them."""
     near, far = near_and_far(tmp_path / "docs")
     assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
@@ -229,7 +225,7 @@ sys.stdin.read()
 """
 
 
-def test_unused_goes_used_stays(
+def test_only_unused_is_removed(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))

@@ -56,9 +56,7 @@ def test_a_store_that_fails_now_and_then_changes_no_batch(
     assert all(line.counts[kind] > 0 for kind in kinds), "the test showed nothing"
 
 
-def test_slow_line_is_no_failure(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_line_is_fine(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a request of 4 MiB takes longer than a store may be silent."""
     monkeypatch.setattr(client, "REQUEST_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "30")
@@ -94,9 +92,7 @@ def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) 
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".checksums", ".samples"])
-def test_damaged_small_object_named(
-    line: Line, tmp_path: Path, impatient: None, suffix: str
-) -> None:
+def test_damaged_file_is_named(line: Line, tmp_path: Path, impatient: None, suffix: str) -> None:
     address = put_dataset(tmp_path / "docs")
     local = tmp_path / f"docs{suffix}"
     if suffix == ".checksums":
@@ -110,9 +106,7 @@ def test_damaged_small_object_named(
 
 
 @EVERY_STORE
-def test_an_object_that_is_replaced_ends_the_run(
-    line: Line, tmp_path: Path, impatient: None
-) -> None:
+def test_a_replaced_object_ends_the_run(line: Line, tmp_path: Path, impatient: None) -> None:
     address = put_dataset(tmp_path / "docs", 4000)
     far = PackedDataset(address, f"{address}.samples")
     far[0]
@@ -154,9 +148,7 @@ def test_failing_store_is_named(line: Line, tmp_path: Path, impatient: None) -> 
     assert far[0].tolist() == IndexedDataset(tmp_path / "docs")[0].tolist()
 
 
-def test_a_run_goes_on_when_the_server_was_restarted(
-    line: Line, server: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_when_the_server_restarts(line: Line, server: str, tmp_path: Path) -> None:
     """The process is killed in the middle of a run; another with the same objects comes later."""
     write_packed(tmp_path / "docs", 4000)
     address = address_of(tmp_path / "docs")

@@ -96,9 +96,7 @@ def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @EVERY_CLOUD
-def test_existing_is_as_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_as_here(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = put_documents(tmp_path / "docs")
     assert pack(address) == 0
     first = fetch_file(f"{address}.samples").read_bytes()

@@ -60,9 +60,7 @@ def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, co
     assert (found["dropped_chunks"] > 500) == (size != "none"), "nothing was evicted"
 
 
-def test_early_request_is_clean(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_answer_is_clean(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = near_and_far(tmp_path / "docs")
     submit = pool.Cache.submit
 
@@ -105,9 +103,7 @@ def test_a_wait_says_for_which_block_of_which_object(
     assert "bytes [" in said[0] and "for 0 seconds" in said[0]
 
 
-def test_stalled_store_ends_run(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_store_ends_it(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = put_dataset(tmp_path / "docs")
     far = PackedDataset(address, f"{address}.samples")
     monkeypatch.setattr(pool, "STALLED_RETRIES", 0.005)  # of 210 seconds
@@ -185,9 +181,7 @@ def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
     assert not thread.is_alive()
 
 
-def test_vanishing_files_are_ok(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_may_vanish(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries come and go in other threads and processes while one of them counts and drops."""
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
@@ -221,9 +215,7 @@ def test_vanishing_files_are_ok(
     assert not failed
 
 
-def test_room_is_made_where_an_entry_vanishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_made_as_entries_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listed, and gone when it is looked into."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)

@@ -83,9 +83,7 @@ def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
     return [file.path for file in found], said
 
 
-def test_file_of_several_names_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """x.jsonl and ./x.jsonl were two files, and x.jsonl twice was one."""
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text("{}\n")

@@ -53,9 +53,7 @@ def spelled(value: object) -> str:
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, " ", "\t"]),
 )
-def test_json_values_are_pythons(
-    records: list[object], ascii_only: bool, indent: str | None
-) -> None:
+def test_values_are_pythons(records: list[object], ascii_only: bool, indent: str | None) -> None:
     separators = None if indent is None else (f"{indent},{indent}", f"{indent}:{indent}")
     how = {"ensure_ascii": ascii_only, "separators": separators}
     lines = [json.dumps(record, **how).encode("utf-8", "surrogatepass") for record in records]

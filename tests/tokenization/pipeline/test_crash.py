@@ -98,7 +98,7 @@ def finished(prefix: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_killed_builds_give_the_same_bytes(
+def test_killed_builds_end_the_same(
     tmp_path: Path, corpus: Path, calm: Files, workers: str
 ) -> None:
     prefix = tmp_path / "out"
@@ -189,9 +189,7 @@ def test_a_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Pa
 @pytest.mark.parametrize(
     ("program", "everybody"), [(SLOW_CLI, True), (STUCK_CLI, False)], ids=["group", "build alone"]
 )
-def test_interrupt_ends_workers(
-    tmp_path: Path, corpus: Path, program: str, everybody: bool
-) -> None:
+def test_interrupt_ends_all(tmp_path: Path, corpus: Path, program: str, everybody: bool) -> None:
     """A terminal sends it to all processes; a scheduler may send it to the first alone."""
     process = start(program, corpus, "--workers", "2", start_new_session=True)
     out, stuck = tmp_path / "out", "cli.py.*"
@@ -284,9 +282,7 @@ def test_disk_too_small_for_the_result_is_refused_first(tmp_path: Path, corpus: 
     assert said["again.status"] == "0\n"
 
 
-def test_shards_are_removed_where_copies_have_no_room(
-    tmp_path: Path, corpus: Path, calm: Files
-) -> None:
+def test_shards_go_where_copies_have_no_room(tmp_path: Path, corpus: Path, calm: Files) -> None:
     build = command(corpus, Path(), "--output-prefix", "")
     said = build_twice(tmp_path, 5, build)
     assert said["full.status"] == "0\n", said

@@ -33,7 +33,7 @@ def write(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("split", STREAMS)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_group_ids_stand_beside_their_documents(
+def test_group_ids_follow_documents(
     kind: str, split: str, tmp_path: Path, run_build: Build
 ) -> None:
     how = {} if split == "whole" else {"split": "60,40", "split_by": split}

@@ -293,9 +293,7 @@ def test_a_template_that_cannot_be_used_is_refused(
         build_chats(chats, tokenizer_with(template), **options)
 
 
-def test_a_template_may_refuse_a_conversation(
-    build_chats: Build, tokenizer_with: TokenizerWith
-) -> None:
+def test_a_template_may_refuse_chats(build_chats: Build, tokenizer_with: TokenizerWith) -> None:
     no_tools = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     directory = tokenizer_with(no_tools + CHATML)
     chats = [{"messages": [{"role": "tool", "content": "x"}, CHAT[2]]}, {"messages": CHAT}]
@@ -305,9 +303,7 @@ def test_a_template_may_refuse_a_conversation(
     assert result.totals.skipped == {"unusable chat": 1}
 
 
-def test_no_template_at_all(
-    chats: Path, bpe_json: Path, sp_model: Path, build_chats: Build
-) -> None:
+def test_no_template(chats: Path, bpe_json: Path, sp_model: Path, build_chats: Build) -> None:
     for tokenizer, message in ((bpe_json, "has no chat template"), (sp_model, "belong to")):
         with pytest.raises(ConfigError, match=rf"{message}.*--chat-format headers"):
             build_chats(chats, tokenizer)
@@ -356,9 +352,7 @@ def test_conversations_without_an_answer_are_left_out_and_counted(
         build_chats([{"n": 5}], byte_json, messages_key="n", overwrite=True, **HEADERS)
 
 
-def test_chats_of_parquet_with_neox_names(
-    tmp_path: Path, build_chats: Build, byte_json: str
-) -> None:
+def test_chats_of_parquet_for_neox(tmp_path: Path, build_chats: Build, byte_json: str) -> None:
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
              for i in range(60)]  # fmt: skip
     corpus = tmp_path / "x.parquet"
@@ -485,7 +479,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("template", BOMBS)
-def test_a_template_that_fails_is_named_with_its_line(
+def test_a_failing_template_is_named_by_line(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same on every machine: work is counted, not timed (and a 16th of it is enough)."""

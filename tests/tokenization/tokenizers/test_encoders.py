@@ -98,9 +98,7 @@ def test_control_symbols_in_a_text_go_to_sentencepiece(sp_model: Path) -> None:
     assert encoded(GuardedEncoder(files), texts) == reference
 
 
-def test_auto_takes_gigatoken(
-    bpe_json: Path, sp_model: Path, source_files: list[InputFile]
-) -> None:
+def test_auto_is_gigatoken(bpe_json: Path, sp_model: Path, source_files: list[InputFile]) -> None:
     shards = plan_shards(source_files, shard_bytes=1 << 18, json_key="text")
     notes: list[str] = []
     for path, library in ((bpe_json, "tokenizers"), (sp_model, "sentencepiece")):
