@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,10 @@ S, D = 12, 12  # sequences, document indices
 LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 4 * S, 34 + 12 * S
 
 
-def edit_index(prefix: Path, change: Callable[[bytearray], object]) -> None:
+Damage = Callable[[bytearray], object]  # of an .idx
+
+
+def edit_index(prefix: Path, change: Damage) -> None:
     path = Path(f"{prefix}.idx")
     content = bytearray(path.read_bytes())
     change(content)
@@ -52,68 +56,59 @@ def test_built_files_are_left_alone(tmp_path_factory: pytest.TempPathFactory, co
     assert repair(prefix) == []
 
 
-def lose_documents(content: bytearray) -> None:
-    """What GPT-NeoX's merge writes: document_indices = [0]."""
-    struct.pack_into("<Q", content, 26, 1)
-    del content[DOCUMENTS + 8 :]
+def set_code(value: int) -> Damage:
+    return lambda content: content.__setitem__(17, value)
 
 
-def stop_documents_early(content: bytearray) -> None:
-    struct.pack_into("<Q", content, 26, 6)
-    del content[DOCUMENTS + 8 * 6 :]
+def set_number(at: int, value: int, kind: str = "<q") -> Damage:
+    return lambda content: struct.pack_into(kind, content, at, value)
 
 
-def deepspeed_uint16(content: bytearray) -> None:
-    content[17] = 6
+def cut(at: int) -> Damage:
+    return lambda content: content.__delitem__(slice(at, None))
 
 
-def unknown_code(content: bytearray) -> None:
-    content[17] = 77
+def keep_documents(count: int) -> Damage:
+    """So many document indices; GPT-NeoX's merge writes one, [0]."""
+
+    def change(content: bytearray) -> None:
+        struct.pack_into("<Q", content, 26, count)
+        del content[DOCUMENTS + 8 * count :]
+
+    return change
 
 
-def wrong_pointer(content: bytearray) -> None:
-    struct.pack_into("<q", content, POINTERS + 8 * 5, 1000)
-
-
-def late_first_document(content: bytearray) -> None:
-    """Once verify itself ended with an error here, where it was to return a finding."""
-    struct.pack_into("<q", content, DOCUMENTS, 1)
-
-
-def bytes_behind(content: bytearray) -> None:
-    content += b"abc"
-
-
-def cut_in_pointers(content: bytearray) -> None:
-    del content[POINTERS + 17 :]
-
-
-def cut_in_documents(content: bytearray) -> None:
-    del content[DOCUMENTS + 8 * 4 + 3 :]
+LONGER = methodcaller("extend", b"abc")
+WRONG_POINTER = set_number(POINTERS + 8 * 5, 1000)
 
 
 @dataclass
 class Case:
-    damage: Callable[[bytearray], object]
+    name: str
+    damage: Damage
     code: str  # what verify calls it
     said: str  # what repair says it did
     documents: str = "kept"  # or "sequences": every sequence became a document
 
 
+EACH = "made each of the 12 sequences a document"
+SOME = "made sequences 5 to 12 a document each"
+CUT = "completed an .idx that ended after"
 CASES = [
-    Case(lose_documents, "documents-lost", "made each of the 12 sequences a document", "sequences"),
-    Case(stop_documents_early, "documents", "made sequences 5 to 12 a document each", "sequences"),
-    Case(deepspeed_uint16, "dtype", "dtype code 6 means uint16 in DeepSpeed's table: now uint16"),
-    Case(unknown_code, "dtype", "dtype code 77"),
-    Case(wrong_pointer, "pointers", "recomputed the pointers of 12 sequences"),
-    Case(late_first_document, "documents", "document 0 began at sequence 1: now at 0"),
-    Case(bytes_behind, "trailing-idx", "dropped 3 bytes behind the end of the index"),
-    Case(cut_in_pointers, "index", "completed an .idx that ended after", "sequences"),
-    Case(cut_in_documents, "index", "completed an .idx that ended after", "sequences"),
+    Case("lost", keep_documents(1), "documents-lost", EACH, "sequences"),
+    Case("few", keep_documents(6), "documents", SOME, "sequences"),
+    Case("deepspeed", set_code(6), "dtype", "code 6 means uint16 in DeepSpeed's table: now uint16"),
+    Case("unknown code", set_code(77), "dtype", "dtype code 77"),
+    Case("pointer", WRONG_POINTER, "pointers", "recomputed the pointers of 12 sequences"),
+    # Once verify itself ended with an error here, where it was to return a finding.
+    Case("late", set_number(DOCUMENTS, 1), "documents", "document 0 began at sequence 1: now at 0"),
+    Case("longer", LONGER, "trailing-idx", "dropped 3 bytes behind the end of the index"),
+    Case("in pointers", cut(POINTERS + 17), "index", CUT, "sequences"),
+    Case("in documents", cut(DOCUMENTS + 8 * 4 + 3), "index", CUT, "sequences"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.damage.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> None:
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
@@ -142,7 +137,7 @@ def test_deepspeeds_types_are_recognised(
     tmp_path: Path, code: int, raw: type, becomes: type
 ) -> None:
     prefix = foreign(tmp_path / "data", becomes)
-    edit_index(prefix, lambda content: content.__setitem__(17, code))
+    edit_index(prefix, set_code(code))
     assert "dtype" in codes(prefix)
     repair(prefix)
     dataset = IndexedDataset(prefix)
@@ -156,7 +151,7 @@ def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
     prefix = foreign(tmp_path / "data", {4: np.int32, 8: np.int64}[width])
     values = np.fromfile(f"{prefix}.bin", f"i{width}").astype(dtype) + 1
     values.tofile(f"{prefix}.bin")
-    edit_index(prefix, lambda content: content.__setitem__(17, code))
+    edit_index(prefix, set_code(code))
     [finding] = errors(prefix)
     assert finding.code == "dtype" and "no token ids" in finding.remedy
     with pytest.raises(FormatError, match="cannot be mended"):
@@ -227,7 +222,7 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
 
 def test_documents_that_make_no_sense_are_given_up_on_demand(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
-    edit_index(prefix, lambda content: struct.pack_into("<q", content, DOCUMENTS + 8 * 3, -5))
+    edit_index(prefix, set_number(DOCUMENTS + 8 * 3, -5))
     assert codes(prefix) == ["documents"]
     with pytest.raises(FormatError, match=r"document 2 .*--one-document-per-sequence"):
         repair(prefix)
@@ -240,7 +235,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
     with Path(f"{prefix}.idx").open("ab") as file:
         file.write(bytes(range(12)))
     assert "multimodal" in {f.code for f in verify(prefix)}
-    edit_index(prefix, wrong_pointer)
+    edit_index(prefix, WRONG_POINTER)
     repair(prefix)
     assert list(IndexedDataset(prefix, multimodal=True).sequence_modes) == list(range(12))
 
@@ -257,7 +252,7 @@ def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> No
 
 def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
-    edit_index(prefix, lambda content: struct.pack_into("<i", content, LENGTHS + 4 * 7, -3))
+    edit_index(prefix, set_number(LENGTHS + 4 * 7, -3, "<i"))
     [finding] = errors(prefix)
     assert "sequence 7: a sequence has length -3" in finding.message
     with pytest.raises(FormatError, match="sequence 7"):
