@@ -167,7 +167,7 @@ def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
         (["{}.samples", "--shards"], 2, "--shards is for a shard manifest"),
     ],
 )
-def test_a_wrong_request_says_what_is_wrong(
+def test_wrong_request_says_so(
     corpus: Path, arguments: list[str], status: int, message: str
 ) -> None:
     words = (word.format(corpus) for word in arguments)

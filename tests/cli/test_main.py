@@ -23,12 +23,9 @@ from megapack.storage import IndexedDatasetBuilder
 from megapack.units import counted, parse_size, percent, short, size
 
 
-def test_the_overview_lists_every_command() -> None:
+def test_the_overview_lists_every_command_and_an_unknown_one_is_told_the_nearest() -> None:
     overview = printed()
     assert all(name in overview for name in COMMANDS)
-
-
-def test_an_unknown_command_names_the_nearest_one() -> None:
     assert "did you mean 'tokenize'?" in printed("tokenise", status=2)
 
 

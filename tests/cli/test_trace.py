@@ -214,9 +214,7 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
         (["--set", "data.blend=null"], "data: give prefix and index"),
     ],
 )
-def test_what_cannot_be_answered_is_the_command_lines_fault(
-    config: Path, words: list[str], message: str
-) -> None:
+def test_what_cannot_be_answered_is_status_2(config: Path, words: list[str], message: str) -> None:
     assert message in printed("trace", config, *words, status=2)
 
 

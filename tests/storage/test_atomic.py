@@ -244,6 +244,8 @@ def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"file is there already: its seed is 1, not 2.*--overwr"):
         check_target(path, overwrite=False, difference="its seed is 1, not 2")
     assert check_target(path, overwrite=True, difference=lambda: "its seed is 1, not 2")
+    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
+        check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
 
 
 def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
@@ -296,11 +298,6 @@ def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
             check_target(tmp_path / name, overwrite=True, difference=None)
         with pytest.raises(ConfigError, match="choose a shorter one"):
             AtomicFile(tmp_path / name)
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
-        check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
 
 
 # ---- Of two writers of one name the second is told who the first is; a dead one locks nobody out

@@ -69,11 +69,12 @@ def test_inputs_that_give_nothing_are_errors_that_name_them(tree: Path) -> None:
             find_inputs([str(name) for name in inputs], suffixes=suffixes)
 
 
-@pytest.mark.parametrize("name", ["corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"])
-def test_a_compressed_format_that_is_not_read_is_refused(tree: Path, name: str) -> None:
-    (tree / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"{name}: of compressed files \.gz and \.zst are read"):
-        find_inputs([str(tree / name)])
+def test_a_compressed_format_that_is_not_read_is_refused(tree: Path) -> None:
+    for name in ("corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"):
+        (tree / name).write_bytes(b"")
+        said = rf"{name}: of compressed files \.gz and \.zst are read"
+        with pytest.raises(ConfigError, match=said):
+            find_inputs([str(tree / name)])
 
 
 def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:

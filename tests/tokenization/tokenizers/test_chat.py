@@ -279,18 +279,12 @@ REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, w
 ]
 
 
-@pytest.mark.parametrize(("template", "options", "error", "message"), REFUSED, ids=range(5))
 def test_a_template_that_cannot_be_used_is_refused(
-    chats: Path,
-    build_chats: Build,
-    tokenizer_with: TokenizerWith,
-    template: str,
-    options: dict[str, Any],
-    error: type[Exception],
-    message: str,
+    chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
-    with pytest.raises(error, match=message):
-        build_chats(chats, tokenizer_with(template), **options)
+    for template, options, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            build_chats(chats, tokenizer_with(template), **options, overwrite=True)
 
 
 def test_a_template_may_refuse_chats(build_chats: Build, tokenizer_with: TokenizerWith) -> None:
@@ -332,14 +326,14 @@ def test_json_that_python_does_not_take_is_no_conversation() -> None:
             Chat.read(text)
 
 
-@pytest.mark.parametrize(("messages", "reason"), BAD_CHATS)
 def test_a_conversation_that_is_none_is_named(
-    tmp_path: Path, build_chats: Build, byte_json: str, messages: Any, reason: str
+    tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
-    lines = (json.dumps({"messages": said}) + "\n" for said in (CHAT, messages))
-    (tmp_path / "x.jsonl").write_text("".join(lines))  # as it is, with half of a surrogate pair
-    with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
-        build_chats(tmp_path / "x.jsonl", byte_json, **HEADERS)
+    for messages, reason in BAD_CHATS:
+        lines = (json.dumps({"messages": said}) + "\n" for said in (CHAT, messages))
+        (tmp_path / "x.jsonl").write_text("".join(lines))  # as it is, with half of a pair
+        with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
+            build_chats(tmp_path / "x.jsonl", byte_json, **HEADERS, overwrite=True)
 
 
 def test_conversations_without_an_answer_are_left_out_and_counted(
