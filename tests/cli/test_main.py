@@ -206,13 +206,6 @@ def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], te
     assert arguments.capacities("4096,1024") == [1024, 4096]
 
 
-def test_a_token_is_a_name_or_an_id() -> None:
-    parser = _parser(lambda parser: arguments.add_shared(parser, "--eod-token"))
-    assert parser.parse_args(["--eod-token", "50256"]).eod_token == 50256
-    assert parser.parse_args(["--eod-token", "<|endoftext|>"]).eod_token == "<|endoftext|>"
-    assert parser.parse_args([]).eod_token is None
-
-
 def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
     parser = _parser(lambda parser: arguments.add_shared(parser, "--threads", "--workers"))
     args = parser.parse_args([])

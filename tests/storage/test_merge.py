@@ -197,8 +197,8 @@ def test_inputs_of_which_some_were_removed_already_are_no_reason_to_replace_the_
     before = files(tmp_path / "out")
     (tmp_path / "a.idx").unlink()  # as a kill leaves it
     for overwrite in (False, True):
+        inputs = [tmp_path / name for name in named]
         with pytest.raises(ConfigError, match=r"it is done\. Remove what is left \(.*b\.idx, "):
-            inputs = [tmp_path / name for name in named]
             merge(inputs, tmp_path / "out", remove_inputs=True, overwrite=overwrite)
     assert files(tmp_path / "out") == before and IndexedDataset.exists(tmp_path / "b")
 

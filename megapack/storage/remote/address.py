@@ -22,8 +22,8 @@ from megapack.errors import ConfigError
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/")
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
-_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*[?#])[^\s)]+")
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?)[^\s/?#]*@")
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?[^\s?#]*[?#])[^\s)]+")
 _GUIDE = "docs/guides/object_storage.md"
 
 
