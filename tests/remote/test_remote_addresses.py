@@ -130,8 +130,13 @@ def test_a_run_prints_and_writes_no_secret(tmp_path: Path) -> None:
     command = [sys.executable, root / "launch/pretrain.py", "--config", "demo_cpu"]
     for word in (f"data.prefix={bad}", f"data.index={bad}.samples", f"run_dir={tmp_path}/run"):
         command += ["--set", word]
-    done = ended(*command, status=2, cwd=tmp_path)
-    assert "environment variables" in done.stderr and SECRET not in done.stdout + done.stderr
+    for words, reason in (
+        (command, "environment variables"),
+        ([*command[:3], bad], "is neither a file nor a recipe"),
+        ([*command, bad], "unrecognized arguments"),
+    ):
+        done = ended(*words, status=2, cwd=tmp_path)
+        assert reason in done.stderr and SECRET not in done.stdout + done.stderr
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
 
