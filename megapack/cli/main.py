@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import MegapackError, exit_code
-from megapack.storage.remote.address import redacted
+from megapack.errors import MegapackError, exit_code, redacted
 from megapack.tokenization.corpus.inputs import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -118,7 +117,7 @@ def _run(name: str, arguments: list[str]) -> int:
             raise
         if debug:
             print(redacted(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"megapack-build {name}: error: {redacted(str(error))}", file=sys.stderr)
+        print(f"megapack-build {name}: error: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
     except ModuleNotFoundError as error:  # torch, where only data are built
         if debug or error.name is None or error.name.startswith("megapack"):

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapack.config import load_config, nearest
-from megapack.errors import ConfigError, MegapackError, exit_code
-from megapack.storage.remote.address import redacted
+from megapack.errors import ConfigError, MegapackError, exit_code, redacted
 from megapack.training.config import PretrainConfig
 
 # Before the first import that happens to fail, somewhere below.
@@ -63,7 +62,7 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
     try:
         return work(args)
     except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {redacted(str(error))}", file=sys.stderr)
+        print(f"megapack: {type(error).__name__}: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
 
 

@@ -25,12 +25,12 @@ from programs import ended
 
 from megapack.cli.main import main
 from megapack.data import PackedDataset, load_blend, open_blend
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import ConfigError, FormatError, redacted
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import load_shards, save_shards
 from megapack.storage import IndexedDataset, read_document_lengths
 from megapack.storage.remote import client
-from megapack.storage.remote.address import is_below, is_remote, redacted
+from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import (
     RemoteObject,
     find_object,
