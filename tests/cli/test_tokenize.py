@@ -137,7 +137,8 @@ def test_names_that_are_too_long_are_refused_before_any_work(tmp_path: Path, cor
 def test_an_end_token_may_be_named_by_its_id(tmp_path: Path, corpus: Path) -> None:
     tokenize(corpus, tmp_path / "out", "--append-eod", "--eod-token", "258")
     assert {int(tokens[-1]) for tokens in IndexedDataset(tmp_path / "out")[:]} == {258}
-    tokenize(corpus, tmp_path / "o", "--append-eod", "--eod-token", "259", status=2)
+    done = tokenize(corpus, tmp_path / "o", "--append-eod", "--eod-token", "259", status=2)
+    assert "eod token is 259, " in done.stderr and "end at 258" in done.stderr
 
 
 def test_skips_are_placed(tmp_path: Path, corpus: Path) -> None:
@@ -207,8 +208,10 @@ def test_gpt2s_files_are_a_tokenizer_as_megatron_names_them(tmp_path: Path, corp
     assert "EOD        <|endoftext|> = 257" in printed(*command, *pair, "--append-eod")
     document = IndexedDataset(tmp_path / "out")[0].tolist()
     assert (document[0], document[-1]) == (256, 257), "def begins with de"
-    for wrong in ([], pair[:2], [*pair, "--tokenizer", "bytes"]):
-        printed(*command, *wrong, status=2)
+    one = "--vocab-file and --merge-file name one tokenizer, both together"
+    assert "--tokenizer is missing" in printed(*command, status=2)
+    for wrong in (pair[:2], [*pair, "--tokenizer", "bytes"]):
+        assert one in printed(*command, *wrong, status=2)
     printed(*command, "--tokenizer-model", "bytes", "--overwrite")
 
 
