@@ -7,6 +7,7 @@ plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSEr
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 # ---- Packages that only some inputs need: imported where used, with an error that says what to do
@@ -69,3 +70,12 @@ class MegapackWarning(UserWarning):
 def exit_code(error: Exception) -> int:
     """Exit code of a command: 2 for its command line or configuration, 1 for anything else."""
     return 2 if isinstance(error, ConfigError) else 1
+
+
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?)[^\s/?#]*@")
+_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?[^\s?#]*[?#])[^\s)]+")
+
+
+def redacted(text: object) -> str:
+    """A text without what addresses in it may hide: user and password, query and fragment."""
+    return _QUERY.sub(r"\1...", _USER.sub(r"\1...@", str(text)))

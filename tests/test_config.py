@@ -43,19 +43,11 @@ class Anything:
     c: dict[str, int]
 
 
-def test_unknown_key_names_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'bukets'; did you mean 'buckets'\?"):
-        from_dict(Outer, {"bukets": [1]})
-
-
-def test_unknown_key_in_a_nested_block_says_where() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer: unknown key 'learning_rat'"):
-        from_dict(Outer, {"optimizer": {"learning_rat": 1.0}})
-
-
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
+        ({"bukets": [1]}, r"unknown key 'bukets'; did you mean 'buckets'\?"),
+        ({"optimizer": {"learning_rat": 1.0}}, "optimizer: unknown key 'learning_rat'"),
         ({"seed": "seven"}, "seed is 'seven'; it must be of type int"),
         ({"seed": True}, "it must be of type int"),
         ({"buckets": 7}, "it must be a list"),
@@ -76,7 +68,7 @@ def test_unknown_key_in_a_nested_block_says_where() -> None:
         ({"weights": {3: 1.0}}, "weights: key is 3; it must be of type str"),
     ],
 )
-def test_wrong_values_name_the_field_the_value_and_the_remedy(tree: dict, message: str) -> None:
+def test_wrong_keys_and_values_are_named_with_the_remedy(tree: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_dict(Outer, tree)
 
@@ -125,23 +117,17 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
     assert load_config(Anything, path, []).c == {"one": 2, "two": 3}
 
 
+MEANING = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt}
+MEANING["at_most"] = operator.le
+
+
 @given(
     value=st.one_of(st.floats(), st.integers(), st.booleans()),
-    bounds=st.fixed_dictionaries(
-        {},
-        optional={
-            "above": st.integers(-3, 3),
-            "at_least": st.integers(-3, 3),
-            "below": st.integers(-3, 3),
-            "at_most": st.integers(-3, 3),
-        },
-    ),
+    bounds=st.dictionaries(st.sampled_from([*MEANING]), st.integers(-3, 3)),
 )
 def test_numbers_are_in_their_range_or_refused(value: float, bounds: dict[str, int]) -> None:
-    meaning = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt}
-    meaning["at_most"] = operator.le
     good = not isinstance(value, bool) and abs(value) < math.inf
-    good = good and all(meaning[name](value, bound) for name, bound in bounds.items())
+    good = good and all(MEANING[name](value, bound) for name, bound in bounds.items())
     if good:
         check_range("part", **bounds, size=value, other=None)
         return

@@ -12,20 +12,19 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pybind11
 import pytest
+from programs import PYTHON, ended
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "csrc" / "core"
 PROGRAMS = sorted((ROOT / "tests" / "cpp").glob("test_*.cpp"))
 THREADED = [
-    path for path in PROGRAMS if path.stem in ("test_blocks", "test_strategies", "test_parallel")
+    ROOT / "tests" / "cpp" / f"test_{of}.cpp" for of in ("blocks", "strategies", "parallel")
 ]
 THREADED_CORE = ("base", "packing", "index")  # the folders they need
 # Parts of a few documents: small inputs then have many parts, and threads something to do.
@@ -59,19 +58,17 @@ def included(source: Path, found: dict[Path, bytes]) -> dict[Path, bytes]:
 def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[Path]:
     """Object files of the sources, warnings being errors; those of other contents are removed."""
     command = [compiler(), *FLAGS, *flags]
-    version = subprocess.run([compiler(), "--version"], check=True, capture_output=True).stdout
+    version = ended(compiler(), "--version").stdout
 
     def compile_one(source: Path) -> Path:
-        key = hashlib.sha256(f"{command}".encode() + version)
+        key = hashlib.sha256(f"{command}{version}".encode())
         for path, text in sorted(included(source, {}).items()):
             key.update(f"{path} {len(text)} ".encode() + text)
         name = f"{source.parent.name}_{source.stem}"
         target = out / f"{name}.{key.hexdigest()[:24]}.o"
         if not target.exists():
             new = target.with_suffix(f".{os.getpid()}.tmp")
-            done = subprocess.run(
-                [*command, "-c", source, "-o", new], check=False, capture_output=True, text=True
-            )
+            done = ended(*command, "-c", source, "-o", new, status=None)
             assert done.returncode == 0, f"{source.name} does not compile cleanly:\n{done.stderr}"
             for old in out.glob(f"{name}.*.o"):
                 old.unlink()
@@ -98,8 +95,8 @@ def test_the_core_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     for path, object_file in zip(chosen, objects[len(sources) :], strict=True):
         binary = tmp_path / path.stem
         link = [compiler(), *flags, "-pthread", object_file, *core, "-o", binary]
-        subprocess.run(link, check=True)
-        done = subprocess.run([binary], check=False, capture_output=True, text=True, cwd=tmp_path)
+        ended(*link)
+        done = ended(binary, status=None, cwd=tmp_path)
         if done.returncode != 0:
             failed.append(f"{path.name}:\n{done.stdout}{done.stderr}")
     assert not failed, "\n\n".join(failed)
@@ -146,6 +143,15 @@ PYBIND11_MODULE(other_module, m) {
 """
 
 
+FAILS = """
+import megapack._core, other_module
+try:
+    other_module.fail()
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
 def test_exceptions_of_other_extensions_are_left_alone(tmp_path: Path) -> None:
     source = tmp_path / "other_module.cpp"
     source.write_text(OTHER_MODULE)
@@ -153,20 +159,7 @@ def test_exceptions_of_other_extensions_are_left_alone(tmp_path: Path) -> None:
     command = [compiler(), "-std=c++17", "-O0", "-shared", "-fPIC", "-fvisibility=hidden"]
     command += [*(f"-I{path}" for path in include), str(source)]
     command += ["-o", str(tmp_path / f"other_module{sysconfig.get_config_var('EXT_SUFFIX')}")]
-    subprocess.run(command, check=True)
-    program = (
-        "import megapack._core, other_module\n"
-        "try:\n"
-        "    other_module.fail()\n"
-        "except Exception as error:\n"
-        "    print(type(error).__name__)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
-    )
+    ended(*command)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
+    done = ended(*PYTHON, FAILS, cwd=tmp_path, env=environment)
     assert done.stdout.strip() == "RuntimeError"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from peers import peer
+from programs import PYTHON, ended
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapack"
@@ -165,10 +164,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 # Two classes of one name, to be renamed; Megatron's IndexedDataset is subclassed under its name.
-SAME_NAME = {
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-}
+SAME_NAME = {"IndexedDataset", "IndexedDatasetBuilder"}
 
 
 def test_no_two_public_classes_have_one_name() -> None:
@@ -182,6 +178,18 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert set(twice) <= SAME_NAME, twice
 
 
+IMPORTS = """
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "deepspeed"):
+            raise ImportError("refused: " + name)
+sys.meta_path.insert(0, Refuse())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
 def test_building_data_never_imports_torch_or_deepspeed() -> None:
     modules = []
     for name in TORCH_FREE:
@@ -191,21 +199,7 @@ def test_building_data_never_imports_torch_or_deepspeed() -> None:
             dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             modules.append(dotted.removesuffix(".__init__"))
     assert len(modules) > len(TORCH_FREE)
-    program = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'deepspeed'):\n"
-        "            raise ImportError('refused: ' + name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        "import importlib\n"
-        f"for name in {modules!r}:\n"
-        "    importlib.import_module(name)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    ended(*PYTHON, IMPORTS, *modules)
 
 
 LAZY = ("megapack", "megapack.data", "megapack.integrations.megatron")

@@ -75,9 +75,8 @@ def _arrays(index: SampleIndex) -> str:
 def _datasets(folder: Path) -> Iterator[tuple[str, str]]:
     """tokenize (inputs, splits, parts of work) and merge, by the command line."""
     for number, count in enumerate((2500, 300, 7)):
-        lines = [
-            json.dumps({"text": text, "id": i}) for i, text in enumerate(_texts(number, count))
-        ]
+        texts = enumerate(_texts(number, count))
+        lines = [json.dumps({"text": text, "id": i}) for i, text in texts]
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     runs = {
         "all": ["0.jsonl", "1.jsonl", "2.jsonl", "--workers", "2", "--append-eod"],
@@ -134,10 +133,8 @@ def _programs(samples: list[SampleIndex]) -> Iterator[tuple[str, str]]:
             stages=stages,
         )
         steps = [schedule.step(step) for step in range(40)]
-        yield (
-            f"schedule/{number}",
-            _digest(*(draw.sample_ids for step in steps for draw in step.draws)),
-        )
+        ids = [draw.sample_ids for step in steps for draw in step.draws]
+        yield f"schedule/{number}", _digest(*ids)
 
 
 def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
@@ -155,13 +152,8 @@ def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
     for way in ways:
         data = PackedDataset(prefix, index, **way)
         schedule = Schedule(data, tokens_per_step=2048, seed=5)
-        sampler = BucketBatchSampler(
-            schedule,
-            data_parallel_rank=1,
-            data_parallel_size=2,
-            micro_batch_tokens=512,
-            num_steps=8,
-        )
+        rank = {"data_parallel_rank": 1, "data_parallel_size": 2}
+        sampler = BucketBatchSampler(schedule, **rank, micro_batch_tokens=512, num_steps=8)
         parts: list[Any] = []
         for ids in sampler:
             batch = data.micro_batch(ids)

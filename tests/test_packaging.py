@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -13,20 +12,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from programs import ended
 
 import megapack
 
 ROOT = Path(__file__).parents[1]
 
 
-def _setup(*words: str) -> None:
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", *words],
-        check=True,
-        cwd=ROOT,
-        capture_output=True,
-        env={**os.environ, "MEGAPACK_NO_EXTENSION": "1"},
-    )
+def _setup(*words: object) -> None:
+    environment = {**os.environ, "MEGAPACK_NO_EXTENSION": "1"}
+    ended(sys.executable, "setup.py", "--quiet", *words, cwd=ROOT, env=environment)
 
 
 def _tracked(*patterns: str) -> list[Path]:
@@ -40,7 +35,7 @@ def _tracked(*patterns: str) -> list[Path]:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names in the source distribution, without its folder."""
     out = tmp_path_factory.mktemp("sdist")
-    _setup("egg_info", "--egg-base", str(out), "sdist", "-d", str(out))
+    _setup("egg_info", "--egg-base", out, "sdist", "-d", out)
     (archive,) = out.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         return {name.partition("/")[2] for name in file.getnames()}
@@ -65,9 +60,9 @@ def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: s
 
 def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     _setup(
-        *("egg_info", "--egg-base", str(tmp_path)),
-        *("build", "--build-base", str(tmp_path / "build")),
-        *("bdist_wheel", "--bdist-dir", str(tmp_path / "wheel"), "-d", str(tmp_path)),
+        *("egg_info", "--egg-base", tmp_path),
+        *("build", "--build-base", tmp_path / "build"),
+        *("bdist_wheel", "--bdist-dir", tmp_path / "wheel", "-d", tmp_path),
     )
     (archive,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(archive) as file:
@@ -82,10 +77,8 @@ def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert len(recipes) > 5 and recipes <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megapack").rglob("*.py")}
     assert sources | {"megapack/py.typed", "megapack/_core.pyi"} <= names
-    assert {name.partition("/")[0] for name in names} <= {
-        "megapack",
-        entry.partition("/")[0],
-    }
+    tops = {name.partition("/")[0] for name in names}
+    assert tops <= {"megapack", entry.partition("/")[0]}
 
 
 CORE = {
@@ -113,8 +106,7 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
 
     def build(**environment: str) -> dict[Path, int]:
         env = {**os.environ, "MEGAPACK_WERROR": "1", **environment}
-        command = [sys.executable, "setup.py", "--quiet", "build_ext"]
-        subprocess.run(command, check=True, cwd=tmp_path, env=env)
+        ended(sys.executable, "setup.py", "--quiet", "build_ext", cwd=tmp_path, env=env)
         return ages()
 
     def compiled(**environment: str) -> set[str]:
@@ -175,25 +167,17 @@ def test_pythons_are_the_same_wherever_they_are_named() -> None:
 
 def test_make_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    said = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
-    lines = dict(re.findall(r"^make (\S+) +(\S.{10,})$", said.stdout, re.MULTILINE))
+    said = ended("make", "help", cwd=ROOT).stdout
+    lines = dict(re.findall(r"^make (\S+) +(\S.{10,})$", said, re.MULTILINE))
     targets = set(re.findall(r"^([a-z][\w%-]*):", makefile, re.MULTILINE)) - {"bench-%"}
     assert len(targets) > 18 and set(lines) == targets | {"bench-NAME"}
-    assert all(len(line) <= 100 for line in said.stdout.splitlines())
+    assert all(len(line) <= 100 for line in said.splitlines())
 
 
 def _lint(*command: str) -> None:
     # The programs of this environment, whether or not it is activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended(*command, cwd=ROOT, env={**os.environ, "PATH": path})
 
 
 def test_workflows_pass_their_linter() -> None:

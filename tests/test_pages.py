@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
 from lengths import LAWS
 from pages import GIVEN, ROOT, SHELLS, Block, Reader, blocks_of, pages, prepare, with_table
+from programs import ended
 from site_hook import anchor
 
 from megapack.cli.main import COMMANDS, build_parser, main
@@ -36,6 +37,11 @@ from megapack.errors import MegapackError, require
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 
 
@@ -43,17 +49,11 @@ BLOCKS = [block for page in pages() for block in blocks_of(page)]
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize(
-    "page", sorted({b.page for b in BLOCKS}), ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS}), ids=relative)
 def test_blocks_of_a_page_run(page: Path) -> None:
     """As somebody would run them who copies them one after the other."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("pages.py")), str(page)],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    ended(sys.executable, Path(__file__).with_name("pages.py"), page, env=environment)
 
 
 def test_blocks_are_found_and_few_are_left_out() -> None:
@@ -226,9 +226,7 @@ def test_a_documented_command_is_understood(
 
 def test_options_in_running_text_exist() -> None:
     """As in `megapack-build compare --html`, which need not be complete."""
-    found = [
-        (path, *match[1].split()) for path in FILES for match in INLINE.finditer(path.read_text())
-    ]
+    found = [(path, *said.split()) for path in FILES for said in INLINE.findall(path.read_text())]
     for path, name, *rest in found:
         assert name in COMMANDS, f"{path}: megapack-build {name}"
         _assert_options_exist(path, name, rest)
@@ -269,8 +267,7 @@ def test_the_table_of_the_readme_is_what_was_logged() -> None:
 
 def _anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {anchor(title) for title in titles}
+    return {anchor(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
 def test_links_of_pages_lead_somewhere() -> None:
@@ -332,14 +329,9 @@ def test_a_message_of_troubleshooting_stands_in_the_code(message: str, said: str
     assert re.search(_pattern(message), said), message
 
 
-def _command(*words: str) -> Callable[[], object]:
-    return partial(main, words)
-
-
 def _tokenize(path: str, tokenizer: str = "bytes", prefix: str = "new") -> Callable[[], object]:
-    return _command(
-        "tokenize", "--input", path, "--tokenizer", tokenizer, "--output-prefix", prefix
-    )
+    words = ("tokenize", "--input", path, "--tokenizer", tokenizer, "--output-prefix", prefix)
+    return partial(main, words)
 
 
 def _load(**options: Any) -> None:
@@ -394,10 +386,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
 @pytest.mark.pages
 @pytest.mark.parametrize("begin", PROVOKED)
 def test_a_message_of_troubleshooting_is_what_a_user_reads(
-    begin: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    begin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (message,) = [text for text in _messages() if text.startswith(begin)]
     prepare(tmp_path)

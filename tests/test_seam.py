@@ -15,6 +15,7 @@ from megapack.errors import DataError, FormatError
 from megapack.packing import STRATEGIES, pack
 
 LENGTHS = np.array([5, 9, 40], np.int32)
+ONE = np.zeros(1, np.int64)
 NOT_COUNTS = [True, 1.0, 1.5, "1", None, [1]]
 
 
@@ -38,9 +39,8 @@ def samples(**changed: Any) -> list[int]:
 
 def gatherer(**changed: Any) -> _core.Gatherer:
     """Of one shard of three samples."""
-    zero = np.zeros(1, np.int64)
     given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
-    runs = {"first_ids": np.array([0, 3]), "shards": zero, "first_samples": zero, "sources": zero}
+    runs = {"first_ids": np.array([0, 3]), "shards": ONE, "first_samples": ONE, "sources": ONE}
     rest = {"loss": "token_mean", "alignment": 1, "pad_token": 0}
     return _core.Gatherer(**{**given, **runs, **rest, **changed})
 
@@ -58,12 +58,8 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
     "pad_token": lambda x: gatherer(pad_token=x),
     "itemsize": lambda x: _core.scan_lengths(LENGTHS, x, 0),
     "begin": lambda x: _core.scan_lengths(LENGTHS, 2, x),
-    "vocab_size": lambda x: _core.frame_documents_int32(
-        np.zeros(0, np.int32), np.zeros(1, np.int64), [], [], x
-    ),
-    "prefix": lambda x: _core.frame_documents_int32(
-        np.zeros(0, np.int32), np.zeros(1, np.int64), [x], [], 5
-    ),
+    "vocab_size": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [], [], x),
+    "prefix": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [x], [], 5),
     "count": lambda x: _core.permute_range(1, 9, 0, x),
     "num_documents": lambda x: _core.measure_samples(*_arrays(), x),
 }
@@ -101,10 +97,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
         (lambda: samples(buckets=[16, 8]), "buckets must ascend; 8 follows 16"),
         (lambda: samples(buckets=[0, 8]), "a capacity is 0 tokens"),
         (lambda: samples(buckets=8), "buckets is 8; it must be a list of integers"),
-        (
-            lambda: samples(overflow="hed"),
-            "overflow is 'hed'; it must be one of pad, head, promote",
-        ),
+        (lambda: samples(overflow="hed"), "overflow is 'hed'; it must be one of pad, head, promo"),
         (lambda: samples(overflow=None), "overflow is None; it must be one of pad, head, promote"),
         (lambda: samples(pairs="no"), "pairs is 'no'; it must be True or False"),
         (lambda: samples(padding_threshold=0.5), "padding_threshold is 0.5; it must be a list"),
@@ -115,10 +108,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
             "placement is 'papr'; it must be one of exact, paper, published",
         ),
         (lambda: gatherer(positions="token"), "positions is 'token'; it must be one of segment, "),
-        (
-            lambda: gatherer(label_boundary="file"),
-            "label_boundary is 'file'; it must be one of docu",
-        ),
+        (lambda: gatherer(label_boundary="file"), "label_boundary is 'file'; it must be one of d"),
         (lambda: gatherer(attention="token"), "attention is 'token'; it must be one of "),
         (lambda: gatherer(loss="mean"), "loss is 'mean'; it must be one of token_mean"),
         (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
@@ -142,10 +132,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
             lambda: packed("bucket", buckets=[8, 16], given=[(1, 1, [(5, 1), (5, 1)])]),
             "needs 1 times 2 documents of length 5; there are 1",
         ),
-        (
-            lambda: packed("bucket", buckets=[8, 16], given=[(1, 1)]),
-            "given is .* it must be patterns",
-        ),
+        (lambda: packed("bucket", buckets=[8, 16], given=[(1, 1)]), "given is .* must be patterns"),
         (lambda: documents(np.zeros((2, 2), np.int32)), "one dimension"),
         (lambda: documents(np.zeros(3)), "lengths has dtype float64; it must be int32, int64 or"),
         (lambda: documents(np.zeros(3, ">i4")), "lengths has dtype >i4"),
@@ -294,8 +281,7 @@ def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written()
 
 def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
     """Every single number of a sound index, replaced: refused by the laws, or still lawful."""
-    capacity = np.array([16])
-    sound = [capacity, *_arrays()]
+    sound = [np.array([16]), *_arrays()]
     _core.check_laws(*sound, LENGTHS)
     refused = 0
     for which, array in enumerate(sound):
@@ -325,34 +311,16 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
     """The tokens of sample `wanted`, each sample being one segment (document, begin, length)."""
     document, begin, length = np.array(samples, np.int32).T.copy()
     source = gatherer()
-    source.open(
-        0,
-        tokens=np.arange(1000, dtype=np.uint16),
-        labels=None,
-        weights=None,
-        index_bytes=idx,
-        index_name="x.idx",
-        sample_segment_offsets=np.arange(len(samples) + 1),
-        segment_document=document,
-        segment_begin=begin,
-        segment_length=length,
-        excluded=np.zeros(0, np.int64),
-        excluded_by=np.zeros(0, np.int64),
-    )
+    none, offsets = np.zeros(0, np.int64), np.arange(len(samples) + 1)
+    files = {"labels": None, "weights": None, "index_bytes": idx, "index_name": "x.idx"}
+    places = {"segment_document": document, "segment_begin": begin, "segment_length": length}
+    places |= {"sample_segment_offsets": offsets, "excluded": none, "excluded_by": none}
+    source.open(0, tokens=np.arange(1000, dtype=np.uint16), **files, **places)
     tokens, labels, positions = np.zeros((3, 16), np.int64)
-    source.gather(
-        np.array([wanted]),
-        num_rows=1,
-        row_tokens=16,
-        capacity=16,
-        tokens=tokens,
-        labels=labels,
-        loss_mask=np.zeros(16, np.float32),
-        position_ids=positions,
-        per_row=False,
-        num_cu_seqlens=0,
-        num_lists=0,
-    )
+    shape = {"num_rows": 1, "row_tokens": 16, "capacity": 16, "per_row": False}
+    out = {"tokens": tokens, "labels": labels, "position_ids": positions}
+    out["loss_mask"] = np.zeros(16, np.float32)
+    source.gather(np.array([wanted]), **shape, **out, num_cu_seqlens=0, num_lists=0)
     return tokens[: length[wanted]].tolist()
 
 
@@ -379,9 +347,7 @@ def test_a_sound_index_is_gathered() -> None:
         ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
     ],
 )
-def test_refused_pointers_are_refused_by_gather(
-    pointers: list[int], document: int, message: str
-) -> None:
+def test_wrong_pointers_are_not_gathered(pointers: list[int], document: int, message: str) -> None:
     idx = _idx(SOUND[0], pointers, SOUND[2])
     with pytest.raises(FormatError, match="points at byte"):
         _core.document_offsets(idx, "x.idx", 2)

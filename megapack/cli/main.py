@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import MegapackError, exit_code
+from megapack.errors import MegapackError, exit_code, redacted
 from megapack.tokenization.corpus.inputs import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -48,7 +48,7 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {redacted(message)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own lets a closed pipe pass, or not, depending on how stdout is buffered.
@@ -114,14 +114,13 @@ def _run(name: str, arguments: list[str]) -> int:
         for argument in arguments:
             require_utf8(argument)
         args = build_parser(name).parse_args(arguments)
-        status: int = importlib.import_module(COMMANDS[name][0]).run(args)
-        return status
+        return int(importlib.import_module(COMMANDS[name][0]).run(args))
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
             raise
         if debug:
-            traceback.print_exc()
-        print(f"megapack-build {name}: error: {error}", file=sys.stderr)
+            print(redacted(traceback.format_exc()), end="", file=sys.stderr)
+        print(f"megapack-build {name}: error: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
     except ModuleNotFoundError as error:  # torch, where only data are built
         if debug or error.name is None or error.name.startswith("megapack"):

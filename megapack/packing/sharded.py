@@ -41,13 +41,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.config import from_dict
-from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import SampleIndex
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote import is_remote
-from megapack.storage.remote.address import is_below, redacted, split
+from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
 

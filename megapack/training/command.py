@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 from megapack.config import load_config, nearest
-from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.errors import ConfigError, MegapackError, exit_code, redacted
 from megapack.training.config import PretrainConfig
 
 # Before the first import that happens to fail, somewhere below.
-_missing = [
-    name
-    for name in ("torch", "transformers", "deepspeed")
-    if importlib.util.find_spec(name) is None
-]
+_missing = [name for name in ("torch", "transformers", "deepspeed") if find_spec(name) is None]
 if _missing:
     _error = ModuleNotFoundError(
         f"training needs {', '.join(_missing)}, and this environment has only what data need: "
@@ -42,7 +38,7 @@ if _missing:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help shows the options)\n")
+        self.exit(2, f"{self.prog}: error: {redacted(message)} (--help shows the options)\n")
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -71,7 +67,7 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
     try:
         return work(args)
     except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"megapack: {type(error).__name__}: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import printed
 
 from megapack import IndexedDatasetBuilder, SampleIndex
 from megapack.attention.probe import SegmentPlaces
-from megapack.cli.main import main
 from megapack.data import BatchLayout, PackedDataset
 from megapack.storage import read_document_lengths
 from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
@@ -47,15 +47,14 @@ def write_dataset(folder: Path, alignment: int, *, labels: str) -> None:
     if labels == "none":
         for suffix in (".bin", ".idx"):
             (folder / f"chats.labels{suffix}").unlink()
-    pack = ["pack", str(folder / "chats"), "--output", str(folder / "chats.samples")]
-    pack += ["--buckets", ",".join(map(str, BUCKETS)), "--alignment", str(alignment)]
-    assert main(pack) == 0
+    pack = ["pack", folder / "chats", "--output", folder / "chats.samples"]
+    printed(*pack, "--buckets", ",".join(map(str, BUCKETS)), "--alignment", alignment)
 
 
-def export(folder: Path, *more: str) -> int:
-    output = str(folder / "train.idx.parquet")
-    samples = str(folder / "chats.samples")
-    return main(["export", samples, "--format", "bridge", "--output", output, *more])
+def export(folder: Path, *more: object, status: int = 0) -> str:
+    output = folder / "train.idx.parquet"
+    command = ("export", folder / "chats.samples", "--format", "bridge", "--output", output)
+    return printed(*command, *more, status=status)
 
 
 def expected_rows(folder: Path) -> list[Row]:
@@ -65,17 +64,14 @@ def expected_rows(folder: Path) -> list[Row]:
     index = SampleIndex.load(folder / "chats.samples")
     lengths = read_document_lengths(folder / "chats")
     rows = []
-    for capacity, (begin, end) in zip(
-        BUCKETS, pairwise(index.bucket_sample_offsets.tolist()), strict=True
-    ):
+    bounds = pairwise(index.bucket_sample_offsets.tolist())
+    for capacity, (begin, end) in zip(BUCKETS, bounds, strict=True):
         per_row = BUCKETS[-1] // capacity
         for first in range(begin, end, per_row):
             samples = range(first, min(end, first + per_row))
-            row = [
-                s
-                for i in samples
-                for s in sequences_of(dataset, i, capacity, index.sample(i)[1], lengths)
-            ]
+            row: Row = []
+            for i in samples:
+                row += sequences_of(dataset, i, capacity, index.sample(i)[1], lengths)
             rows += [row] if row else []
     return rows
 
@@ -137,22 +133,16 @@ def sequences_read(batch: dict[str, Any]) -> Row:
     ]
 
 
-@pytest.mark.parametrize(
-    "reader",
-    [
-        "rule",
-        pytest.param(
-            "bridge",
-            marks=pytest.mark.skipif(
-                not (BRIDGE and MEGATRON), reason="MEGATRON_BRIDGE, MEGATRON_LM name no checkouts"
-            ),
-        ),
-    ],
+needs_bridge = pytest.mark.skipif(
+    not (BRIDGE and MEGATRON), reason="MEGATRON_BRIDGE, MEGATRON_LM name no checkouts"
 )
+
+
+@pytest.mark.parametrize("reader", ["rule", pytest.param("bridge", marks=needs_bridge)])
 @pytest.mark.parametrize(("alignment", "labels"), [(1, "auto"), (1, "none"), (8, "auto")])
 def test_bridge_reads_the_samples(alignment: int, labels: str, reader: str, tmp_path: Path) -> None:
     write_dataset(tmp_path, alignment, labels=labels)
-    assert export(tmp_path, *(["--eod-token", "1"] if alignment > 1 else [])) == 0
+    export(tmp_path, *(["--eod-token", "1"] if alignment > 1 else []))
     expected = expected_rows(tmp_path)
     batches = (
         read_by_the_rule(tmp_path) if reader == "rule" else read_by_bridge(tmp_path, alignment)
@@ -179,19 +169,15 @@ def test_bridge_reads_the_samples(alignment: int, labels: str, reader: str, tmp_
     assert facts["pack_size"] == BUCKETS[-1] >= facts["dataset_max_seqlen"] > 32
 
 
-def test_what_cannot_be_exported_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path, 8, labels="other")
-    assert export(tmp_path) == 2
-    assert "give --eod-token" in capsys.readouterr().err
-    assert export(tmp_path, "--eod-token", str(1 << 31)) == 2
-    assert "Bridge's ids are int32" in capsys.readouterr().err
-    assert export(tmp_path, "--eod-token", "1") == 2
-    assert "and Bridge takes labels from tokens" in capsys.readouterr().err
-    assert not list(tmp_path.glob("train*")), "nothing half-written"
-    assert export(tmp_path, "--output", str(tmp_path / "train.npy")) == 2
-    assert "Bridge reads .parquet and .pq" in capsys.readouterr().err
+    for more, reason in (
+        ([], "give --eod-token"),
+        (["--eod-token", 1 << 31], "Bridge's ids are int32"),
+        (["--eod-token", "1"], "and Bridge takes labels from tokens"),
+        (["--output", tmp_path / "train.npy"], "Bridge reads .parquet and .pq"),
+    ):
+        assert reason in export(tmp_path, *more, status=2)
+        assert not list(tmp_path.glob("train*")), "nothing half-written"
     (tmp_path / "train.idx.parquet").touch()
-    assert export(tmp_path, "--eod-token", "1") == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in export(tmp_path, "--eod-token", "1", status=2)

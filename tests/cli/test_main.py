@@ -14,6 +14,7 @@ import pytest
 from commands import printed
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import PYTHON, ended
 
 from megapack.cli import arguments
 from megapack.cli.main import COMMANDS, main
@@ -22,31 +23,22 @@ from megapack.storage import IndexedDatasetBuilder
 from megapack.units import counted, parse_size, percent, short, size
 
 
-def test_the_overview_lists_every_command() -> None:
+def test_the_overview_lists_every_command_and_an_unknown_one_is_told_the_nearest() -> None:
     overview = printed()
     assert all(name in overview for name in COMMANDS)
-
-
-def test_an_unknown_command_names_the_nearest_one() -> None:
     assert "did you mean 'tokenize'?" in printed("tokenise", status=2)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_help_of_every_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main([name, "--help"])
-    assert leaving.value.code == 0
-    assert f"megapack-build {name} " in capsys.readouterr().out.split("\n\n", 1)[1]
+def test_help_of_every_command_has_examples(name: str) -> None:
+    assert f"megapack-build {name} " in printed(name, "--help").split("\n\n", 1)[1]
+
+
+PROGRAM = (sys.executable, "-m", "megapack.cli.main")
 
 
 def test_it_runs_as_a_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megapack.cli.main", "--version"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith("megapack ")
+    assert ended(*PROGRAM, "--version").stdout.startswith("megapack ")
 
 
 @pytest.mark.parametrize("arguments", ["", "pack --help", "inspect DATA", "inspect DATA --json"])
@@ -58,21 +50,14 @@ def test_early_reader_is_fine(tmp_path: Path, arguments: str, both: bool, unbuff
     words = arguments.replace("DATA", str(tmp_path / "data")).split()
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "megapack.cli.main", *words],
-        check=False,
-        stdout=writer,
-        stderr=writer if both else subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
-    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    where = {"stdout": writer, "stderr": writer if both else subprocess.PIPE}
+    done = subprocess.run([*PROGRAM, *words], check=False, text=True, env=environment, **where)
     os.close(writer)
     assert (done.returncode, done.stderr or "") == (141, "")
 
 
-def test_other_pipe_breaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(args: object) -> int:
         raise BrokenPipeError(32, "Broken pipe", "worker")
 
@@ -98,36 +83,24 @@ sys.exit(main(["pack", "--help"]))
 
 @pytest.mark.parametrize("module", ["megapack.cli.pack", "numpy"])
 def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"MODULE = {module!r}\n{INTERRUPTED}"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (130, "megapack-build: interrupted\n")
+    done = ended(*PYTHON, f"MODULE = {module!r}\n{INTERRUPTED}", status=130)
+    assert done.stderr == "megapack-build: interrupted\n"
 
 
 def test_a_missing_package_is_named_with_its_remedy() -> None:
     """Of a command for which torch is needed, where only data are built."""
     program = "import sys; sys.modules['torch'] = None; from megapack.cli.main import main; "
     program += "sys.exit(main(['arrange', 'x.shards.json', '--output', 'y.shards.json']))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 1
+    done = ended(*PYTHON, program, status=1)
     assert done.stderr.startswith("megapack-build arrange: error: it needs the package torch (")
     assert done.stderr.endswith("): pip install torch\n")
 
 
-def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
+def test_name_not_utf_8_is_refused_first() -> None:
     """It was met when metadata was written, hours later."""
-    for words in (
-        ["tokenize", "--input", "x\udcff.jsonl"],
-        ["merge", "a\udcff"],
-        ["pack", "\udcff"],
-    ):
-        assert r"\xff" in (said := printed(*words, status=2))
-        assert "is not UTF-8" in said
+    for words in (["tokenize", "--input", "x\udcff"], ["merge", "a\udcff"], ["pack", "\udcff"]):
+        said = printed(*words, status=2)
+        assert r"\xff" in said and "is not UTF-8" in said
 
 
 @pytest.mark.parametrize(
@@ -143,18 +116,13 @@ def test_name_not_utf_8_is_refused_first(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("debug", [False, True])
 def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
-    error: Exception,
-    status: int,
-    debug: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, status: int, debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(args: object) -> int:
         raise error
 
     monkeypatch.setattr("megapack.cli.inspect.run", fail)
-    assert main(["inspect", "corpus", *(["--debug"] if debug else [])]) == status
-    said = capsys.readouterr().err
+    said = printed("inspect", "corpus", *(["--debug"] if debug else []), status=status)
     assert said.endswith(f"megapack-build inspect: error: {error}\n")
     assert ("Traceback" in said and "in fail" in said) == debug
 
@@ -163,8 +131,8 @@ def test_a_narrow_terminal_cuts_no_figure(tmp_path: Path) -> None:
     """A table in 40 columns once was: bucket  0..  0  ..  0.."""
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document(range(1000))
-    command = [sys.executable, "-m", "megapack.cli.main"]
-    command += ["compare", str(tmp_path / "data"), "--strategies", "pad", "--capacity", "1234567"]
+    command = [*PROGRAM, "compare", tmp_path / "data", "--strategies", "pad"]
+    command += ["--capacity", "1234567"]
     reader, terminal = os.openpty()
     environment = {**os.environ, "COLUMNS": "40", "TERM": "xterm"}
     subprocess.run(command, check=True, stdout=terminal, stderr=terminal, env=environment)
@@ -190,20 +158,11 @@ def _reader(*, many: bool) -> argparse.ArgumentParser:
     )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "a b",
-        "--data-prefix a b",
-        "--overwrite a b",
-        "a b --overwrite",
-        "--data-prefix a b --overwrite",
-    ],
-)
-def test_datasets_need_no_option(words: str) -> None:
-    assert _reader(many=True).parse_args(words.split()).prefixes == ["a", "b"]
-    one = words.replace(" a b", " a.idx").replace("a b", "a")
-    assert _reader(many=False).parse_args(one.split()).prefix == "a"
+def test_datasets_need_no_option() -> None:
+    ways = ("{}", "--data-prefix {}", "--overwrite {}", "{} --overwrite")
+    for way in (*ways, "--data-prefix {} --overwrite"):
+        assert _reader(many=True).parse_args(way.format("a b").split()).prefixes == ["a", "b"]
+        assert _reader(many=False).parse_args(way.format("a.idx").split()).prefix == "a"
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -227,8 +186,7 @@ def test_another_way_to_name_the_same_thing_joins_the_group() -> None:
     """As --lengths of compare."""
     parser = argparse.ArgumentParser()
     arguments.add_dataset_argument(parser, many=False).add_argument("--lengths")
-    args = parser.parse_args(["--lengths", "l.npy"])
-    assert args.lengths == "l.npy"
+    assert parser.parse_args(["--lengths", "l.npy"]).lengths == "l.npy"
     with pytest.raises(SystemExit):
         parser.parse_args(["a", "--lengths", "l.npy"])
 
@@ -248,13 +206,6 @@ def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], te
     assert arguments.capacities("4096,1024") == [1024, 4096]
 
 
-def test_a_token_is_a_name_or_an_id() -> None:
-    parser = _parser(lambda parser: arguments.add_shared(parser, "--eod-token"))
-    assert parser.parse_args(["--eod-token", "50256"]).eod_token == 50256
-    assert parser.parse_args(["--eod-token", "<|endoftext|>"]).eod_token == "<|endoftext|>"
-    assert parser.parse_args([]).eod_token is None
-
-
 def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
     parser = _parser(lambda parser: arguments.add_shared(parser, "--threads", "--workers"))
     args = parser.parse_args([])
@@ -264,37 +215,23 @@ def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
 # ---- How numbers look in what the commands print
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 shards"), (1, "1 shard"), (106055, "106,055 shards")]
-)
-def test_a_count_agrees_with_its_noun(number: int, text: str) -> None:
-    assert counted(number, "shard") == text
+def test_a_count_agrees_with_its_noun() -> None:
+    numbers = [counted(number, "shard") for number in (0, 1, 106055)]
+    assert numbers == ["0 shards", "1 shard", "106,055 shards"]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (41_234, "40.3 KiB"),
-        (1_234_567, "1.18 MiB"),
-        (1_023_693, "1000 KiB"),
-    ],
-)
-def test_a_small_size_is_not_zero_megabytes(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
+def test_a_small_size_is_not_zero_megabytes() -> None:
+    sizes = (0, 1023, 1024, 41_234, 1_234_567, 1_023_693)
+    texts = ["0 B", "1023 B", "1 KiB", "40.3 KiB", "1.18 MiB", "1000 KiB"]
+    assert [size(num_bytes) for num_bytes in sizes] == texts
 
 
 def test_large_numbers_are_shortened() -> None:
     numbers = (7, 999, 1500, 999_400, 999_700, 1_234_567, 2.5e6, 999.9e6, 3.14159e12)
     texts = ["7", "999", "1.5 k", "999 k", "1 M", "1.23 M", "2.5 M", "1 G", "3.14 T"]
     assert [short(number) for number in numbers] == texts
-    assert [percent(0.00123), percent(0.00123, None), percent(0.99999, None)] == [
-        "0.12 %",
-        "0.123 %",
-        "100 %",
-    ]
+    assert (percent(0.00123), percent(0.00123, None)) == ("0.12 %", "0.123 %")
+    assert percent(0.99999, None) == "100 %"
 
 
 @given(st.integers(0, 1 << 50))
@@ -306,13 +243,8 @@ def test_sizes_are_read_as_they_are_printed(num_bytes: int) -> None:
 @given(st.integers(0, 1023), st.sampled_from("KMGT"))
 def test_sizes_of_one_unit_are_read_and_printed_exactly(number: int, unit: str) -> None:
     num_bytes = number << (10 * ("KMGT".index(unit) + 1))
-    for text in (
-        f"{number}{unit}",
-        f"{number}{unit.lower()}",
-        f"{number} {unit}iB",
-        f"{number}{unit}B",
-    ):
-        assert parse_size(text) == num_bytes
+    for spelt in (unit, unit.lower(), f" {unit}iB", f"{unit}B"):
+        assert parse_size(f"{number}{spelt}") == num_bytes
     assert size(num_bytes) == (f"{number} {unit}iB" if number else "0 B")
 
 
@@ -324,9 +256,8 @@ def test_sizes_are_exact_where_a_float_is_not() -> None:
 @pytest.mark.parametrize(
     "text", ["", "M", "1.5.5M", "-1", "1e9", "64X", "0x10", "nan", "1,000", True]
 )
-def test_wrong_size_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a size; write 4096, 64M or 1\.5G"):
         parse_size(text)
-    with pytest.raises(SystemExit, match="2"):
-        main(["tokenize", "--input", "x", "--output-prefix", "y", f"--block-bytes={text}"])
-    assert f"{str(text)!r} is not a size" in capsys.readouterr().err
+    command = ("tokenize", "--input", "x", "--output-prefix", "y", f"--block-bytes={text}")
+    assert f"{str(text)!r} is not a size" in printed(*command, status=2)

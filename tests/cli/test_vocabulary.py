@@ -44,16 +44,13 @@ def test_every_command_reads_datasets_or_runs_or_writes() -> None:
 
 
 def test_no_option_has_two_meanings() -> None:
-    meanings: dict[str, dict[tuple[object, ...], list[str]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    meanings: dict[str, set[tuple[object, ...]]] = defaultdict(set)
     shared = argparse.ArgumentParser()
     arguments.add_shared(shared, *SHARED)
-    for command, actions in [*((name, _actions(name)) for name in ALL), ("all", shared._actions)]:
-        for action in actions:
-            for option in action.option_strings:
-                meanings[option][_meaning(action)].append(command)
-    differing = {option: dict(found) for option, found in meanings.items() if len(found) > 1}
+    for action in [*shared._actions, *(action for name in ALL for action in _actions(name))]:
+        for option in action.option_strings:
+            meanings[option].add(_meaning(action))
+    differing = {option: found for option, found in meanings.items() if len(found) > 1}
     # One dataset or several is the only difference that --data-prefix may show; --input DIR of
     # merge is Megatron's spelling; --format is of what is read, and in export of what is written.
     assert set(differing) <= {"--data-prefix", "--input", "--format"}, differing
@@ -93,17 +90,10 @@ PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
 def test_every_public_name_stands_once_behind_a_word_of_the_vocabulary() -> None:
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     page = text.partition("## Words")[2].partition("\n## ")[0]
-    told = Counter(
-        name
-        for row in page.splitlines()
-        if row.startswith("| ")
-        for name in re.findall(r"`(\w+)`", row.rpartition(" | ")[2])
-    )
-    public = {
-        name
-        for package in PACKAGES
-        for name in importlib.import_module(f"megapack.{package}").__all__
-    }
+    rows = [row.rpartition(" | ")[2] for row in page.splitlines() if row.startswith("| ")]
+    told = Counter(name for row in rows for name in re.findall(r"`(\w+)`", row))
+    modules = [importlib.import_module(f"megapack.{package}") for package in PACKAGES]
+    public = {name for module in modules for name in module.__all__}
     assert len(public) > 60
     assert set(told) == public, set(told) ^ public
     assert told.most_common(1)[0][1] == 1, told.most_common(3)

@@ -75,6 +75,12 @@ def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:
     return address_of(prefix)
 
 
+def near_and_far(prefix: Path, num_documents: int = 2000) -> tuple[IndexedDataset, IndexedDataset]:
+    """A dataset here, and at its address."""
+    address = put_dataset(prefix, num_documents)
+    return IndexedDataset(prefix), IndexedDataset(address)
+
+
 def run(
     prefix: str | os.PathLike[str] | Sequence[Any], rank: int = 0, size: int = 1, **options: Any
 ) -> list[dict[str, Any]]:
@@ -82,13 +88,7 @@ def run(
     prefixes = prefix if isinstance(prefix, list) else [prefix]
     data = PackedDataset(prefixes, [f"{os.fspath(each)}.samples" for each in prefixes])
     schedule = Schedule(data, tokens_per_step=2 * MICRO_BATCH, seed=3)
-    loader = build_loader(
-        data,
-        schedule,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        micro_batch_tokens=MICRO_BATCH,
-        **options,
-    )
+    options = {"data_parallel_rank": rank, "data_parallel_size": size, **options}
+    loader = build_loader(data, schedule, micro_batch_tokens=MICRO_BATCH, **options)
     names = ("tokens", "labels", "loss_mask", "sample_ids")
     return [{name: np.asarray(batch[name]).tolist() for name in names} for batch in loader]

@@ -48,7 +48,6 @@ def write_sources(folder: Path) -> None:
         with IndexedDatasetBuilder(folder / name, np.dtype(np.uint16)) as builder:
             for length in rng.integers(1, 200, DOCUMENTS).tolist():
                 builder.add_document(rng.integers(0, 60_000, length))
-            builder.finalize()
         documents = IndexedDataset(folder / name)
         index = pack(documents.document_lengths, "bucket", buckets=[64, 256])
         index.save(folder / f"{name}.samples", source=documents)
@@ -59,14 +58,9 @@ def write_sources(folder: Path) -> None:
 def batches(data: PackedDataset, rank: int, size: int, seed: int, *, prefetch: int) -> Any:
     """Those of a rank in one epoch of an order."""
     schedule = Schedule(data, tokens_per_step=size * MICRO_BATCH, seed=seed)
-    return build_loader(
-        data,
-        schedule,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        micro_batch_tokens=MICRO_BATCH,
-        prefetch=prefetch,
-    )
+    where = {"data_parallel_rank": rank, "data_parallel_size": size}
+    sizes = {"micro_batch_tokens": MICRO_BATCH, "prefetch": prefetch}
+    return build_loader(data, schedule, **where, **sizes)
 
 
 def opened(folder: str) -> PackedDataset:
@@ -161,11 +155,8 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=100_000, help="of all processes")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each process")
-    parser.add_argument(
-        "--cache-size",
-        type=lambda text: None if text == "none" else parse_size(text),
-        default="512K",
-    )
+    size = lambda text: None if text == "none" else parse_size(text)  # noqa: E731
+    parser.add_argument("--cache-size", type=size, default="512K")
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which it hangs")
     parser.add_argument("--directory", default="/dev/shm" if Path("/dev/shm").is_dir() else None)
     found = stress(parser.parse_args())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from object_store import Line
-from patience import PATIENCE
+from patience import wait_until
 from programs import started, tell
 
 from megapack.cli.arguments import byte_count
@@ -27,7 +27,7 @@ from megapack.storage.remote.cache import Chunks, RangeLocks, make_room, open_ca
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.reader import read_consistently
-from tests.remote.far import HOLDS, put_dataset, run
+from tests.remote.far import HOLDS, near_and_far, put_dataset, run
 
 NUM_BLOCKS = 64
 FULL = np.repeat(np.arange(1, NUM_BLOCKS + 1, dtype=np.uint8), BLOCK_BYTES)
@@ -87,9 +87,7 @@ def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cache.entry("docs", "file:///docs") == entry and not before.exists()
 
 
-def test_folder_that_vanishes_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanished_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, mkdir = Chunks(tmp_path / "entry" / "docs.bin"), Path.mkdir
     is_removed = iter([True] * 3)
 
@@ -103,7 +101,7 @@ def test_folder_that_vanishes_is_made_again(
     assert chunks.copy(ALL, None).size == NUM_BLOCKS - 1
 
 
-def test_folder_that_vanishes_below_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
+def test_vanished_folder_of_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
     found = find_object(f"{put_dataset(tmp_path / 'docs')}.idx")
     assert found is not None
     cache = open_cache()
@@ -120,13 +118,13 @@ def test_folder_that_vanishes_below_a_whole_file_is_made_again(line: Line, tmp_p
         cache.fetch(found, path, lambda file: shutil.rmtree(file.parent))
 
 
-def test_removed_cache_is_filled_again(
+def test_removed_is_filled_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of it, folders, or all that there is."""
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1G")
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
-    near = IndexedDataset(tmp_path / "docs").tokens.tolist()
+    here, far = near_and_far(tmp_path / "docs")
+    near = here.tokens.tolist()
     for remove in (Path.unlink, lambda path: shutil.rmtree(path.parent)):
         assert far.tokens[:].tolist() == near
         for chunk in list((tmp_path / "cache").glob("*/*.bin.*/[13579]")):
@@ -138,7 +136,7 @@ def test_removed_cache_is_filled_again(
     assert far.tokens[:].tolist() == near and (tmp_path / "cache").is_dir()
 
 
-def test_what_is_needed_last_goes_first(
+def test_needed_last_goes_first(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read a quarter of an hour ago, so an epoch away, the farthest; long ago; a minute ago, which
@@ -171,9 +169,9 @@ def test_what_is_read_stays_although_its_chunk_goes(
     """Two threads read the same blocks; each finds them, and memory is given back by the last, in
     pages of the machine: what another thread reads may lie in the same."""
     monkeypatch.setattr(reader, "PAGE_BLOCKS", page_blocks)
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    here, far = near_and_far(tmp_path / "docs")
     in_block = BLOCK_BYTES // 2
-    near = IndexedDataset(tmp_path / "docs").tokens[in_block : 3 * in_block].tolist()
+    near = here.tokens[in_block : 3 * in_block].tolist()
 
     def read() -> list[int]:
         shutil.rmtree(far.tokens._chunks.folder)
@@ -186,11 +184,9 @@ def test_what_is_read_stays_although_its_chunk_goes(
     assert not far.mapped_tokens.any(), "memory was kept"
 
 
-def test_failed_copy_is_copied_again(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_is_redone(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread that waits for the same blocks does not take zeros for them."""
-    far, near = IndexedDataset(put_dataset(tmp_path / "docs")), IndexedDataset(tmp_path / "docs")
+    near, far = near_and_far(tmp_path / "docs")
     assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
     far.tokens.pin(np.arange(1))  # the other thread
 
@@ -219,19 +215,21 @@ def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.M
     assert used < limit + whole
 
 
-def test_unused_goes_used_stays(
+READS = """
+import sys
+from megapack.storage import IndexedDataset
+data = IndexedDataset(sys.argv[1])
+data.tokens[:]
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_unused_is_removed(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))
-    program = (
-        "import sys\n"
-        "from megapack.storage import IndexedDataset\n"
-        "data = IndexedDataset(sys.argv[1])\n"
-        "data.tokens[:]\n"
-        "print('open', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    processes = [started(program, address, says="open") for address in (theirs, old)]
+    processes = [started(READS, address, says="open") for address in (theirs, old)]
     processes[1].communicate("")
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "800000")
     IndexedDataset(mine).tokens[:]
@@ -296,10 +294,7 @@ def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
     line.counts.clear()
     for process in ranks:
         tell(process)
-    until = time.monotonic() + PATIENCE
-    while line.counts["GET"] < 5:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    wait_until(lambda: line.counts["GET"] >= 5)
     ranks[0].kill()
     assert [process.wait() for process in ranks] == [-signal.SIGKILL, 0, 0, 0]
     near = IndexedDataset(tmp_path / "docs")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import ssl
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from object_store import Faults, Line, serve_objects
 from ports import free_port
+from programs import PYTHON, ended, on_small_disk
 
 from megapack.data import PackedDataset
 from megapack.errors import ConfigError, FormatError
@@ -55,9 +56,7 @@ def test_a_store_that_fails_now_and_then_changes_no_batch(
     assert all(line.counts[kind] > 0 for kind in kinds), "the test showed nothing"
 
 
-def test_slow_line_is_no_failure(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_line_is_fine(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a request of 4 MiB takes longer than a store may be silent."""
     monkeypatch.setattr(client, "REQUEST_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "30")
@@ -93,9 +92,7 @@ def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) 
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".checksums", ".samples"])
-def test_damaged_small_object_named(
-    line: Line, tmp_path: Path, impatient: None, suffix: str
-) -> None:
+def test_damaged_file_is_named(line: Line, tmp_path: Path, impatient: None, suffix: str) -> None:
     address = put_dataset(tmp_path / "docs")
     local = tmp_path / f"docs{suffix}"
     if suffix == ".checksums":
@@ -109,9 +106,7 @@ def test_damaged_small_object_named(
 
 
 @EVERY_STORE
-def test_an_object_that_is_replaced_ends_the_run(
-    line: Line, tmp_path: Path, impatient: None
-) -> None:
+def test_a_replaced_object_ends_the_run(line: Line, tmp_path: Path, impatient: None) -> None:
     address = put_dataset(tmp_path / "docs", 4000)
     far = PackedDataset(address, f"{address}.samples")
     far[0]
@@ -153,9 +148,7 @@ def test_failing_store_is_named(line: Line, tmp_path: Path, impatient: None) -> 
     assert far[0].tolist() == IndexedDataset(tmp_path / "docs")[0].tolist()
 
 
-def test_a_run_goes_on_when_the_server_was_restarted(
-    line: Line, server: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_when_the_server_restarts(line: Line, server: str, tmp_path: Path) -> None:
     """The process is killed in the middle of a run; another with the same objects comes later."""
     write_packed(tmp_path / "docs", 4000)
     address = address_of(tmp_path / "docs")
@@ -188,20 +181,10 @@ for read in (lambda: far.tokens[:], lambda: fetch_file(f"{sys.argv[1]}.samples")
 
 
 def test_a_full_cache_disk_is_named(line: Line, tmp_path: Path) -> None:
-    """By blocks and by a whole file, which are not asked for again. On a real file system of one
-    megabyte, in a mount namespace of its own."""
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare")
+    """By blocks and by a whole file, which are not asked for again."""
     address = put_dataset(tmp_path / "docs", 20_000)
     (tmp_path / "disk").mkdir()
-    script = 'mount -t tmpfs -o size=1m none "$3" && "$0" -c "$1" "$2" "$3"'
-    command = ["unshare", "-rm", "sh", "-c", script, sys.executable, FULL, address]
-    done = subprocess.run(
-        [*command, str(tmp_path / "disk")], check=False, capture_output=True, text=True
-    )
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("mounting needs user namespaces")
-    assert done.returncode == 0, done.stderr
+    done = on_small_disk(tmp_path / "disk", 1, *PYTHON, FULL, address, tmp_path / "disk")
     assert done.stdout.count("the disk of the cache is full") == 2
     assert done.stdout.count("MEGAPACK_CACHE_SIZE") == 2 and not done.stderr
 
@@ -214,6 +197,14 @@ def test_a_full_cache_disk_is_named(line: Line, tmp_path: Path) -> None:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(client, "_said", {})
+
+
+@contextlib.contextmanager
+def serving(handler: Any) -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 class Whole(SimpleHTTPRequestHandler):
@@ -230,11 +221,8 @@ def files(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     """A server of the files of a dataset ``docs``."""
     write_packed(tmp_path / "docs", 50)
     Whole.requests = 0
-    handler = partial(Whole, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(partial(Whole, directory=str(tmp_path))) as server:
         yield server
-        server.shutdown()
 
 
 def test_a_server_that_ignores_ranges_is_named_at_once(files: ThreadingHTTPServer) -> None:
@@ -262,20 +250,14 @@ def test_a_certificate_that_is_not_trusted_is_named_at_once(
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     names = "-addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE"
     how = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here {names}".split()
-    subprocess.run(
-        ["openssl", *how, "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
+    ended("openssl", *how, "-keyout", key, "-out", certificate)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     files.socket = context.wrap_socket(files.socket, server_side=True)
     address = f"https://127.0.0.1:{files.server_port}/docs.idx"
 
     def said() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", OPENS, address], check=True, capture_output=True, text=True
-        )
+        done = ended(*PYTHON, OPENS, address)
         assert not done.stderr, "tried again"
         return done.stdout
 
@@ -319,11 +301,9 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answers() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        Answers.requests = 0
+    Answers.requests = 0
+    with serving(Answers) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 class WeakTags(Answers):
@@ -345,14 +325,13 @@ class WeakTags(Answers):
 
 def test_object_with_weak_tag_is_read() -> None:
     """A web server's; once every range of it was said to be of a replaced object."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), WeakTags) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = find_object(f"http://127.0.0.1:{server.server_port}/docs.idx")
+    with serving(WeakTags) as server:
+        root = f"http://127.0.0.1:{server.server_port}"
+        found = find_object(f"{root}/docs.idx")
         assert found is not None and found.etag == 'W/"1"'
         assert bytes(found.read(2, 5)) == b"234"
-        others = [f"http://127.0.0.1:{server.server_port}/{name}" for name in "ab"]
+        others = [f"{root}/{name}" for name in "ab"]
         assert find_duplicates(others) == {}, "a tag says nothing of another address"
-        server.shutdown()
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 410, 501])
@@ -402,25 +381,22 @@ def test_whole_files_and_ranges_are_asked_for_equally_often(line: Line, tmp_path
     """What comes with wrong bytes: a range of .bin, and a whole file, by one rule."""
     address, asked = put_dataset(tmp_path / "docs"), []
 
-    def wrong(_: object) -> None:
+    def wrong(error: type[Exception], _: object) -> None:
         asked.append(1)
-        raise FormatError("it is not what it should be")
+        raise error("it is not what it should be")
 
     found = find_object(f"{address}.samples")
     assert found is not None
     cache = open_cache()
-    with pytest.raises(FormatError, match=r"docs\.samples is damaged, or changed on the way 5 ti"):
-        cache.fetch(found, cache.entry("samples", address, found) / "samples", wrong)
-    assert len(asked) == client.WRONG_ATTEMPTS
-    asked.clear()
-
-    def wrong_bytes(_: memoryview) -> None:
-        asked.append(1)
-        raise client.WrongBytesError("they are wrong")
-
-    with pytest.raises(FormatError, match=r"docs\.samples is damaged, or changed on the way 5 ti"):
-        found.read(0, 10, wrong_bytes)
-    assert len(asked) == client.WRONG_ATTEMPTS
+    path = cache.entry("samples", address, found) / "samples"
+    for ask in (
+        lambda: cache.fetch(found, path, partial(wrong, FormatError)),
+        lambda: found.read(0, 10, partial(wrong, client.WrongBytesError)),
+    ):
+        asked.clear()
+        with pytest.raises(FormatError, match=r"docs\.samples is damaged, or changed .* 5 times"):
+            ask()
+        assert len(asked) == client.WRONG_ATTEMPTS == 5
 
 
 def test_file_that_cannot_be_read_is_no_store(line: Line, tmp_path: Path) -> None:

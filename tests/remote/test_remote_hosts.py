@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from object_store import Line
-from patience import PATIENCE
+from patience import wait_until
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -122,42 +122,24 @@ def test_rows_that_a_host_takes_next_are_fetched_meanwhile(line: Line, tmp_path:
     rows.micro_batch([6, 7])
     for i in (10, 11, 14, 15):
         [(tokens, blocks)] = reads._blocks(rows.samples_of(i))
-        until = time.monotonic() + PATIENCE
-        while not tokens.are_here(blocks):
-            assert time.monotonic() < until, f"row {i} is not asked for"
-            time.sleep(0.05)
+        wait_until(partial(tokens.are_here, blocks), f"row {i} is not asked for")
 
 
 def losses(index: str, out: Path) -> list[float]:
     """Of four steps of transformers' Trainer."""
     attention.register("sdpa")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=2**15,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=ROW,
-            attn_implementation="megapack",
-        )
-    )
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    options = {"max_position_embeddings": ROW, "attn_implementation": "megapack"}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2**15, **shape, **heads, **options))
     data = PackedDataset(None, index)
     schedule = Schedule(data, tokens_per_step=2 * ROW, seed=1)
+    steps = {"max_steps": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
     trainer = PackedTrainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(out),
-            max_steps=4,
-            gradient_accumulation_steps=2,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-        ),
+        args=TrainingArguments(output_dir=str(out), use_cpu=True, **steps, **quiet),
         train_dataset=MicroBatches(data, schedule, micro_batch_tokens=ROW),
     )
     trainer.train()
@@ -174,19 +156,16 @@ def test_trainer_takes_the_same_steps(line: Line, tmp_path: Path) -> None:
 
 def test_micro_batches_in_order_are_fetched_ahead(line: Line, tmp_path: Path) -> None:
     """And in any other order they are the same."""
-    address = put_dataset(tmp_path / "docs", 20_000)
+    prefixes = tmp_path / "docs", put_dataset(tmp_path / "docs", 20_000)
+    packed = [PackedDataset(prefix, f"{prefix}.samples") for prefix in prefixes]
     near, far = (
         MicroBatches(data, Schedule(data, tokens_per_step=2 * ROW), micro_batch_tokens=ROW)
-        for data in (
-            PackedDataset(prefix, f"{prefix}.samples") for prefix in (tmp_path / "docs", address)
-        )
+        for data in packed
     )
     line.counts.clear()
     for i in range(10):
         assert torch.equal(far[i]["input_ids"], near[i]["input_ids"])
-    until = time.monotonic() + PATIENCE
-    while line.counts["bytes"] < 0.8 * (tmp_path / "docs.bin").stat().st_size:
-        assert time.monotonic() < until, "ten micro batches need a fifth of the file at most"
-        time.sleep(0.05)
+    most = 0.8 * (tmp_path / "docs.bin").stat().st_size  # ten need a fifth of the file at most
+    wait_until(lambda: line.counts["bytes"] >= most, "nothing is fetched ahead")
     for i in (300, 7, 8):
         assert torch.equal(far[i]["input_ids"], near[i]["input_ids"])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,8 @@ from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.remote import client
 from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.copies import local_copy, local_output, upload_dataset
-from megapack.storage.remote.copies import put_object as put_once
 from megapack.storage.remote.reader import fetch_file
 from megapack.storage.verify import verify
 from tests.remote.far import address_of, flip, folder_of, run, write_packed
@@ -54,6 +53,20 @@ def put_shards(folder: Path, names: str = "abc") -> str:
     for seed, name in enumerate(names):
         put_documents(folder / name, 150, seed)
     return folder_of(folder)
+
+
+@contextlib.contextmanager
+def line_down(but_for: str | None = None) -> Iterator[None]:
+    """Nothing is written there, but what has this in its name."""
+
+    def put(url: str, path: Path) -> None:
+        if but_for is None or but_for not in url:
+            raise ConnectionError("the line is down")
+        put_object(url, path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("megapack.storage.remote.copies.put_object", put)
+        yield
 
 
 def leftovers(tmp_path: Path) -> list[Path]:
@@ -83,9 +96,7 @@ def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @EVERY_CLOUD
-def test_existing_is_as_here(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_as_here(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = put_documents(tmp_path / "docs")
     assert pack(address) == 0
     first = fetch_file(f"{address}.samples").read_bytes()
@@ -99,9 +110,8 @@ def test_existing_is_as_here(
     assert not line.counts["PUT"] and fetch_file(f"{address}.samples").read_bytes() == first
     assert pack(address, "--seed", "9", "--overwrite") == 0
     assert SampleIndex.load(f"{address}.samples").seed == 9
-    damaged = bytearray(first)
-    damaged[-9] ^= 1
-    (tmp_path / "damaged").write_bytes(damaged)
+    (tmp_path / "damaged").write_bytes(first)
+    flip(tmp_path / "damaged", -9)
     put_object(f"{address}.samples", tmp_path / "damaged")
     assert pack(address) == 2 and "checksum" in capsys.readouterr().err
     with pytest.raises(FormatError, match="checksum"):
@@ -150,17 +160,10 @@ def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path) -> None
     assert not leftovers(tmp_path)
 
 
-def test_failed_upload_is_clean(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_upload_is_clean(line: Line, tmp_path: Path) -> None:
     """Nor does what it packed stand in the way of other options."""
     address = put_documents(tmp_path / "docs")
-
-    def fails(*_: object) -> None:
-        raise ConnectionError("the line is down")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("megapack.storage.remote.copies.put_object", fails)
+    with line_down():
         assert pack(address) == 1
     assert find_object(f"{address}.samples") is None and not leftovers(tmp_path)
     assert pack(address, "--seed", "9") == 0
@@ -202,21 +205,12 @@ def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_source_at_an_address_goes_on_where_it_was_stopped_and_grows(
-    line: Line,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = put_shards(tmp_path)
     command = (f"{folder}/[abcd].idx", "--output", f"{folder}/web.shards.json")
 
-    def first_only(url: str, path: Path) -> None:
-        if "/a-" not in url:
-            raise ConnectionError("the line is down")
-        put_once(url, path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("megapack.storage.remote.copies.put_object", first_only)
+    with line_down(but_for="/a-"):
         assert pack(*command) == 1
     assert find_object(f"{folder}/web.shards.json") is None
     line.counts.clear()
@@ -245,22 +239,16 @@ def test_machines_share_a_source_at_an_address(line: Line, tmp_path: Path) -> No
     folder = put_shards(tmp_path, "abcde")
     output = ("--output", f"{folder}/web.shards.json", *BUCKETS, "--workers", "2")
     line.counts.clear()
-    parts = [
-        subprocess.Popen(
-            [*COMMAND, "pack", f"{folder}/*.idx", *output, "--part", f"{i}/2"],
-            env={**os.environ, "MEGAPACK_CACHE": f"{tmp_path}/cache{i}"},
-        )
-        for i in range(2)
-    ]
+    command, parts = [*COMMAND, "pack", f"{folder}/*.idx", *output, "--part"], []
+    for i in range(2):
+        environment = {**os.environ, "MEGAPACK_CACHE": f"{tmp_path}/cache{i}"}
+        parts.append(subprocess.Popen([*command, f"{i}/2"], env=environment))
     assert [process.wait() for process in parts] == [0, 0]
     assert line.counts["PUT"] == 5 and find_object(f"{folder}/web.shards.json") is None
     assert pack(f"{folder}/*.idx", *output[:2]) == 0
     assert line.counts["PUT"] == 6, "the manifest"
-    assert pack(f"{folder}/*.idx", "--output", f"{tmp_path}/here.shards.json") == 0
-    far, near = (
-        load_shards(f"{folder}/web.shards.json"),
-        load_shards(f"{tmp_path}/here.shards.json"),
-    )
+    assert pack(f"{folder}/*.idx", "--output", f"{tmp_path}/web.shards.json") == 0
+    far, near = (load_shards(f"{place}/web.shards.json") for place in (folder, tmp_path))
     assert far.fingerprint == near.fingerprint and len(far.shards) == 5
 
 
@@ -270,9 +258,7 @@ def test_staging_folders(line: Line, tmp_path: Path, capsys: pytest.CaptureFixtu
         write_packed(tmp_path / "my data" / name, 150, seed)
     folder = f"file://{tmp_path}/my%20data"
     far, near = f"{folder}/web.shards.json", f"{tmp_path}/web.shards.json"
-    assert (
-        pack(f"{folder}/*.idx", "--output", far) == pack(f"{folder}/*.idx", "--output", near) == 0
-    )
+    assert [pack(f"{folder}/*.idx", "--output", output) for output in (far, near)] == [0, 0]
     assert load_shards(far).fingerprint == load_shards(near).fingerprint
     written = {path.parent.name for path in (tmp_path / "my data").glob("*/*")}
     assert written == {"web.shards"} and (tmp_path / "my data/web.shards.json").exists()
@@ -282,9 +268,7 @@ def test_staging_folders(line: Line, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "my data" / "nowhere").exists(), "who reads makes nothing"
 
 
-def test_refusals_say_remedy(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_say_remedy(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs")
     folder, _, _ = address.rpartition("/")
     text = ("--input", f"{tmp_path}/docs.meta.json", "--tokenizer", "bytes")
@@ -302,8 +286,7 @@ def test_refusals_say_remedy(
         (("merge", address, "--output-prefix", near, "--remove-inputs"), "--remove-inputs"),
         ((*tokenize, f"{folder}/x", "--part", "0/2"), "megapack-build upload"),
     ):
-        assert main(list(command)) == 2, command
-        assert reason in capsys.readouterr().err, command
+        assert reason in printed(*command, status=2), command
     assert not line.counts["PUT"] and not Path("s3:").exists()
 
 
@@ -321,9 +304,7 @@ def test_upload_and_inspect(line: Line, tmp_path: Path) -> None:
 
 @EVERY_CLOUD
 def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
-    write_packed(tmp_path / "docs")
-    address = address_of(tmp_path / "docs")
-    upload_dataset(str(tmp_path / "docs"), address)
+    address = put_documents(tmp_path / "docs", 2000)
     assert verify(address) == verify(tmp_path / "docs") == []
     line.counts.clear()
     assert verify(address, tokens=False) == []
@@ -332,9 +313,8 @@ def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
     there, here = verify(address, **ids), verify(tmp_path / "docs", **ids)
     assert there == here and len(here) == 2
     upload_dataset(str(tmp_path / "docs"), f"{address}2")
-    assert f"holds the same documents as {address}" in printed(
-        "verify", address, f"{address}2", "--no-tokens"
-    )
+    said = printed("verify", address, f"{address}2", "--no-tokens")
+    assert f"holds the same documents as {address}" in said
     flip(tmp_path / "docs.bin", 1000)
     put_object(f"{address}.bin", tmp_path / "docs.bin")
     [found] = verify(address)
@@ -375,17 +355,9 @@ def test_second_writer_of_an_address_waits(line: Line, tmp_path: Path) -> None:
 
 def objects(address: str) -> dict[str, bytes]:
     """What stands at an address, by suffix."""
-    found = {}
-    for suffix in (".bin", ".idx", ".meta.json", ".manifest.json"):
-        if find_object(f"{address}{suffix}") is not None:
-            found[suffix] = fetch_file(f"{address}{suffix}").read_bytes()
-    return found
-
-
-def local_files(prefix: Path) -> dict[str, bytes]:
-    names = (".bin", ".idx", ".meta.json", ".manifest.json")
-    paths = {suffix: Path(f"{prefix}{suffix}") for suffix in names}
-    return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
+    suffixes = (".bin", ".idx", ".meta.json", ".manifest.json")
+    there = [suffix for suffix in suffixes if find_object(f"{address}{suffix}") is not None]
+    return {suffix: fetch_file(f"{address}{suffix}").read_bytes() for suffix in there}
 
 
 def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
@@ -410,22 +382,13 @@ OTHERWISE = {  # options with which another dataset is made
 @EVERY_CLOUD
 @pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
 def test_what_is_written_to_an_address_is_what_is_written_here(
-    line: Line,
-    tmp_path: Path,
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
+    line: Line, tmp_path: Path, command: str
 ) -> None:
-    write_packed(tmp_path / "docs", 300)
-    address = address_of(tmp_path / "docs")
-    upload_dataset(str(tmp_path / "docs"), address)
+    address = put_documents(tmp_path / "docs", 300)
     how = commands(tmp_path, address)[command]
     target = f"{address}-out"
 
-    def fails(*_: object) -> None:
-        raise ConnectionError("the line is down")
-
-    with monkeypatch.context() as patched:  # killed before the last object of the dataset
-        patched.setattr("megapack.storage.remote.copies.put_object", fails)
+    with line_down():  # killed before the last object of the dataset
         assert main([*how, "--output-prefix", target]) == 1
     assert not IndexedDataset.exists(target), "absent until it is complete"
     out = printed(*how, "--output-prefix", target)
@@ -434,11 +397,10 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
         assert "this very build is finished" in out, "it was built anew"
     assert not list((tmp_path / "cache").glob("*output*")), "the local files stay behind"
     assert main([*how, "--output-prefix", f"{tmp_path}/out"]) == 0
-    here, there = local_files(tmp_path / "out"), objects(target)
+    here, there = objects(f"file://{tmp_path}/out"), objects(target)
     meta, theirs = json.loads(here.pop(".meta.json")), json.loads(there.pop(".meta.json"))
-    assert str(meta.pop("command", "")).replace(f"{tmp_path}/out", target) == str(
-        theirs.pop("command", "")
-    )
+    ours = str(meta.pop("command", "")).replace(f"{tmp_path}/out", target)
+    assert ours == str(theirs.pop("command", ""))
     assert meta == theirs and here == there and len(here) == 2 + (command == "tokenize")
     assert verify(target) == verify(tmp_path / "out")
     for prefix in (target, f"{tmp_path}/out"):  # one rule, here and there
@@ -453,22 +415,11 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert objects(target) != again and verify(target) == []
 
 
-def test_cut_upload_leaves_none(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_upload_leaves_none(line: Line, tmp_path: Path) -> None:
     """The .idx comes last: nobody pairs the new .bin with the old .idx."""
-    write_packed(tmp_path / "docs")
-    address = address_of(tmp_path / "docs")
-    upload_dataset(str(tmp_path / "docs"), address)
+    address = put_documents(tmp_path / "docs")
     assert IndexedDataset.exists(address)
-    put = client.put_object
-
-    def put_once(url: str, path: Path) -> None:
-        put(url, path)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("megapack.storage.remote.copies.put_object", put_once)
-    with pytest.raises(KeyboardInterrupt):
+    with line_down(but_for=".bin"), pytest.raises(ConnectionError):
         upload_dataset(str(tmp_path / "docs"), address)
     assert not IndexedDataset.exists(address)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import subprocess
-import sys
 from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 from object_store import Line
+from programs import PYTHON, ended
 
 from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError
@@ -72,12 +71,10 @@ def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Pa
     put_dataset(tmp_path / "docs")
     near = IndexedDataset(tmp_path / "docs")
     rng = np.random.default_rng(0)
-    with IndexedDatasetBuilder(
-        tmp_path / "docs.labels", dtype=np.int32, allow_negative=True
-    ) as builder:
+    labels = tmp_path / "docs.labels"
+    with IndexedDatasetBuilder(labels, dtype=np.int32, allow_negative=True) as builder:
         for document in near:
             builder.add_document(np.where(rng.random(document.size) < 0.5, document, -100))
-        builder.finalize()
     address = address_of(tmp_path / "docs")
     upload_dataset(f"{tmp_path}/docs.labels", f"{address}.labels")
     expected = run(tmp_path / "docs")
@@ -87,13 +84,11 @@ def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Pa
 
 def test_files_are_staged_by_the_same_cache(line: Line, tmp_path: Path) -> None:
     """``file://``: a disk that is slow or shared. No request leaves the machine."""
-    address = put_dataset(tmp_path / "docs")
-    before = line.counts["requests"]
-    expected = run(tmp_path / "docs")
-    assert run(f"file://{tmp_path}/docs") == expected
-    assert line.counts["requests"] == before
+    put_dataset(tmp_path / "docs")  # the same files, which are not asked for
+    line.counts.clear()
+    assert run(f"file://{tmp_path}/docs") == run(tmp_path / "docs")
+    assert not line.counts["requests"]
     assert list((tmp_path / "cache").glob("docs-*/docs.bin.*/0"))
-    assert address  # the same files; they were only not asked for
 
 
 def test_missing_sums_said(line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,10 +100,8 @@ def test_missing_sums_said(line: Line, tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_one_sample_and_one_micro_batch_need_no_loader(line: Line, tmp_path: Path) -> None:
-    address = put_dataset(tmp_path / "docs")
-    near, far = (
-        PackedDataset(prefix, f"{prefix}.samples") for prefix in (tmp_path / "docs", address)
-    )
+    prefixes = tmp_path / "docs", (address := put_dataset(tmp_path / "docs"))
+    near, far = (PackedDataset(prefix, f"{prefix}.samples") for prefix in prefixes)
     for i in (0, 100, len(near) - 1):
         assert far[i]["tokens"].tolist() == near[i]["tokens"].tolist()
     copy = pickle.loads(pickle.dumps(far))
@@ -132,45 +125,45 @@ def test_what_is_missing_or_misspelt_is_named(line: Line, tmp_path: Path) -> Non
     assert not list(Path.cwd().glob("??:*"))
 
 
+QUEUES = """
+import sys, numpy
+from megapack.storage import IndexedDataset
+dataset = IndexedDataset(sys.argv[1])
+for block in range(240):
+    dataset.tokens.want(numpy.array([block]))
+dataset.tokens[0]
+print("queued", flush=True)
+"""
+
+
 def test_a_program_that_ends_early_does_not_wait(line: Line, tmp_path: Path) -> None:
     """With more requests queued than are sent at a time, leaving takes one answer's time."""
     address = put_dataset(tmp_path / "docs", 20_000)
-    program = (
-        "import sys, numpy\n"
-        "from megapack.storage import IndexedDataset\n"
-        "dataset = IndexedDataset(sys.argv[1])\n"
-        "blocks = [numpy.array([block]) for block in range(240)]\n"
-        "for block in blocks:\n"
-        "    dataset.tokens.want(block)\n"
-        "dataset.tokens[0]\n"
-        "print('queued', flush=True)\n"
-    )
     line.latency = 0.3
     line.counts.clear()
-    done = subprocess.run(
-        [sys.executable, "-c", program, address], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and done.stdout == "queued\n" and not done.stderr
+    done = ended(*PYTHON, QUEUES, address)
+    assert done.stdout == "queued\n" and not done.stderr
     assert 0 < line.counts["GET"] < 200, "it read what nobody waited for"
+
+
+FORKS = """
+import os, sys
+from megapack.errors import ConfigError
+from megapack.storage import IndexedDataset
+dataset = IndexedDataset(sys.argv[1])
+if os.fork() == 0:
+    try:
+        dataset[0]
+    except ConfigError as error:
+        os._exit("spawn" in str(error) and 7)
+    os._exit(1)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
 
 
 def test_a_forked_child_of_a_reader_is_refused(line: Line, tmp_path: Path) -> None:
     """It would hang: the client's threads do not live in it."""
-    address = put_dataset(tmp_path / "docs")
-    program = (
-        "import os, sys\n"
-        "from megapack.errors import ConfigError\n"
-        "from megapack.storage import IndexedDataset\n"
-        "dataset = IndexedDataset(sys.argv[1])\n"
-        "if os.fork() == 0:\n"
-        "    try:\n"
-        "        dataset[0]\n"
-        "    except ConfigError as error:\n"
-        "        os._exit('spawn' in str(error) and 7)\n"
-        "    os._exit(1)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program, address], check=False).returncode == 7
+    ended(*PYTHON, FORKS, put_dataset(tmp_path / "docs"), status=7)
 
 
 def test_lengths_alone_need_no_tokens(line: Line, tmp_path: Path) -> None:

@@ -8,20 +8,19 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from object_store import Line
-from programs import started
+from patience import wait_until
+from programs import PYTHON, ended, started
 
 from megapack.data import PackedDataset
 from megapack.data.loader import ThreadPrefetcher
@@ -29,7 +28,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.remote import cache as pool
 from megapack.storage.remote.cache import make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
-from tests.remote.far import HOLDS, put_dataset, run
+from tests.remote.far import HOLDS, near_and_far, put_dataset, run
 
 LIMIT = 600.0  # seconds, after which it is a hang: what takes longest takes ten on a quiet machine
 STRESS = Path(__file__).with_name("stress.py")
@@ -49,41 +48,20 @@ def in_time(function: Callable[[], Any]) -> Any:
     return found.result(LIMIT)
 
 
-def ended(program: str, *arguments: str) -> str:
-    """What a program printed that has to end by itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(("size", "count"), [("512K", 500), ("none", 1000)])
 def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, count: int) -> None:
     """Two processes of two threads; ``stress.py`` runs as many micro batches as one likes. With a
     size blocks come and go all the time, 2,000 in an epoch; without one all ranks begin twice in an
     empty cache."""
     how = ["--micro-batches", f"{count}", "--processes", "2", "--cache-size", size]
-    done = subprocess.run(
-        [sys.executable, str(STRESS), *how, "--limit", str(LIMIT)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended(sys.executable, STRESS, *how, "--limit", LIMIT)
     found = json.loads(done.stdout)
     assert found["micro_batches"] >= count and found["differences"] == found["hangs"] == 0
     assert (found["dropped_chunks"] > 500) == (size != "none"), "nothing was evicted"
 
 
-def test_early_request_is_clean(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+def test_early_answer_is_clean(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = near_and_far(tmp_path / "docs")
     submit = pool.Cache.submit
 
     def slowly(self: pool.Cache, function: Any, *arguments: Any) -> Future[Any]:
@@ -92,15 +70,12 @@ def test_early_request_is_clean(
         return request
 
     monkeypatch.setattr(pool.Cache, "submit", slowly)
-    near = IndexedDataset(tmp_path / "docs")
-    assert (
-        in_time(partial(far.tokens.__getitem__, slice(100))).tolist() == near.tokens[:100].tolist()
-    )
+    assert in_time(lambda: far.tokens[:100]).tolist() == near.tokens[:100].tolist()
     assert not far.tokens._coming
 
 
 def test_failure_is_forgotten(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    near, far = near_and_far(tmp_path / "docs")
 
     def fails(*_: object) -> None:
         raise MemoryError
@@ -108,11 +83,9 @@ def test_failure_is_forgotten(line: Line, tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(pool.Chunks, "write", fails)
         with pytest.raises(MemoryError):
-            in_time(partial(far.tokens.__getitem__, 0))
+            in_time(lambda: far.tokens[0])
     assert not far.tokens._coming
-    assert (
-        in_time(partial(far.tokens.__getitem__, 0)) == IndexedDataset(tmp_path / "docs").tokens[0]
-    )
+    assert in_time(lambda: far.tokens[0]) == near.tokens[0]
 
 
 def test_a_wait_says_for_which_block_of_which_object(
@@ -130,9 +103,7 @@ def test_a_wait_says_for_which_block_of_which_object(
     assert "bytes [" in said[0] and "for 0 seconds" in said[0]
 
 
-def test_stalled_store_ends_run(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_store_ends_it(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = put_dataset(tmp_path / "docs")
     far = PackedDataset(address, f"{address}.samples")
     monkeypatch.setattr(pool, "STALLED_RETRIES", 0.005)  # of 210 seconds
@@ -146,7 +117,7 @@ def test_another_process_that_stands_still_is_named(
 ) -> None:
     """It holds a block's lock and is stopped, as by a debugger; then it goes on and ends."""
     monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
-    far = IndexedDataset(put_dataset(tmp_path / "docs"))
+    near, far = near_and_far(tmp_path / "docs")
     far.tokens[-1]
     cache = open_cache()
     folder = str(far.tokens._chunks.folder)
@@ -156,13 +127,11 @@ def test_another_process_that_stands_still_is_named(
         assert cache.locks.owner(folder, 3) is None
         reading: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=lambda: reading.put(far.tokens[0]), daemon=True).start()
-        until = time.monotonic() + LIMIT
-        while not any(f"process {other.pid} of this node" in r.message for r in caplog.records):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        who = f"process {other.pid} of this node"
+        wait_until(lambda: any(who in record.message for record in caplog.records))
         other.send_signal(signal.SIGCONT)
         other.communicate("")
-    assert reading.get(timeout=LIMIT) == IndexedDataset(tmp_path / "docs").tokens[0]
+    assert reading.get(timeout=LIMIT) == near.tokens[0]
 
 
 ENDS = """
@@ -182,7 +151,7 @@ def test_a_program_that_leaves_its_loader_waiting_ends(line: Line, tmp_path: Pat
     """Its thread asks for blocks when the threads that fetch are gone already."""
     address = put_dataset(tmp_path / "docs", 20_000)
     line.latency = 0.3
-    assert ended(ENDS, address) == "left\n"
+    assert ended(*PYTHON, ENDS, address, timeout=LIMIT).stdout == "left\n"
 
 
 def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
@@ -212,9 +181,7 @@ def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
     assert not thread.is_alive()
 
 
-def test_vanishing_files_are_ok(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_may_vanish(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries come and go in other threads and processes while one of them counts and drops."""
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
@@ -241,17 +208,14 @@ def test_vanishing_files_are_ok(
         for at in [*rng.integers(0, near.size - 50, 80).tolist(), 0]:
             if at == 0 or failed:
                 stop.set()
-            assert in_time(lambda at=at: far.tokens[at : at + 50].tolist()) == (
-                near[at : at + 50].tolist()
-            )
+            found = in_time(lambda at=at: far.tokens[at : at + 50].tolist())
+            assert found == near[at : at + 50].tolist()
         for thread in threads:
             thread.join(LIMIT)
     assert not failed
 
 
-def test_room_is_made_where_an_entry_vanishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_made_as_entries_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listed, and gone when it is looked into."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
 from megapack.storage import IndexedDatasetBuilder
+from megapack.storage.verify import Finding, verify
 
 # A corpus is documents, each a list of sequences, each a list of ids that every dtype holds.
 Corpus = list[list[list[int]]]
@@ -36,9 +38,31 @@ def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None
         Path(f"{staging}{suffix}").replace(f"{prefix}{suffix}")
 
 
+def index_bytes(lengths: list, pointers: list, documents: list, *, code: int = 8) -> bytes:
+    """An .idx by hand: the layout of Megatron's reader, written from its description."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+    arrays = np.array(lengths, "<i4"), np.array(pointers, "<i8"), np.array(documents, "<i8")
+    return head + b"".join(array.tobytes() for array in arrays)
+
+
+def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> Path:
+    Path(f"{prefix}.idx").write_bytes(index_bytes(*arrays, code=code))
+    Path(f"{prefix}.bin").write_bytes(bytes(bin_bytes))
+    return prefix
+
+
 def files(prefix: Path) -> dict[str, bytes]:
     """The bytes of a dataset's .bin and .idx."""
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+def errors(prefix: Path, **options: object) -> list[Finding]:
+    """What is wrong with a dataset: findings that are more than notes and warnings."""
+    return [found for found in verify(prefix, **options) if found.severity == "error"]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 SMALL: Corpus = [[[1, 2, 3]], [[4], [5, 6]], [], [[]], [[7, 8, 9, 10]]]

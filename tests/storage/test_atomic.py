@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import started
+from programs import PYTHON, ended, on_small_disk, started
 
 from megapack.errors import ConfigError, LockedError
 from megapack.packing.verify import verify_samples
@@ -30,10 +29,7 @@ from megapack.storage.files import (
     target_of,
 )
 from megapack.storage.verify import leftovers, verify
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+from storage.strategies import errors, names
 
 
 def test_the_old_content_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -88,55 +84,41 @@ except OSError as error:
 """
 
 
-def fill(directory: Path, mode: str, documents: int, what: str = "tokens") -> str:
-    command = [sys.executable, "-c", FILL, str(directory), mode, str(documents), what]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.mark.parametrize(("documents", "what"), [(2000, "tokens"), (100, "index")])
 def test_file_that_cannot_grow_leaves_nothing(tmp_path: Path, documents: int, what: str) -> None:
     suffix = "bin" if what == "tokens" else "idx"
-    said = fill(tmp_path, "limit", documents, what)
+    said = ended(*PYTHON, FILL, tmp_path, "limit", documents, what).stdout
     assert "File too large while writing" in said and f"data.{suffix}'" in said
     assert names(tmp_path) == []
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """On a real file system of one megabyte, in a mount namespace of its own."""
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare")
-    script = 'mount -t tmpfs -o size=1m none "$1" && "$0" -c "$2" "$1" disk 2000 x; ls "$1"'
-    command = ["unshare", "-rm", "sh", "-c", script, sys.executable, str(tmp_path), FILL]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("mounting needs user namespaces")
-    assert done.returncode == 0, done.stderr
+    script = '"$0" -c "$2" "$1" disk 2000 x; ls "$1"'
+    done = on_small_disk(tmp_path, 1, "sh", "-c", script, sys.executable, tmp_path, FILL)
     assert "No space left on device while writing" in done.stdout
     assert done.stdout.count("\n") == 1, "something was left: " + done.stdout
 
 
+REPLACE = """
+import numpy as np, sys
+from megapack.storage import IndexedDatasetBuilder
+print("started", flush=True)
+for i in range(1, 100_000):
+    with IndexedDatasetBuilder(sys.argv[1] + "/data", np.uint16, overwrite=True) as builder:
+        builder.add_documents(np.full(3 * i, i % 999), [0, i, 2 * i, 3 * i])
+"""
+
+
 def test_sigkill_at_any_moment_leaves_a_whole_dataset_or_none(tmp_path: Path) -> None:
-    program = (
-        "import numpy as np, sys\n"
-        "from megapack.storage import IndexedDatasetBuilder\n"
-        "print('started', flush=True)\n"
-        "for i in range(1, 100_000):\n"
-        "    with IndexedDatasetBuilder(\n"
-        "        sys.argv[1] + '/data', np.uint16, overwrite=True\n"
-        "    ) as builder:\n"
-        "        builder.add_documents(np.full(3 * i, i % 999), [0, i, 2 * i, 3 * i])\n"
-    )
-    waits = random.Random(0)
-    seen = 0
+    waits, seen = random.Random(0), 0
     for _ in range(5):
-        process = started(program, tmp_path, says="started")
+        process = started(REPLACE, tmp_path, says="started")
         time.sleep(waits.uniform(0.01, 0.2))
         process.kill()
         process.wait()
         if IndexedDataset.exists(tmp_path / "data"):
             seen += 1
-            findings = verify(tmp_path / "data")
-            assert not [finding for finding in findings if finding.severity == "error"]
+            assert not errors(tmp_path / "data")
     assert seen, "no dataset was ever finished: the test would pass vacuously"
 
 
@@ -190,44 +172,38 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path, writer: str) -
     first = temporary(tmp_path)
     assert sum(path.stat().st_size for path in first) > 50, "it left something of size"
     assert not [path for path in tmp_path.glob("data.*") if path.suffix in (".bin", ".samples")]
-    checked = (
-        verify_samples(str(tmp_path / "data.samples"))
-        if writer == "pack"
-        else verify(tmp_path / "data")
-    )
-    assert {path.name for path in first} == {
-        Path(finding.message.split(" ")[0]).name
-        for finding in checked
-        if finding.code == "leftover"
-    }
+    check = verify_samples if writer == "pack" else verify
+    checked = check(str(tmp_path / ("data.samples" if writer == "pack" else "data")))
+    said = [finding.message for finding in checked if finding.code == "leftover"]
+    assert {path.name for path in first} == {Path(text.split(" ")[0]).name for text in said}
     killed(WRITERS[writer], tmp_path)
     second = temporary(tmp_path)
     assert len(second) == len(first) and not set(second) & set(first), "one killed run, not two"
     other = tmp_path / "other.bin.tmp-01234567"  # of another target
     other.write_bytes(b"x")
     program = "import sys\nimport numpy as np\nroot = sys.argv[1]\n" + WRITERS[writer]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
-    )
+    done = ended(*PYTHON, program, tmp_path)
     assert temporary(tmp_path) == [other]
     said = [line for line in done.stderr.splitlines() if line.startswith("removed ")]
     assert len(said) == len(second), done.stderr
     assert all(line.endswith(" bytes), left by a killed process") for line in said)
 
 
+SLOW = """
+import sys
+from megapack.storage.files import AtomicFile
+file = AtomicFile(sys.argv[1])
+file.write(b"slow")
+print("written", flush=True)
+sys.stdin.read()
+file.sync()
+file.take_name()
+"""
+
+
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from megapack.storage.files import AtomicFile\n"
-        "file = AtomicFile(sys.argv[1])\n"
-        "file.write(b'slow')\n"
-        "print('written', flush=True)\n"
-        "sys.stdin.read()\n"
-        "file.sync()\n"
-        "file.take_name()\n"
-    )
     target = tmp_path / "data"
-    process = started(program, target, says="written")
+    process = started(SLOW, target, says="written")
     with atomic_write(target) as file:
         file.write(b"quick")
     assert target.read_bytes() == b"quick" and len(temporary(tmp_path)) == 1
@@ -238,8 +214,8 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_links_and_foreign_names_are_no_leftovers_of_ours(tmp_path: Path) -> None:
-    names_of_others = ["data.tmp-1234567", "data.tmp-x1234567", "data2.tmp-12345678", "data.tmp"]
-    for name in names_of_others:
+    others = ["data.tmp-1234567", "data.tmp-x1234567", "data2.tmp-12345678", "data.tmp"]
+    for name in others:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "precious").write_bytes(b"x")
     (tmp_path / "data.tmp-00000000").symlink_to("precious")
@@ -248,7 +224,7 @@ def test_links_and_foreign_names_are_no_leftovers_of_ours(tmp_path: Path) -> Non
         file.write(b"y")
     assert (tmp_path / "precious").read_bytes() == b"x"
     assert not (tmp_path / "data.tmp-00000000").is_symlink()
-    assert {*names_of_others, "data", "precious"} <= set(names(tmp_path))
+    assert {*others, "data", "precious"} <= set(names(tmp_path))
 
 
 # ---- What stands under a name before a file is written: kept, replaced or refused, by one rule
@@ -268,6 +244,8 @@ def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"file is there already: its seed is 1, not 2.*--overwr"):
         check_target(path, overwrite=False, difference="its seed is 1, not 2")
     assert check_target(path, overwrite=True, difference=lambda: "its seed is 1, not 2")
+    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
+        check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
 
 
 def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
@@ -278,8 +256,7 @@ def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> No
         with atomic_write(link, "w") as file:
             file.write(text)
         assert link.is_symlink() and real.read_text() == text and not real.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "link"]
-    assert [path.name for path in real.parent.iterdir()] == ["real"]
+    assert names(tmp_path) == ["far", "link"] and names(real.parent) == ["real"]
 
 
 def special_files(directory: Path) -> dict[str, Path]:
@@ -289,9 +266,9 @@ def special_files(directory: Path) -> dict[str, Path]:
     (directory / "device").symlink_to("/dev/full")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(directory / "socket"))
-    names = {"circle": "link that leads in a circle", "device": "device", "fifo": "FIFO"}
-    names |= {"socket": "socket", "directory": "directory"}
-    return {kind: directory / name for name, kind in names.items()}
+    kinds = {"circle": "link that leads in a circle", "device": "device", "fifo": "FIFO"}
+    kinds |= {"socket": "socket", "directory": "directory"}
+    return {kind: directory / name for name, kind in kinds.items()}
 
 
 def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
@@ -321,11 +298,6 @@ def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
             check_target(tmp_path / name, overwrite=True, difference=None)
         with pytest.raises(ConfigError, match="choose a shorter one"):
             AtomicFile(tmp_path / name)
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
-        check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
 
 
 # ---- Of two writers of one name the second is told who the first is; a dead one locks nobody out
@@ -358,7 +330,7 @@ def test_the_second_writer_is_told_host_process_and_purpose(tmp_path: Path) -> N
     process.communicate("")
     with WriterLock(tmp_path / "data", what="the next"):
         assert f"process {os.getpid()} on" in (tmp_path / "data.lock").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link"]
+    assert names(tmp_path) == ["link"]
 
 
 def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
@@ -436,8 +408,7 @@ def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     """The file is removed and made anew at every turn; a lock on a removed file is none."""
     counter = tmp_path / "counter"
     counter.write_text("0")
-    command = [sys.executable, "-c", COUNT, str(counter)]
-    processes = [subprocess.Popen(command) for _ in range(3)]
+    processes = [subprocess.Popen([*PYTHON, COUNT, counter]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert counter.read_text() == "180"
 

@@ -21,12 +21,7 @@ from megapack.storage.builder import write_weights
 from megapack.storage.dataset import open_weights
 from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
-from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, flatten, write
-
-
-def contents(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+from storage.strategies import SMALL, corpora, errors, files, flatten, names, write
 
 
 @given(
@@ -55,20 +50,18 @@ def test_large_arrays_go_around_the_buffer(tmp_path: Path) -> None:
     tokens = rng.integers(0, 60_000, 3_000_000)
     bounds = np.sort(rng.integers(0, tokens.size, 999))
     offsets = np.concatenate([[0], bounds, [tokens.size]])
-    with IndexedDatasetBuilder(tmp_path / "narrowed", np.uint16) as narrowed:
-        narrowed.add_document([1, 2, 3])
-        narrowed.add_documents(tokens.astype(np.int32), offsets)
-        narrowed.add_document([4])
-    with IndexedDatasetBuilder(tmp_path / "same", np.uint16) as same:
-        same.add_document([1, 2, 3])
-        same.add_documents(tokens.astype(np.uint16), offsets)
-        same.add_document([4])
+    for name, dtype in (("narrowed", np.int32), ("same", np.uint16)):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
+            builder.add_document([1, 2, 3])
+            builder.add_documents(tokens.astype(dtype), offsets)
+            builder.add_document([4])
     dataset = IndexedDataset(tmp_path / "narrowed")
     np.testing.assert_array_equal(dataset.tokens[3:-1], tokens)
     assert files(tmp_path / "narrowed") == files(tmp_path / "same")
     assert dataset.meta == IndexedDataset(tmp_path / "same").meta
 
 
+torch = peer("torch")
 FORMS = {
     "list": [3, 1, 2],
     "tuple": (3, 1, 2),
@@ -79,6 +72,8 @@ FORMS = {
     "matrix": np.array([[3], [1], [2]]),
     "read only": np.frombuffer(b"\3\1\2", np.uint8),
     "unaligned": np.frombuffer(b"\0\3\0\1\0\2\0", np.uint16, offset=1),
+    "tensor": torch.tensor([3, 1, 2]),
+    "strided tensor": torch.tensor([[3, 9], [1, 9], [2, 9]])[:, 0],
 }
 
 
@@ -87,15 +82,6 @@ def test_tokens_may_come_in_any_form_that_holds_integers(tmp_path: Path, tokens:
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_document(tokens)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "data")[0], [3, 1, 2])
-
-
-def test_tokens_may_come_as_tensors(tmp_path: Path) -> None:
-    torch = peer("torch")
-    strided = torch.tensor([[3.0, 9], [1, 9], [2, 9]], requires_grad=True)[:, 0].long()
-    for name, tokens in (("plain", torch.tensor([3, 1, 2])), ("strided", strided)):
-        with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
-            builder.add_document(tokens)
-        np.testing.assert_array_equal(IndexedDataset(tmp_path / name)[0], [3, 1, 2])
 
 
 @pytest.mark.parametrize("tokens", [[0.5], ["x"], [None], [2**70], np.zeros(3), np.zeros(3, bool)])
@@ -135,29 +121,25 @@ def test_ids_outside_are_refused_and_named_never_wrapped(
     builder.finalize()
     dataset = IndexedDataset(tmp_path / "data")
     assert [list(document) for document in dataset[:]] == [[1, 2], [3]]
-    with IndexedDatasetBuilder(tmp_path / "clean", dtype, **options) as clean:
-        clean.add_document([1, 2])
-        clean.add_document([3])
+    write(tmp_path / "clean", [[[1, 2]], [[3]]], dtype, **options)
     assert IndexedDataset(tmp_path / "clean").meta == dataset.meta
 
 
 def test_label_datasets_hold_minus_100(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "labels", allow_negative=True) as builder:
-        builder.add_document([-100, -100, 7])
+    write(tmp_path / "labels", [[[-100, -100, 7]]], np.int32, allow_negative=True)
     assert list(IndexedDataset(tmp_path / "labels")[0]) == [-100, -100, 7]
     with pytest.raises(ValueError, match="uint16 has no negative values"):
         IndexedDatasetBuilder(tmp_path / "no", np.uint16, allow_negative=True)
 
 
 def test_loss_weights_are_stored_as_float16_beside_their_documents(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "d") as builder:
-        builder.add_documents([1, 2, 3, 4, 5], [0, 2, 5])
+    write(tmp_path / "d", [[[1, 2]], [[3, 4, 5]]])
     write_weights(tmp_path / "d", [[1, 0.1], np.array([0.0, 65504, 6e-8])])
     weights = open_weights(IndexedDataset(tmp_path / "d"))
     assert weights is not None and weights.dtype == np.uint16
     expected = np.array([1, 0.1, 0, 65504, 6e-8], np.float16)
     assert np.array_equal(weights.tokens.view(np.float16), expected)
-    assert not any(finding.severity == "error" for finding in verify(tmp_path / "d.weights"))
+    assert not errors(tmp_path / "d.weights")
     for wrong, message in (
         ([[1, 2], [1, 2]], "2 weights for document 1, which has 3 tokens"),
         ([[1, 2]], "weights of 1 documents, and .* has 2"),
@@ -177,8 +159,7 @@ def test_loss_weights_are_stored_as_float16_beside_their_documents(tmp_path: Pat
 
 def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
     for name, dtype in (("d", np.uint16), ("d.weights", np.float16)):
-        with IndexedDatasetBuilder(tmp_path / name, dtype) as builder:
-            builder.add_documents([1, 2, 3], [0, 1, 3])
+        write(tmp_path / name, [[[1]], [[2, 3]]], dtype)
     weights = str(tmp_path / "d.weights")
     merge([weights, weights], tmp_path / "twice.weights")
     twice = IndexedDataset(tmp_path / "twice.weights")
@@ -190,10 +171,9 @@ def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
         merge([weights], tmp_path / "no", dtype=np.int32)
     with pytest.raises(ConfigError, match="holds loss weights, which stand beside"):
         import_dataset(weights, tmp_path / "no")
-    with IndexedDatasetBuilder(tmp_path / "no", np.uint16) as builder:
-        with pytest.raises(DataError, match="of two kinds"):
-            builder.add_index(weights)
-        builder.abort()
+    builder = IndexedDatasetBuilder(tmp_path / "no", np.uint16)
+    with pytest.raises(DataError, match="of two kinds"):
+        builder.add_index(weights)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +211,8 @@ def test_modes_are_checked_before_anything_is_added(tmp_path: Path) -> None:
     builder.add_documents([5], [0, 1])
     builder.finalize()
     dataset = IndexedDataset(tmp_path / "data", multimodal=True)
-    assert [(list(tokens), int(mode)) for tokens, mode in map(dataset.__getitem__, range(3))] == [
-        ([1], -1),
-        ([2], 3),
-        ([5], 0),
-    ]
+    found = [(list(tokens), int(mode)) for tokens, mode in map(dataset.__getitem__, range(3))]
+    assert found == [([1], -1), ([2], 3), ([5], 0)]
 
 
 def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
@@ -251,25 +228,25 @@ def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "data").num_documents == 1
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint32, np.uint64, bool, ">u2"])
-def test_types_that_hosts_read_differently_are_refused(tmp_path: Path, dtype: type) -> None:
-    with pytest.raises(ValueError, match="tokens are stored as one of"):
-        IndexedDatasetBuilder(tmp_path / "data", dtype)
-    assert contents(tmp_path) == []
-
-
-def test_a_vocabulary_that_does_not_fit_the_type_is_refused_at_once(tmp_path: Path) -> None:
+def test_types_that_hosts_read_differently_or_are_too_narrow_are_refused(tmp_path: Path) -> None:
+    for dtype in (np.float32, np.uint32, np.uint64, bool, ">u2"):
+        with pytest.raises(ValueError, match="tokens are stored as one of"):
+            IndexedDatasetBuilder(tmp_path / "data", dtype)
+        assert names(tmp_path) == []
     IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_536).abort()
     with pytest.raises(ValueError, match="choose int32"):
         IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_537)
 
 
-def test_nothing_has_its_name_before_finalize(tmp_path: Path) -> None:
+def test_nothing_has_its_name_before_finalize_and_nothing_is_taken_after_it(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     builder.add_documents(np.arange(500_000), [0, 500_000])
-    assert [name for name in contents(tmp_path) if ".tmp-" not in name] == ["data.lock"]
+    assert [name for name in names(tmp_path) if ".tmp-" not in name] == ["data.lock"]
     builder.finalize()
-    assert contents(tmp_path) == ["data.bin", "data.idx", "data.meta.json"]
+    assert names(tmp_path) == ["data.bin", "data.idx", "data.meta.json"]
+    for call in (builder.finalize, builder.end_document, lambda: builder.add_document([1])):
+        with pytest.raises(ValueError, match="finalized or aborted"):
+            call()
 
 
 def test_errors_aborts_and_forgotten_builders_leave_nothing(tmp_path: Path) -> None:
@@ -281,15 +258,7 @@ def test_errors_aborts_and_forgotten_builders_leave_nothing(tmp_path: Path) -> N
     forgotten.add_document([1])
     del forgotten
     gc.collect()
-    assert contents(tmp_path) == []
-
-
-def test_a_finished_builder_takes_nothing_more(tmp_path: Path) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    builder.finalize()
-    for call in (builder.finalize, builder.end_document, lambda: builder.add_document([1])):
-        with pytest.raises(ValueError, match="finalized or aborted"):
-            call()
+    assert names(tmp_path) == []
 
 
 def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
@@ -318,12 +287,9 @@ def test_the_meta_file_says_what_the_builder_was_told_and_what_it_saw(tmp_path: 
 # ---- What megapack writes and what megatron-core writes is the same, and each reads the other's
 
 
-torch = peer("torch")
 gpt_dataset = peer("megatron.core.datasets.gpt_dataset")
 megatron = peer("megatron.core.datasets.indexed_dataset")
-BlendedMegatronDatasetBuilder = peer(
-    "megatron.core.datasets.blended_megatron_dataset_builder"
-).BlendedMegatronDatasetBuilder
+blended = peer("megatron.core.datasets.blended_megatron_dataset_builder")
 
 DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
 
@@ -362,7 +328,7 @@ def test_the_same_calls_give_the_same_bytes_and_these_are_read_alike(
 def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:
     theirs = megatron.IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", np.int32)
     ours = IndexedDatasetBuilder(f"{tmp_path}/ours.bin", np.int32)
-    for builder in (theirs, ours):
+    for name, builder in (("theirs", theirs), ("ours", ours)):
         builder.add_document(np.arange(5), [5])
         builder.add_item(torch.arange(3))
         builder.add_item(torch.arange(0))
@@ -370,7 +336,6 @@ def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:
         builder.end_document()
         builder.add_document(torch.arange(4), [1, 3])
         builder.add_document(["7", "8"], [2])
-        name = "theirs" if builder is theirs else "ours"
         builder.finalize(f"{tmp_path}/{name}.idx")
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
     dataset = IndexedDataset(tmp_path / "ours")
@@ -393,11 +358,11 @@ def gpt_samples(prefix: Path, cache: Path, dataset_class: type, monkeypatch: obj
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    build = BlendedMegatronDatasetBuilder(
-        gpt_dataset.GPTDataset, [100, 10, 0], lambda: True, config
-    ).build
-    samples = []
-    for split in build()[:2]:
+    sizes, samples = [100, 10, 0], []
+    builder = blended.BlendedMegatronDatasetBuilder(
+        gpt_dataset.GPTDataset, sizes, lambda: True, config
+    )
+    for split in builder.build()[:2]:
         assert type(split.dataset) is dataset_class
         samples += [{k: v.numpy() for k, v in split[i].items()} for i in range(len(split))]
     return samples
@@ -408,10 +373,10 @@ def test_gpt_dataset_runs_on_our_reader(tmp_path: Path, monkeypatch: pytest.Monk
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for _ in range(300):
             builder.add_document(rng.integers(0, 127, rng.integers(1, 90)))
-    theirs = gpt_samples(
-        tmp_path / "data", tmp_path / "cache1", megatron.IndexedDataset, monkeypatch
+    ours, theirs = (
+        gpt_samples(tmp_path / "data", tmp_path / reader.__module__, reader, monkeypatch)
+        for reader in (IndexedDataset, megatron.IndexedDataset)
     )
-    ours = gpt_samples(tmp_path / "data", tmp_path / "cache2", IndexedDataset, monkeypatch)
     assert len(ours) >= 110
     np.testing.assert_equal(ours, theirs)
 

@@ -19,36 +19,11 @@ from megapack.errors import FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.storage.files import open_regular, read_blocks
 from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, flatten, write
-
-
-def patch(path: Path, at: int, data: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[at : at + len(data)] = data
-    path.write_bytes(content)
-
-
-def index_bytes(lengths: list, pointers: list, documents: list, *, code: int = 8) -> bytes:
-    """An .idx by hand: the layout of Megatron's reader, written from its description."""
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
-    arrays = [
-        np.array(lengths, "<i4").tobytes(),
-        np.array(pointers, "<i8").tobytes(),
-        np.array(documents, "<i8").tobytes(),
-    ]
-    return head + b"".join(arrays)
-
-
-def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> Path:
-    Path(f"{prefix}.idx").write_bytes(index_bytes(*arrays, code=code))
-    Path(f"{prefix}.bin").write_bytes(bytes(bin_bytes))
-    return prefix
+from storage.strategies import SMALL, by_hand, corpora, files, flatten, index_bytes, write
 
 
 @given(
-    corpus=corpora,
-    dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]),
-    data=st.data(),
+    corpus=corpora, dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]), data=st.data()
 )
 def test_items_slices_and_parts_are_those_of_a_list(
     tmp_path_factory: pytest.TempPathFactory, corpus: list, dtype: type, data: st.DataObject
@@ -146,19 +121,10 @@ def test_documents_beyond_2_31_tokens_have_64_bit_lengths(tmp_path: Path) -> Non
 
 
 def test_a_neox_merge_without_documents_has_one_per_sequence(tmp_path: Path) -> None:
-    prefix = by_hand(tmp_path / "data", [3, 0, 2], [0, 6, 6], [0], bin_bytes=10)
-    dataset = IndexedDataset(prefix)
-    assert dataset.num_documents == 3
+    dataset = IndexedDataset(by_hand(tmp_path / "data", [3, 0, 2], [0, 6, 6], [0], bin_bytes=10))
     assert list(dataset.document_indices) == [0, 1, 2, 3]
     assert list(dataset.document_lengths) == [3, 0, 2]
     assert list(dataset.document_offsets) == [0, 3, 3, 5]
-
-
-def test_bytes_behind_the_last_sequence_are_not_tokens(tmp_path: Path) -> None:
-    write(tmp_path / "data", SMALL)
-    with (tmp_path / "data.bin").open("ab") as file:
-        file.write(b"xyz")
-    assert IndexedDataset(tmp_path / "data").num_tokens == 10
 
 
 BAD_HEADERS = [
@@ -168,9 +134,10 @@ BAD_HEADERS = [
     (b"PK\3\4" + bytes(60), r"begins with 'PK"),
     (index_bytes([1], [0], [0, 1])[:-1], "truncated"),
     (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 2, 8, 0, 1) + bytes(8), "version 2"),
-    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**63, 2**63), "cannot hold"),
-    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**64 - 1, 1), "cannot hold"),
-    (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 2**61), "cannot hold"),
+    *(
+        (struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, *counts), "cannot hold")
+        for counts in ((2**63, 2**63), (2**64 - 1, 1), (0, 2**61))
+    ),
 ]
 
 
@@ -182,30 +149,28 @@ def test_what_is_no_index_is_refused_by_name(tmp_path: Path, content: bytes, mes
         IndexedDataset(tmp_path / "data")
 
 
-@pytest.mark.parametrize("code", [0, 6, 7, 9, 255])
-def test_type_codes_without_a_common_meaning_are_refused(tmp_path: Path, code: int) -> None:
-    prefix = by_hand(tmp_path / "data", [3], [0], [0, 1], code=code, bin_bytes=24)
-    with pytest.raises(FormatError, match=f"dtype code {code}"):
-        IndexedDataset(prefix)
+def test_type_codes_without_a_common_meaning_are_refused(tmp_path: Path) -> None:
+    for code in (0, 6, 7, 9, 255):
+        prefix = by_hand(tmp_path / "data", [3], [0], [0, 1], code=code, bin_bytes=24)
+        with pytest.raises(FormatError, match=f"dtype code {code}"):
+            IndexedDataset(prefix)
 
 
-def test_a_truncated_bin_is_refused(tmp_path: Path) -> None:
+def test_a_bin_is_as_long_as_its_index_says_or_longer(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
+    with (tmp_path / "data.bin").open("ab") as file:
+        file.write(b"xyz")
+    assert IndexedDataset(tmp_path / "data").num_tokens == 10, "what is behind are no tokens"
     os.truncate(tmp_path / "data.bin", 19)
     with pytest.raises(FormatError, match=r"data\.bin has 19 bytes.*ends at byte 20"):
         IndexedDataset(tmp_path / "data")
 
 
-def test_a_uint64_file_of_deepspeed_is_refused(tmp_path: Path) -> None:
-    """Code 8 is uint64 there: read as uint16 it would be garbage without a word."""
-    prefix = by_hand(tmp_path / "data", [3, 4], [0, 24], [0, 1, 2], code=8, bin_bytes=56)
-    with pytest.raises(FormatError, match="sequence 1 points at byte 24, but uint16"):
-        IndexedDataset(prefix)
-
-
 @pytest.mark.parametrize(
     ("lengths", "pointers", "documents", "message"),
     [
+        # DeepSpeed's uint64, of the same code: read as uint16 it would be garbage without a word.
+        ([3, 4], [0, 24], [0, 1, 2], "sequence 1 points at byte 24, but uint16"),
         ([2, -1, 2], [0, 4, 2], [0, 1, 2, 3], "sequence 1 has length -1"),
         ([2, 2, 2], [0, 6, 8], [0, 1, 2, 3], "sequence 1 points at byte 6"),
         ([2, 2, 2], [0, 4, -8], [0, 1, 2, 3], "points at byte -8"),
@@ -219,17 +184,17 @@ def test_a_uint64_file_of_deepspeed_is_refused(tmp_path: Path) -> None:
 def test_an_index_that_contradicts_itself_is_refused(
     tmp_path: Path, lengths: list, pointers: list, documents: list, message: str
 ) -> None:
-    prefix = by_hand(tmp_path / "data", lengths, pointers, documents, bin_bytes=12)
+    prefix = by_hand(tmp_path / "data", lengths, pointers, documents, bin_bytes=56)
     with pytest.raises(FormatError, match=message):
         _ = IndexedDataset(prefix).document_offsets
 
 
 def test_a_sequence_outside_of_bin_is_never_read(tmp_path: Path) -> None:
-    write(tmp_path / "data", [[[1, 2]]] * 100)
     for pointer in (3, 397, 400, -2, 2**62):
-        patch(tmp_path / "data.idx", 34 + 4 * 100 + 8 * 70, struct.pack("<q", pointer))
+        pointers = [*range(0, 280, 4), pointer, *range(284, 400, 4)]
+        by_hand(tmp_path / "data", [2] * 100, pointers, range(101), bin_bytes=400)
         dataset = IndexedDataset(tmp_path / "data")
-        assert list(dataset[69]) == [1, 2]
+        assert list(dataset[69]) == [0, 0]
         with pytest.raises(FormatError, match="sequence 70 is outside of"):
             _ = dataset[70]
 
@@ -273,9 +238,7 @@ def test_what_the_fingerprint_does_not_cover_is_compared_when_it_is_read(tmp_pat
 
     assert len(IndexedDataset(tmp_path / "data")[sequence]) == 2, "nobody told what it should be"
     assert held()[sequence - 10_000].tolist() == held()[-1].tolist() == [0, 0]
-    message = (
-        r"data\.idx is damaged: bytes 1441792 to 1507328 do not have .* pack the dataset again"
-    )
+    message = r"data\.idx is damaged: bytes 1441792 to 1507328 do not .* pack the dataset again"
     for read in (
         lambda: held()[sequence],
         lambda: held().get(sequence),
@@ -307,15 +270,13 @@ def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_os_errors_with_their_name(tmp_path: Path) -> None:
-    assert not IndexedDataset.exists(tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=r"data\.idx"):
-        IndexedDataset(tmp_path / "data")
-    write(tmp_path / "data", SMALL)
-    assert IndexedDataset.exists(tmp_path / "data")
-    (tmp_path / "data.bin").unlink()
-    assert not IndexedDataset.exists(tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=r"data\.bin"):
-        IndexedDataset(tmp_path / "data")
+    for suffix in ("idx", "bin"):
+        write(tmp_path / "data", SMALL, overwrite=True)
+        assert IndexedDataset.exists(tmp_path / "data")
+        (tmp_path / f"data.{suffix}").unlink()
+        assert not IndexedDataset.exists(tmp_path / "data")
+        with pytest.raises(FileNotFoundError, match=rf"data\.{suffix}"):
+            IndexedDataset(tmp_path / "data")
 
 
 def test_prefixes_may_contain_dots(tmp_path: Path) -> None:

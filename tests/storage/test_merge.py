@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
+from programs import PEAK_BYTES, PYTHON, ended
 
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
 from megapack.storage.verify import verify
-from storage.strategies import SMALL, corpora, files, write, write_foreign
+from storage.strategies import SMALL, corpora, errors, files, names, write, write_foreign
 
 
 @settings(max_examples=15)
@@ -39,8 +39,7 @@ def test_a_merge_equals_one_build_of_all_documents(
         for prefix in prefixes:
             builder.add_index(prefix)
     assert files(tmp / "merged") == files(tmp / "whole") == files(tmp / "added")
-    errors = [f for f in verify(tmp / "merged") if f.severity == "error"]
-    assert errors == []
+    assert not errors(tmp / "merged")
     whole, merged = IndexedDataset(tmp / "whole").meta, IndexedDataset(tmp / "merged").meta
     for key in ("idx", "num_documents", "num_tokens", "min_token_id", "max_token_id", "dtype"):
         assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
@@ -54,7 +53,7 @@ def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
         builder.add_documents([101, 102], [0, 1, 2])
     write(tmp_path / "whole", [[[100]], *SMALL, [[101]], [[102]]])
     assert files(tmp_path / "all") == files(tmp_path / "whole")
-    assert not [f for f in verify(tmp_path / "all") if f.severity == "error"]
+    assert not errors(tmp_path / "all")
 
 
 def test_modes_are_merged(tmp_path: Path) -> None:
@@ -88,8 +87,8 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
     merge(inputs, tmp_path / "merged", dtype=np.int32)
     write(tmp_path / "whole", [*SMALL, [[70_000]]], np.int32)
     assert files(tmp_path / "merged") == files(tmp_path / "whole")
-    message = r"document 0 of .*wide, position 0: token id 70000 is outside of \[0, 65535\]"
-    with pytest.raises(DataError, match=message):
+    said = r"document 0 of .*wide, position 0: token id 70000 is outside of \[0, 65535\]"
+    with pytest.raises(DataError, match=said):
         merge(inputs, tmp_path / "no", dtype=np.uint16)
     with pytest.raises(DataError, match="uint16 tokens, this dataset int32"):
         IndexedDatasetBuilder(tmp_path / "no").add_index(tmp_path / "narrow")
@@ -125,8 +124,7 @@ def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_
     """The result would name none, and nothing would tell that ids mean different things."""
     write(tmp_path / "named", SMALL, metadata={"tokenizer": {"digest": "x"}})
     write(tmp_path / "silent", SMALL)
-    write(tmp_path / "without-meta", SMALL)
-    (tmp_path / "without-meta.meta.json").unlink()
+    write_foreign(tmp_path / "without-meta", SMALL)
     for other in ("silent", "without-meta"):
         inputs = [tmp_path / "named", tmp_path / other]
         for order in (inputs, inputs[::-1]):
@@ -141,8 +139,7 @@ def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_
 def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) -> None:
     """More bytes than one block, and four times as many as it has."""
     tokens = np.random.default_rng(0).integers(0, 256, 700_000)
-    with IndexedDatasetBuilder(tmp_path / "narrow", np.uint8) as builder:
-        builder.add_document(tokens)
+    write(tmp_path / "narrow", [[tokens]], np.uint8)
     merge([tmp_path / "narrow"], tmp_path / "wide", dtype=np.int32)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "wide").tokens, tokens)
 
@@ -150,11 +147,10 @@ def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) ->
 def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     write(tmp_path / "b", SMALL)
-    content = bytearray((tmp_path / "b.bin").read_bytes())
-    content[0] ^= 2
-    (tmp_path / "b.bin").write_bytes(content)
+    content = (tmp_path / "b.bin").read_bytes()
+    (tmp_path / "b.bin").write_bytes(bytes([content[0] ^ 2]) + content[1:])
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
-    (found,) = [f for f in verify(tmp_path / "merged") if f.severity == "error"]
+    [found] = errors(tmp_path / "merged")
     assert found.code == "checksum" and "bytes 20 to 40" in found.message
 
 
@@ -168,34 +164,27 @@ def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
 
 
 def test_damaged_inputs_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    write(tmp_path / "good", SMALL)
-    write(tmp_path / "short", SMALL)
+    for name in ("good", "short"):
+        write(tmp_path / name, SMALL)
     os.truncate(tmp_path / "short.bin", 8)
-    with pytest.raises(FormatError, match=r"short\.bin has 8 bytes"):
-        merge([tmp_path / "good", tmp_path / "short"], tmp_path / "merged")
-    with pytest.raises(ValueError, match="also an input"):
-        merge([tmp_path / "good"], tmp_path / "good")
-    with pytest.raises(ValueError, match="at least one"):
-        merge([], tmp_path / "merged")
+    for inputs, output, error, message in (
+        (["good", "short"], "merged", FormatError, r"short\.bin has 8 bytes"),
+        (["good"], "good", ValueError, "also an input"),
+        ([], "merged", ValueError, "at least one"),
+    ):
+        with pytest.raises(error, match=message):
+            merge([tmp_path / name for name in inputs], tmp_path / output)
     assert not list(tmp_path.glob("merged*"))
 
 
 def test_inputs_are_removed_on_request_only(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     write(tmp_path / "b", SMALL)
-    seen = []
-    merge(
-        [tmp_path / "a", tmp_path / "b"],
-        tmp_path / "merged",
-        remove_inputs=True,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    seen, inputs = [], [tmp_path / "a", tmp_path / "b"]
+    progress = lambda *counts: seen.append(counts)  # noqa: E731
+    merge(inputs, tmp_path / "merged", remove_inputs=True, progress=progress)
     assert seen == [(10, 20), (20, 20)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "merged.bin",
-        "merged.idx",
-        "merged.meta.json",
-    ]
+    assert names(tmp_path) == ["merged.bin", "merged.idx", "merged.meta.json"]
 
 
 @pytest.mark.parametrize("named", ["abc", "bc"])  # one by one; by a directory, which lists the rest
@@ -208,14 +197,19 @@ def test_inputs_of_which_some_were_removed_already_are_no_reason_to_replace_the_
     before = files(tmp_path / "out")
     (tmp_path / "a.idx").unlink()  # as a kill leaves it
     for overwrite in (False, True):
+        inputs = [tmp_path / name for name in named]
         with pytest.raises(ConfigError, match=r"it is done\. Remove what is left \(.*b\.idx, "):
-            merge(
-                [tmp_path / name for name in named],
-                tmp_path / "out",
-                remove_inputs=True,
-                overwrite=overwrite,
-            )
+            merge(inputs, tmp_path / "out", remove_inputs=True, overwrite=overwrite)
     assert files(tmp_path / "out") == before and IndexedDataset.exists(tmp_path / "b")
+
+
+MERGE = """
+import sys
+from megapack.storage.merge import merge
+before = peak_bytes()
+merge(sys.argv[1:3], sys.argv[3])
+print(peak_bytes() - before)
+"""
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
@@ -223,17 +217,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     count = 1_000_000
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
         builder.add_documents(np.zeros(count, np.uint16), np.arange(count + 1))
-    program = (
-        "import resource, sys\n"
-        "from megapack.storage.merge import merge\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "merge(sys.argv[1:3], sys.argv[3])\n"
-        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))\n"
-    )
-    names = [str(tmp_path / name) for name in ("a", "a", "merged")]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names], check=True, capture_output=True, text=True
-    )
+    done = ended(*PYTHON, PEAK_BYTES + MERGE, *(tmp_path / name for name in ("a", "a", "merged")))
     assert int(done.stdout) / (2 * count) < 8
     assert IndexedDataset(tmp_path / "merged").num_documents == 2 * count
 
@@ -245,6 +229,19 @@ DOCUMENTS = [[5, 6, 0], [7, 0], [8, 9, 10, 0]]
 FLAT = [token for document in DOCUMENTS for token in document]
 
 
+FLAT_UINT16 = {"dtype": "uint16", "eod_token": 0}
+
+
+def imported(path: Path, **how: Any) -> str:
+    """What ``import_dataset`` says that makes ``ours`` of it."""
+    return import_dataset(path, path.with_name("ours"), **how)
+
+
+def flat_file(folder: Path, tokens: list[int] = FLAT, dtype: type = np.uint16) -> Path:
+    np.array(tokens, dtype).tofile(folder / "train.bin")
+    return folder / "train.bin"
+
+
 def check(prefix: Path, documents: list = DOCUMENTS, dtype: type = np.uint16) -> IndexedDataset:
     dataset = IndexedDataset(prefix)
     assert [list(document) for document in dataset[:]] == documents
@@ -253,20 +250,15 @@ def check(prefix: Path, documents: list = DOCUMENTS, dtype: type = np.uint16) ->
     return dataset
 
 
-def same_file(a: Path, b: Path) -> bool:
-    return Path(a).samefile(b)
-
-
 def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", [[d] for d in DOCUMENTS])
-    (tmp_path / "theirs.meta.json").unlink()
+    write_foreign(tmp_path / "theirs", [[d] for d in DOCUMENTS])
     index, order = bytearray((tmp_path / "theirs.idx").read_bytes()), [2, 0, 1]
     dataset = IndexedDataset(tmp_path / "theirs")
     index[34 : 34 + 36] = (
         dataset.sequence_lengths[order].tobytes() + dataset.sequence_pointers[order].tobytes()
     )
     (tmp_path / "theirs.idx").write_bytes(index)
-    assert "copied in order" in import_dataset(tmp_path / "theirs", tmp_path / "ours")
+    assert "copied in order" in imported(tmp_path / "theirs")
     check(tmp_path / "ours", [DOCUMENTS[i] for i in order])
 
 
@@ -280,89 +272,86 @@ def test_deepspeed_datasets_are_linked_not_copied(tmp_path: Path, raw: type, dty
         builder.add_item_numpy(np.array(document, raw))
         builder.end_document()
     builder.finalize(f"{tmp_path}/theirs.idx")
-    said = import_dataset(tmp_path / "theirs", tmp_path / "ours")
+    said = imported(tmp_path / "theirs")
     assert "3 documents, 9" in said and "(mmididx, .bin hard link)" in said
     check(tmp_path / "ours", dtype=dtype)
-    assert same_file(tmp_path / "ours.bin", tmp_path / "theirs.bin")
+    assert (tmp_path / "ours.bin").samefile(tmp_path / "theirs.bin")
 
 
 @pytest.mark.parametrize(("raw", "dtype"), [(np.uint16, np.uint16), (np.uint32, np.int32)])
 def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> None:
-    np.array(FLAT, raw).tofile(tmp_path / "000_shuffled.ds")
-    np.cumsum([len(d) for d in DOCUMENTS]).astype("<u8").tofile(tmp_path / "000_shuffled.ds.index")
-    import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "ours")
+    path, index = tmp_path / "000_shuffled.ds", tmp_path / "000_shuffled.ds.index"
+    np.array(FLAT, raw).tofile(path)
+    np.cumsum([len(d) for d in DOCUMENTS]).astype("<u8").tofile(index)
+    imported(path)
     check(tmp_path / "ours", dtype=dtype)
-    assert same_file(tmp_path / "ours.bin", tmp_path / "000_shuffled.ds")
-    with (tmp_path / "000_shuffled.ds").open("ab") as file:
+    assert (tmp_path / "ours.bin").samefile(path)
+    with path.open("ab") as file:
         file.write(b"x")
     with pytest.raises(FormatError, match="speaks of 9 tokens"):
-        import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "no")
-    os.truncate(tmp_path / "000_shuffled.ds.index", 21)
+        import_dataset(path, tmp_path / "no")
+    os.truncate(index, 21)
     with pytest.raises(FormatError, match="has 21 bytes; it has 8 for each document"):
-        import_dataset(tmp_path / "000_shuffled.ds", tmp_path / "no")
+        import_dataset(path, tmp_path / "no")
 
 
 def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
-    np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
-    inode = (tmp_path / "train.bin").stat().st_ino
-    how = {"dtype": "uint16", "eod_token": 0, "vocab_size": 11}
-    said = import_dataset(tmp_path / "train.bin", tmp_path / "train", **how)
-    assert ".bin as it was" in said
+    path = flat_file(tmp_path)
+    inode = path.stat().st_ino
+    how = {**FLAT_UINT16, "vocab_size": 11}
+    assert ".bin as it was" in import_dataset(path, tmp_path / "train", **how)
     dataset = check(tmp_path / "train")
-    assert (tmp_path / "train.bin").stat().st_ino == inode
-    assert dataset.vocab_size == 11
-    assert dataset.meta["document_end_token"] == 0
-    again = import_dataset(tmp_path / "train.bin", tmp_path / "train", **how)
+    assert path.stat().st_ino == inode
+    assert dataset.vocab_size == 11 and dataset.meta["document_end_token"] == 0
+    again = import_dataset(path, tmp_path / "train", **how)
     assert again == f"nothing to do: {tmp_path}/train is there already"
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "copy"])
 def test_how_the_tokens_come_is_up_to_the_user(tmp_path: Path, link: str) -> None:
-    np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
-    import_dataset(
-        tmp_path / "train.bin", tmp_path / "ours", dtype="uint16", eod_token=0, link=link
-    )
+    path = flat_file(tmp_path)
+    imported(path, **FLAT_UINT16, link=link)
     check(tmp_path / "ours")
     assert (tmp_path / "ours.bin").is_symlink() == (link == "symbolic")
-    assert same_file(tmp_path / "ours.bin", tmp_path / "train.bin") == (link != "copy")
+    assert (tmp_path / "ours.bin").samefile(path) == (link != "copy")
 
 
 def test_an_unfinished_last_document_is_one(tmp_path: Path) -> None:
-    np.array([*FLAT, 3, 4], np.uint16).tofile(tmp_path / "train.bin")
-    import_dataset(tmp_path / "train.bin", tmp_path / "ours", dtype="uint16", eod_token=0)
+    imported(flat_file(tmp_path, [*FLAT, 3, 4]), **FLAT_UINT16)
     dataset = check(tmp_path / "ours", [*DOCUMENTS, [3, 4]])
     assert "document_end_token" not in dataset.meta
 
 
 def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
     """There the end-of-text token comes before each document."""
-    header = np.zeros(256, np.int32)
+    header, path = np.zeros(256, np.int32), tmp_path / "val.bin"
     tokens = np.array([0, 5, 6, 0, 7, 0, 8, 9], np.uint16)
     header[:3] = 20240520, 1, tokens.size
-    (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    said = import_dataset(tmp_path / "val.bin", tmp_path / "ours", eod_token=0)
-    assert "llm.c, .bin copied" in said
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    assert "llm.c, .bin copied" in imported(path, eod_token=0)
     dataset = check(tmp_path / "ours", [[0, 5, 6], [0, 7], [0, 8, 9]])
     assert dataset.meta["document_begin_token"] == 0
     with pytest.raises(ValueError, match="is imported and has a header"):
-        import_dataset(tmp_path / "val.bin", tmp_path / "val", eod_token=0)
+        import_dataset(path, tmp_path / "val", eod_token=0)
     for count in (1000, 7):  # cut short; a count that wrapped round would lose the rest
         header[2] = count
-        (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        path.write_bytes(header.tobytes() + tokens.tobytes())
         with pytest.raises(FormatError, match=f"1040 bytes, and .* of {count} tokens of 2"):
-            import_dataset(tmp_path / "val.bin", tmp_path / "no", eod_token=0)
+            import_dataset(path, tmp_path / "no", eod_token=0)
 
 
 def test_npy_files_know_their_type(tmp_path: Path) -> None:
-    np.save(tmp_path / "tokens.npy", np.array(FLAT, np.uint32))
-    import_dataset(tmp_path / "tokens.npy", tmp_path / "ours", eod_token=0)
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.array(FLAT, np.uint32))
+    imported(path, eod_token=0)
     check(tmp_path / "ours", dtype=np.int32)
-    np.save(tmp_path / "tokens.npy", np.zeros((2, 2), np.uint16))
-    with pytest.raises(FormatError, match=r"shape \(2, 2\)"):
-        import_dataset(tmp_path / "tokens.npy", tmp_path / "no", eod_token=0)
-    np.save(tmp_path / "tokens.npy", np.array(FLAT, ">u4"))  # once taken as it lay there
-    with pytest.raises(ConfigError, match="dtype is >u4"):
-        import_dataset(tmp_path / "tokens.npy", tmp_path / "no", eod_token=0)
+    for array, error, message in (
+        (np.zeros((2, 2), np.uint16), FormatError, r"shape \(2, 2\)"),
+        (np.array(FLAT, ">u4"), ConfigError, "dtype is >u4"),  # once taken as it lay there
+    ):
+        np.save(path, array)
+        with pytest.raises(error, match=message):
+            import_dataset(path, tmp_path / "no", eod_token=0)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +370,9 @@ def test_npy_files_know_their_type(tmp_path: Path) -> None:
     ],
 )
 def test_failed_import_is_clean(tmp_path: Path, options: dict, error: type, message: str) -> None:
-    np.array(FLAT, np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(error, match=message):
-        import_dataset(tmp_path / "train.bin", tmp_path / "ours", **options)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
+        imported(flat_file(tmp_path), **options)
+    assert names(tmp_path) == ["train.bin"]
 
 
 @pytest.mark.parametrize("options", [{"dtype": "int32"}, {"eod_token": 7}])
@@ -392,26 +380,26 @@ def test_what_an_index_says_is_not_said_otherwise(tmp_path: Path, options: dict)
     write(tmp_path / "theirs", SMALL)
     option = f"--{next(iter(options)).replace('_', '-')}"
     with pytest.raises(ConfigError, match=f"is of kind mmididx, which says .*leave out {option}"):
-        import_dataset(tmp_path / "theirs.bin", tmp_path / "ours", **options)
+        imported(tmp_path / "theirs.bin", **options)
     assert not list(tmp_path.glob("ours*"))
 
 
 def test_unsigned_ids_that_are_no_int32_are_refused(tmp_path: Path) -> None:
-    np.array([1, 2**31, 0], np.uint32).tofile(tmp_path / "train.bin")
+    path = flat_file(tmp_path, [1, 2**31, 0], np.uint32)
     with pytest.raises(DataError, match=r"ids from -2147483648 \(2147483648 as uint32\)"):
-        import_dataset(tmp_path / "train.bin", tmp_path / "ours", dtype="uint32", eod_token=0)
+        imported(path, dtype="uint32", eod_token=0)
 
 
 def test_labels_keep_their_minus_100(tmp_path: Path) -> None:
     write(tmp_path / "theirs", [[[-100, 7]]], np.int32, allow_negative=True)
     (tmp_path / "theirs.meta.json").unlink()
-    import_dataset(tmp_path / "theirs", tmp_path / "ours")
+    imported(tmp_path / "theirs")
     check(tmp_path / "ours", [[-100, 7]], np.int32)
 
 
 def test_the_source_stands_in_the_meta_file(tmp_path: Path) -> None:
     write(tmp_path / "theirs", [[d] for d in DOCUMENTS])
-    import_dataset(tmp_path / "theirs", tmp_path / "ours", metadata={"tokenizer": "gpt2"})
+    imported(tmp_path / "theirs", metadata={"tokenizer": "gpt2"})
     meta = json.loads((tmp_path / "ours.meta.json").read_text())
     assert (meta["imported_from"], meta["tokenizer"]) == ("mmididx", "gpt2")
-    assert struct.calcsize("<H") * len(FLAT) == meta["bin"]["bytes"]
+    assert meta["bin"]["bytes"] == 2 * len(FLAT)

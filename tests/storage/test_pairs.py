@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from megapack.storage.importing import import_dataset
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
 from megapack.storage.tokens import InputDataset
-from megapack.storage.verify import find_duplicates, verify
-from storage.strategies import SMALL, files, write
+from megapack.storage.verify import find_duplicates
+from storage.strategies import SMALL, errors, files, names, write
 
 ROUNDS = int(os.environ.get("MEGAPACK_ROUNDS", "20"))
 
@@ -56,19 +57,14 @@ def version_of(dataset):
     assert dataset.tokens.size == lengths_of(version).sum(), "mixed sizes"
     return version
 """
-WRITER = (
-    COMMON
-    + """
+WRITER = """
 print("ready", flush=True)
 for version in range(1, int(sys.argv[2]) + 1):
     sys.stdin.readline()
     write(version)
     print(version, flush=True)
 """
-)
-READER = (
-    COMMON
-    + """
+READER = """
 opened, late, seen = 0, 0, set()
 print("ready", flush=True)
 last = int(sys.argv[2])
@@ -84,12 +80,8 @@ while last not in seen:
         late += 1
 print(json.dumps({"opened": opened, "versions": len(seen), "replaced before meta": late}))
 """
-)
-RIVAL = (
-    COMMON
-    + """
+RIVAL = """
 first, rounds = int(sys.argv[2]), int(sys.argv[3])
-outcomes = []
 print("ready", flush=True)
 for i in range(rounds):
     sys.stdin.readline()
@@ -100,14 +92,14 @@ for i in range(rounds):
         assert "is being written by" in str(error)
         print("locked", flush=True)
 """
-)
+ALL = ["data.bin", "data.idx", "data.meta.json"]
 
 
 def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Path) -> None:
-    writer = started(WRITER, tmp_path / "data", ROUNDS)
+    writer = started(COMMON + WRITER, tmp_path / "data", ROUNDS)
     tell(writer)
     assert answer(writer) == "1"
-    readers = [started(READER, tmp_path / "data", ROUNDS) for _ in range(2)]
+    readers = [started(COMMON + READER, tmp_path / "data", ROUNDS) for _ in range(2)]
     for version in range(2, ROUNDS + 1):
         tell(writer)
         assert answer(writer) == str(version)
@@ -115,28 +107,38 @@ def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Pat
     assert writer.wait() == 0 and [reader.returncode for reader in readers] == [0, 0], reports
     print(f"{ROUNDS} versions, one writer, two readers: {reports}")
     assert all(report["opened"] > ROUNDS / 2 for report in reports), "hardly read: proves little"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx", *META]
+    assert names(tmp_path) == ALL
 
 
 def test_of_two_writers_of_a_prefix_one_at_a_time_writes(tmp_path: Path) -> None:
-    rivals = [started(RIVAL, tmp_path / "data", first, ROUNDS) for first in (1, 2)]
+    rivals = [started(COMMON + RIVAL, tmp_path / "data", first, ROUNDS) for first in (1, 2)]
     outcomes: Counter[tuple[str, ...]] = Counter()
     for i in range(ROUNDS):
         for rival in rivals:
             tell(rival)
         said = [answer(rival) for rival in rivals]
         outcomes[tuple(sorted(said))] += 1
-        assert not [f for f in verify(tmp_path / "data") if f.severity == "error"]
+        assert not errors(tmp_path / "data")
         dataset = IndexedDataset(tmp_path / "data")
         version = int(dataset.tokens[0])
         assert (dataset.tokens == version).all() and dataset.meta["edition"] == version
         assert version in [1 + 2 * i + k for k in range(2) if said[k] == "written"]
     assert [rival.wait() for rival in rivals] == [0, 0]
     print(f"{ROUNDS} rounds of two writers: {dict(outcomes)}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx", *META]
+    assert names(tmp_path) == ALL
 
 
-META = ["data.meta.json"]
+def writers(folder: Path) -> list[Callable[[], object]]:
+    """All that replaces ``out``, by what they read: tokens, the dataset ``a``, ``flat``."""
+    np.array([1, 2, 0], np.uint16).tofile(folder / "flat")
+    write(folder / "a", SMALL)
+    flat = {"dtype": "uint16", "eod_token": 0, "overwrite": True}
+    return [
+        lambda: IndexedDatasetBuilder(folder / "out", overwrite=True),
+        lambda: merge([folder / "a"], folder / "out", overwrite=True),
+        lambda: import_dataset(folder / "a", folder / "out", overwrite=True),
+        lambda: import_dataset(folder / "flat", folder / "out", **flat),
+    ]
 
 
 # ---- What stands at a prefix already: left alone when it is the same, replaced only when told
@@ -158,7 +160,7 @@ def test_a_builder_replaces_a_dataset_only_when_told(tmp_path: Path) -> None:
     dataset = IndexedDataset(tmp_path / "out")
     assert (dataset.num_documents, dataset.dtype) == (1, np.int32)
     assert dataset.meta is not None and dataset.meta["num_documents"] == 1
-    assert sorted(stamps(tmp_path)) == ["out.bin", "out.idx", "out.meta.json"]
+    assert names(tmp_path) == ["out.bin", "out.idx", "out.meta.json"]
 
 
 def test_a_bin_without_its_index_is_somebodys_data_too(tmp_path: Path) -> None:
@@ -175,16 +177,16 @@ def test_what_a_killed_process_left_without_index_is_written_to_its_end(
     tmp_path: Path, named: list[str]
 ) -> None:
     write(tmp_path / "a", SMALL)
-    work = lambda: merge([tmp_path / "a"], tmp_path / "out")  # noqa: E731
-    work()
+    inputs = [tmp_path / "a"]
+    merge(inputs, tmp_path / "out")
     whole = files(tmp_path / "out")
     for end in {".bin", ".idx"} - set(named):
         (tmp_path / f"out{end}").unlink()
-    assert work() and files(tmp_path / "out") == whole
+    assert merge(inputs, tmp_path / "out") and files(tmp_path / "out") == whole
     (tmp_path / "out.idx").unlink()
     (tmp_path / "out.bin").write_bytes(b"somebody's")
     with pytest.raises(ConfigError, match=r"its \.bin is not the one its meta file speaks of"):
-        work()
+        merge(inputs, tmp_path / "out")
 
 
 def test_a_file_that_cannot_get_its_name_takes_it_from_those_before_it(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_file_that_cannot_get_its_name_takes_it_from_those_before_it(tmp_path:
     with pytest.raises(OSError, match="second"):
         publish(first, second)
     second.discard()
-    assert [path.name for path in tmp_path.iterdir()] == ["second"]
+    assert names(tmp_path) == ["second"]
 
 
 def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
@@ -244,17 +246,10 @@ def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> No
 
 def test_writing_through_the_link_of_an_import_is_refused(tmp_path: Path) -> None:
     """What the link leads to is somebody else's data."""
-    np.array([1, 2, 0], np.uint16).tofile(tmp_path / "flat")
-    source = (tmp_path / "flat").read_bytes()
-    import_dataset(
-        tmp_path / "flat", tmp_path / "out", dtype="uint16", eod_token=0, link="symbolic"
-    )
-    write(tmp_path / "a", SMALL)
-    for attempt in (
-        lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
-        lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
-        lambda: import_dataset(tmp_path / "a", tmp_path / "out", overwrite=True),
-    ):
+    attempts, source = writers(tmp_path)[:3], (tmp_path / "flat").read_bytes()
+    how = {"dtype": "uint16", "eod_token": 0, "link": "symbolic"}
+    import_dataset(tmp_path / "flat", tmp_path / "out", **how)
+    for attempt in attempts:
         with pytest.raises(ConfigError, match=r"out\.bin is a link to .*flat, .*remove the link"):
             attempt()
     assert (tmp_path / "flat").read_bytes() == source
@@ -262,18 +257,13 @@ def test_writing_through_the_link_of_an_import_is_refused(tmp_path: Path) -> Non
 
 
 def test_every_writer_of_a_prefix_waits_for_nobody(tmp_path: Path) -> None:
-    write(tmp_path / "a", SMALL)
+    attempts = [*writers(tmp_path), lambda: repair(tmp_path / "out")]
     damaged = bytearray((tmp_path / "a.idx").read_bytes())
     damaged[34 + 4 * len(SMALL) + 12] ^= 1  # a pointer
     write(tmp_path / "out", SMALL)
     (tmp_path / "out.idx").write_bytes(damaged)
     with WriterLock(tmp_path / "out", what="somebody"):
-        for attempt in (
-            lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
-            lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
-            lambda: import_dataset(tmp_path / "a", tmp_path / "out", overwrite=True),
-            lambda: repair(tmp_path / "out"),
-        ):
+        for attempt in attempts:
             with pytest.raises(LockedError, match=rf"process {os.getpid()} on .* \(somebody\)"):
                 attempt()
         assert repair(tmp_path / "out", dry_run=True)
@@ -300,15 +290,7 @@ def test_a_builder_holds_the_prefix_until_it_is_done_with(tmp_path: Path) -> Non
 def test_special_files_at_a_prefix_are_refused_at_once(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"out{suffix}").symlink_to("/dev/full")
     device = Path("/dev/full").stat()
-    np.zeros(3, np.uint16).tofile(tmp_path / "flat")
-    write(tmp_path / "a", SMALL)
-    for attempt in (
-        lambda: IndexedDatasetBuilder(tmp_path / "out", overwrite=True),
-        lambda: merge([tmp_path / "a"], tmp_path / "out", overwrite=True),
-        lambda: import_dataset(
-            tmp_path / "flat", tmp_path / "out", dtype="uint16", eod_token=0, overwrite=True
-        ),
-    ):
+    for attempt in writers(tmp_path):
         with pytest.raises(ConfigError, match=r"device|is a link"):
             attempt()
     assert os.path.samestat(device, Path("/dev/full").stat())
@@ -344,7 +326,7 @@ def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str,
     ):
         with pytest.raises(FormatError, match=rf"data{suffix} is no regular file"):
             read()
-    assert [f.code for f in verify(prefix) if f.severity == "error"] == ["index"]
+    assert [found.code for found in errors(prefix)] == ["index"]
     assert find_duplicates([prefix, str(prefix)]) == {}
     done = build("verify", prefix)
     assert done.returncode == 1 and "no regular file" in done.stdout
@@ -353,13 +335,14 @@ def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str,
 def test_metadata_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     """A command line that is no UTF-8 comes to Python with surrogates."""
     bad = {"command": ["tokenize", "caf\udce9.jsonl"]}
-    with pytest.raises(ValueError, match=r"caf.udce9.*is no valid Unicode"):
-        IndexedDatasetBuilder(tmp_path / "out", metadata=bad)
     write(tmp_path / "a", SMALL)
-    with pytest.raises(ValueError, match="no valid Unicode"):
-        merge([tmp_path / "a"], tmp_path / "out", metadata=bad)
-    with pytest.raises(ValueError, match="no valid Unicode"):
-        import_dataset(tmp_path / "a", tmp_path / "out", metadata=bad)
+    for attempt in (
+        lambda: IndexedDatasetBuilder(tmp_path / "out", metadata=bad),
+        lambda: merge([tmp_path / "a"], tmp_path / "out", metadata=bad),
+        lambda: import_dataset(tmp_path / "a", tmp_path / "out", metadata=bad),
+    ):
+        with pytest.raises(ValueError, match=r"caf.udce9.*is no valid Unicode"):
+            attempt()
     assert not stamps(tmp_path)
 
 

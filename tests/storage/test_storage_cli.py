@@ -9,29 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import build
+from commands import build, printed
 
 from megapack import pack
 from megapack.cli.datasets import dataset_prefixes
 from megapack.storage import IndexedDataset
-from storage.strategies import SMALL, files, write
+from storage.strategies import SMALL, files, write, write_foreign
 
 
 def test_merge_then_verify(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     for name in ("b", "a"):
         write(tmp_path / "shards" / name, SMALL)
-    done = build("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path}/all: 2 datasets, 10 documents, 20 uint16 tokens\n"
-    done = build("merge", tmp_path / "shards" / "a", "--output-prefix", tmp_path / "all")
-    assert done.returncode == 2 and "its num_sequences is 10, not 5" in done.stderr
-    assert "Replace it with --overwrite" in done.stderr
-    done = build("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
-    assert done.stdout == f"nothing to do: {tmp_path}/all is there already\n"
-    done = build("verify", tmp_path / "all.idx", tmp_path / "shards" / "a")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == f"{tmp_path}/all: sound"
+    whole = ("merge", tmp_path / "shards", "--output-prefix", tmp_path / "all")
+    part = ("merge", tmp_path / "shards" / "a", "--output-prefix", tmp_path / "all")
+    assert printed(*whole) == f"{tmp_path}/all: 2 datasets, 10 documents, 20 uint16 tokens\n"
+    said = printed(*part, status=2)
+    assert "its num_sequences is 10, not 5" in said and "Replace it with --overwrite" in said
+    assert printed(*whole) == f"nothing to do: {tmp_path}/all is there already\n"
+    said = printed("verify", tmp_path / "all.idx", tmp_path / "shards" / "a")
+    assert said.startswith(f"{tmp_path}/all: sound\n")
 
 
 def test_verify_says_what_is_wrong_and_repair_mends_it(tmp_path: Path) -> None:
@@ -41,41 +38,34 @@ def test_verify_says_what_is_wrong_and_repair_mends_it(tmp_path: Path) -> None:
     with (tmp_path / "data.idx").open("r+b") as file:
         file.seek(17)
         file.write(b"\6")
-    done = build("verify", tmp_path / "data")
-    assert done.returncode == 1
-    assert "data: DAMAGED" in done.stdout and "-> megapack-build repair" in done.stdout
-    done = build("verify", "--json", tmp_path / "data")
-    found = json.loads(done.stdout)[str(tmp_path / "data")]
+    said = build("verify", tmp_path / "data")
+    assert said.returncode == 1
+    assert "data: DAMAGED" in said.stdout and "-> megapack-build repair" in said.stdout
+    found = json.loads(build("verify", "--json", tmp_path / "data").stdout)[str(tmp_path / "data")]
     assert "dtype" in [finding["code"] for finding in found]
-    dry = build("repair", "--dry-run", tmp_path / "data")
-    assert "would be done:" in dry.stdout and files(tmp_path / "data") != whole
-    assert build("repair", tmp_path / "data").returncode == 0
+    assert "would be done:" in printed("repair", "--dry-run", tmp_path / "data")
+    assert files(tmp_path / "data") != whole
+    printed("repair", tmp_path / "data")
     assert files(tmp_path / "data") == whole
-    assert "nothing to mend" in build("repair", tmp_path / "data").stdout
+    assert "nothing to mend" in printed("repair", tmp_path / "data")
 
 
 def test_import_then_verify(tmp_path: Path) -> None:
     np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "train.bin")
     arguments = [tmp_path / "train.bin", "--output-prefix", tmp_path / "data"]
-    done = build("import", *arguments)
-    assert done.returncode == 2 and "--dtype uint16" in done.stderr
-    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
-    assert done.returncode == 0 and "2 documents, 5 uint16 tokens" in done.stdout
-    assert build("verify", tmp_path / "data").returncode == 0
-    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 0)
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"nothing to do: {tmp_path}/data is there already\n",
-    )
-    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 1)
-    assert done.returncode == 2 and "is there already: its idx differs" in done.stderr
-    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", 1, "--overwrite")
-    assert done.returncode == 0, done.stderr
-    done = build("import", *arguments, "--dtype", "uint16", "--eod-token", "</s>")
-    assert done.returncode == 2 and "is a name: add --tokenizer, or give its id" in done.stderr
-    with_name = ["--dtype", "uint16", "--eod-token", "<eod>", "--tokenizer", "bytes"]
-    done = build("import", *arguments, *with_name)
-    assert done.returncode == 1 and "never occurs" in done.stderr
+    assert "--dtype uint16" in printed("import", *arguments, status=2)
+    arguments += ["--dtype", "uint16", "--eod-token"]
+    assert "2 documents, 5 uint16 tokens" in printed("import", *arguments, 0)
+    printed("verify", tmp_path / "data")
+    there = f"nothing to do: {tmp_path}/data is there already\n"
+    assert printed("import", *arguments, 0) == there
+    said = printed("import", *arguments, 1, status=2)
+    assert "is there already: its idx differs" in said
+    printed("import", *arguments, 1, "--overwrite")
+    said = printed("import", *arguments, "</s>", status=2)
+    assert "is a name: add --tokenizer, or give its id" in said
+    said = printed("import", *arguments, "<eod>", "--tokenizer", "bytes", status=1)
+    assert "never occurs" in said
 
 
 def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
@@ -89,14 +79,13 @@ def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
     assert "data: still DAMAGED" in done.stdout and "restore .bin from a copy" in done.stdout
     done = build("repair", "--dry-run", tmp_path / "data")
     assert done.returncode == 1 and "still DAMAGED" in done.stdout
-    done = build("repair", "--no-tokens", tmp_path / "data")
-    assert done.returncode == 0 and "nothing to mend (.bin was not read)" in done.stdout
+    said = printed("repair", "--no-tokens", tmp_path / "data")
+    assert "nothing to mend (.bin was not read)" in said
 
 
 def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write(tmp_path / name, SMALL)
-        (tmp_path / f"{name}.meta.json").unlink()
+        write_foreign(tmp_path / name, SMALL)
     os.truncate(tmp_path / "a.bin", 3)
     whole = (tmp_path / "b.idx").read_bytes()
     with (tmp_path / "b.idx").open("ab") as file:
@@ -109,13 +98,9 @@ def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) ->
 
 def test_verify_reads_samples_files(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
-    dataset = IndexedDataset(tmp_path / "data")
-    index = pack(dataset.document_lengths, "concat", buckets=4)
-    path = tmp_path / "data.samples"
-    index.save(path, source=dataset)
-    done = build("verify", path, tmp_path / "data")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"{path}: sound" in done.stdout
+    dataset, path = IndexedDataset(tmp_path / "data"), tmp_path / "data.samples"
+    pack(dataset.document_lengths, "concat", buckets=4).save(path, source=dataset)
+    assert f"{path}: sound" in printed("verify", path, tmp_path / "data")
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.copy(path, tmp_path / "elsewhere" / "x.samples")
     (tmp_path / "data.idx").unlink()
@@ -141,32 +126,28 @@ def test_a_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
         write(tmp_path / "shards" / name, SMALL)
     a, b = tmp_path / "shards" / "a", tmp_path / "shards" / "b"
     all_files = sorted((tmp_path / "shards").iterdir())
-    for n, (names, expected) in enumerate(
-        (
-            ([a, a], [a, a]),
-            ([a, f"{a}.idx", tmp_path / "shards" / "."], [a, a, a, b]),
-            (all_files, [a, b]),
-            ([*all_files, *all_files], [a, b, a, b]),
-            ([f"{b}.bin", a, f"{b}.bin"], [b, a]),
-            ([tmp_path / "shards" / "*.idx", a], [a, b, a]),
-        )
+    for names, expected in (
+        ([a, a], [a, a]),
+        ([a, f"{a}.idx", tmp_path / "shards" / "."], [a, a, a, b]),
+        (all_files, [a, b]),
+        ([*all_files, *all_files], [a, b, a, b]),
+        ([f"{b}.bin", a, f"{b}.bin"], [b, a]),
+        ([tmp_path / "shards" / "*.idx", a], [a, b, a]),
     ):
-        done = build("merge", *names, "--output-prefix", tmp_path / f"out{n}", "--json")
-        assert done.returncode == 0, done.stderr
-        facts = json.loads(done.stdout)
+        command = ("merge", *names, "--output-prefix", tmp_path / "out", "--json")
+        facts = json.loads(printed(*command, "--overwrite"))
         assert facts == {
-            "prefix": str(tmp_path / f"out{n}"),
+            "prefix": str(tmp_path / "out"),
             "num_datasets": len(expected),
             "num_documents": len(expected) * len(SMALL),
             "num_tokens": facts["num_tokens"],
             "dtype": "uint16",
             "is_new": True,
         }
-        merged = Path(f"{tmp_path}/out{n}.bin").read_bytes()
+        merged = (tmp_path / "out.bin").read_bytes()
         assert merged == b"".join(Path(f"{prefix}.bin").read_bytes() for prefix in expected)
         assert facts["num_tokens"] * 2 == len(merged)
-        done = build("merge", *names, "--output-prefix", tmp_path / f"out{n}", "--json")
-        assert json.loads(done.stdout) == {**facts, "is_new": False}
+        assert json.loads(printed(*command)) == {**facts, "is_new": False}
 
 
 def test_globs_and_directories_name_each_dataset_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -16,32 +17,29 @@ from megapack.errors import FormatError
 from megapack.storage import IndexedDataset
 from megapack.storage.repair import repair
 from megapack.storage.verify import find_duplicates, verify
-from storage.strategies import Corpus, corpora, files, write
+from storage.strategies import Corpus, by_hand, corpora, errors, files, write, write_foreign
 
 CORPUS: Corpus = [[[i, i + 1, i + 2]] for i in range(10)] + [[[1], [2, 3]]]
 S, D = 12, 12  # sequences, document indices
 LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 4 * S, 34 + 12 * S
 
 
-def edit_index(prefix: Path, change: Callable[[bytearray], object]) -> None:
+Damage = Callable[[bytearray], object]  # of an .idx
+
+
+def edit_index(prefix: Path, change: Damage) -> None:
     path = Path(f"{prefix}.idx")
     content = bytearray(path.read_bytes())
     change(content)
     path.write_bytes(content)
 
 
-def errors(prefix: Path, **options: object) -> list[str]:
-    return [f.code for f in verify(prefix, **options) if f.severity == "error"]
-
-
-def warnings(prefix: Path) -> list[str]:
-    return [f.code for f in verify(prefix) if f.severity == "warning"]
+def codes(prefix: Path, severity: str = "error", **options: object) -> list[str]:
+    return [found.code for found in verify(prefix, **options) if found.severity == severity]
 
 
 def foreign(prefix: Path, dtype: type = np.uint16, corpus: Corpus = CORPUS) -> Path:
-    """A dataset without a meta file, as other tools leave it."""
-    write(prefix, corpus, dtype)
-    Path(f"{prefix}.meta.json").unlink()
+    write_foreign(prefix, corpus, dtype)
     return prefix
 
 
@@ -58,74 +56,65 @@ def test_built_files_are_left_alone(tmp_path_factory: pytest.TempPathFactory, co
     assert repair(prefix) == []
 
 
-def lose_documents(content: bytearray) -> None:
-    """What GPT-NeoX's merge writes: document_indices = [0]."""
-    struct.pack_into("<Q", content, 26, 1)
-    del content[DOCUMENTS + 8 :]
+def set_code(value: int) -> Damage:
+    return lambda content: content.__setitem__(17, value)
 
 
-def stop_documents_early(content: bytearray) -> None:
-    struct.pack_into("<Q", content, 26, 6)
-    del content[DOCUMENTS + 8 * 6 :]
+def set_number(at: int, value: int, kind: str = "<q") -> Damage:
+    return lambda content: struct.pack_into(kind, content, at, value)
 
 
-def deepspeed_uint16(content: bytearray) -> None:
-    content[17] = 6
+def cut(at: int) -> Damage:
+    return lambda content: content.__delitem__(slice(at, None))
 
 
-def unknown_code(content: bytearray) -> None:
-    content[17] = 77
+def keep_documents(count: int) -> Damage:
+    """So many document indices; GPT-NeoX's merge writes one, [0]."""
+
+    def change(content: bytearray) -> None:
+        struct.pack_into("<Q", content, 26, count)
+        del content[DOCUMENTS + 8 * count :]
+
+    return change
 
 
-def wrong_pointer(content: bytearray) -> None:
-    struct.pack_into("<q", content, POINTERS + 8 * 5, 1000)
-
-
-def late_first_document(content: bytearray) -> None:
-    """Once verify itself ended with an error here, where it was to return a finding."""
-    struct.pack_into("<q", content, DOCUMENTS, 1)
-
-
-def bytes_behind(content: bytearray) -> None:
-    content += b"abc"
-
-
-def cut_in_pointers(content: bytearray) -> None:
-    del content[POINTERS + 17 :]
-
-
-def cut_in_documents(content: bytearray) -> None:
-    del content[DOCUMENTS + 8 * 4 + 3 :]
+LONGER = methodcaller("extend", b"abc")
+WRONG_POINTER = set_number(POINTERS + 8 * 5, 1000)
 
 
 @dataclass
 class Case:
-    damage: Callable[[bytearray], object]
+    name: str
+    damage: Damage
     code: str  # what verify calls it
     said: str  # what repair says it did
     documents: str = "kept"  # or "sequences": every sequence became a document
 
 
+EACH = "made each of the 12 sequences a document"
+SOME = "made sequences 5 to 12 a document each"
+CUT = "completed an .idx that ended after"
 CASES = [
-    Case(lose_documents, "documents-lost", "made each of the 12 sequences a document", "sequences"),
-    Case(stop_documents_early, "documents", "made sequences 5 to 12 a document each", "sequences"),
-    Case(deepspeed_uint16, "dtype", "dtype code 6 means uint16 in DeepSpeed's table: now uint16"),
-    Case(unknown_code, "dtype", "dtype code 77"),
-    Case(wrong_pointer, "pointers", "recomputed the pointers of 12 sequences"),
-    Case(late_first_document, "documents", "document 0 began at sequence 1: now at 0"),
-    Case(bytes_behind, "trailing-idx", "dropped 3 bytes behind the end of the index"),
-    Case(cut_in_pointers, "index", "completed an .idx that ended after", "sequences"),
-    Case(cut_in_documents, "index", "completed an .idx that ended after", "sequences"),
+    Case("lost", keep_documents(1), "documents-lost", EACH, "sequences"),
+    Case("few", keep_documents(6), "documents", SOME, "sequences"),
+    Case("deepspeed", set_code(6), "dtype", "code 6 means uint16 in DeepSpeed's table: now uint16"),
+    Case("unknown code", set_code(77), "dtype", "dtype code 77"),
+    Case("pointer", WRONG_POINTER, "pointers", "recomputed the pointers of 12 sequences"),
+    # Once verify itself ended with an error here, where it was to return a finding.
+    Case("late", set_number(DOCUMENTS, 1), "documents", "document 0 began at sequence 1: now at 0"),
+    Case("longer", LONGER, "trailing-idx", "dropped 3 bytes behind the end of the index"),
+    Case("in pointers", cut(POINTERS + 17), "index", CUT, "sequences"),
+    Case("in documents", cut(DOCUMENTS + 8 * 4 + 3), "index", CUT, "sequences"),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.damage.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> None:
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
     edit_index(prefix, case.damage)
     damaged, inode = files(prefix), (tmp_path / "data.idx").stat().st_ino
-    assert case.code in errors(prefix) + warnings(prefix)
+    assert case.code in codes(prefix) + codes(prefix, "warning")
     assert any(case.said in step for step in repair(prefix, dry_run=True))
     assert files(prefix) == damaged, "a dry run changes nothing"
     assert any(case.said in step for step in repair(prefix))
@@ -133,7 +122,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
         flat = [[sequence] for document in CORPUS for sequence in document]
         whole = files(foreign(tmp_path / "expected", corpus=flat))
     assert files(prefix) == whole
-    assert errors(prefix) == [] and warnings(prefix) == []
+    assert codes(prefix) == [] and codes(prefix, "warning") == []
     original = tmp_path / "data.idx.orig"
     assert original.read_bytes() == damaged[".idx"]
     assert original.stat().st_ino == inode, "a copy: a crash leaves half of it"
@@ -148,8 +137,8 @@ def test_deepspeeds_types_are_recognised(
     tmp_path: Path, code: int, raw: type, becomes: type
 ) -> None:
     prefix = foreign(tmp_path / "data", becomes)
-    edit_index(prefix, lambda content: content.__setitem__(17, code))
-    assert "dtype" in errors(prefix)
+    edit_index(prefix, set_code(code))
+    assert "dtype" in codes(prefix)
     repair(prefix)
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == becomes
@@ -162,8 +151,8 @@ def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
     prefix = foreign(tmp_path / "data", {4: np.int32, 8: np.int64}[width])
     values = np.fromfile(f"{prefix}.bin", f"i{width}").astype(dtype) + 1
     values.tofile(f"{prefix}.bin")
-    edit_index(prefix, lambda content: content.__setitem__(17, code))
-    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    edit_index(prefix, set_code(code))
+    [finding] = errors(prefix)
     assert finding.code == "dtype" and "no token ids" in finding.remedy
     with pytest.raises(FormatError, match="cannot be mended"):
         repair(prefix)
@@ -172,20 +161,16 @@ def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
 def test_overflowed_pointers_are_recomputed(tmp_path: Path) -> None:
     """Old releases summed them in 32 bits (40 billion tokens; here a sparse .bin)."""
     n = 2**30 - 1
-    lengths, documents = np.full(5, n, "<i4"), np.arange(6, dtype="<i8")
-    pointers = (np.arange(5, dtype=np.int64) * n * 2).astype(np.int32).astype("<i8")
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 6)
-    arrays = [lengths.tobytes(), pointers.tobytes(), documents.tobytes()]
-    (tmp_path / "data.idx").write_bytes(head + b"".join(arrays))
-    with (tmp_path / "data.bin").open("wb") as file:
-        file.truncate(5 * n * 2)
-    (finding,) = [f for f in verify(tmp_path / "data") if f.severity == "error"]
+    lengths, documents = [n] * 5, list(range(6))
+    pointers = (np.arange(5) * n * 2).astype(np.int32).tolist()
+    by_hand(tmp_path / "data", lengths, pointers, documents)
+    os.truncate(tmp_path / "data.bin", 5 * n * 2)
+    [finding] = errors(tmp_path / "data")
     assert "overflowed 32 bits" in finding.message
     assert repair(tmp_path / "data") == ["recomputed the pointers of 5 sequences"]
-    assert errors(tmp_path / "data", tokens=False) == []
-    assert list(IndexedDataset(tmp_path / "data").sequence_pointers) == [
-        2 * n * i for i in range(5)
-    ]
+    assert codes(tmp_path / "data", tokens=False) == []
+    pointers = IndexedDataset(tmp_path / "data").sequence_pointers
+    assert pointers.tolist() == [2 * n * i for i in range(5)]
 
 
 def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
@@ -195,7 +180,7 @@ def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
     lengths = dataset.sequence_lengths[order].tobytes()
     pointers = dataset.sequence_pointers[order].tobytes()
     edit_index(prefix, lambda content: content.__setitem__(slice(34, 34 + 48), lengths + pointers))
-    assert errors(prefix) == ["pointers"]
+    assert codes(prefix) == ["pointers"]
     before = files(prefix)
     with pytest.raises(FormatError, match="in another order"):
         repair(prefix)
@@ -207,14 +192,14 @@ def test_a_truncated_bin_keeps_its_whole_documents_on_demand(tmp_path: Path, cut
     prefix = tmp_path / "data"
     write(prefix, CORPUS, vocab_size=100, metadata={"tokenizer": "t"})
     os.truncate(f"{prefix}.bin", 66 - cut)
-    assert errors(prefix) == ["bin-truncated"]
+    assert codes(prefix) == ["bin-truncated"]
     with pytest.raises(FormatError, match="--drop-truncated"):
         repair(prefix)
     repair(prefix, drop_truncated=True)
     left = (66 - cut) // 6
     write(tmp_path / "expected", CORPUS[: min(left, 10)])
     assert files(prefix) == files(tmp_path / "expected")
-    assert errors(prefix) == []
+    assert codes(prefix) == []
     meta = IndexedDataset(prefix).meta
     assert (meta["tokenizer"], meta["vocab_size"], meta["num_documents"]) == ("t", 100, left)
 
@@ -224,7 +209,7 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
     whole = files(prefix)
     with Path(f"{prefix}.bin").open("ab") as file:
         file.write(b"12345")
-    assert warnings(prefix) == ["trailing-bin"]
+    assert codes(prefix, "warning") == ["trailing-bin"]
     assert repair(prefix) == []
     (tmp_path / "other").hardlink_to(tmp_path / "data.bin")
     with pytest.raises(FormatError, match="another name"):
@@ -237,8 +222,8 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
 
 def test_documents_that_make_no_sense_are_given_up_on_demand(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
-    edit_index(prefix, lambda content: struct.pack_into("<q", content, DOCUMENTS + 8 * 3, -5))
-    assert errors(prefix) == ["documents"]
+    edit_index(prefix, set_number(DOCUMENTS + 8 * 3, -5))
+    assert codes(prefix) == ["documents"]
     with pytest.raises(FormatError, match=r"document 2 .*--one-document-per-sequence"):
         repair(prefix)
     repair(prefix, one_document_per_sequence=True)
@@ -250,7 +235,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
     with Path(f"{prefix}.idx").open("ab") as file:
         file.write(bytes(range(12)))
     assert "multimodal" in {f.code for f in verify(prefix)}
-    edit_index(prefix, wrong_pointer)
+    edit_index(prefix, WRONG_POINTER)
     repair(prefix)
     assert list(IndexedDataset(prefix, multimodal=True).sequence_modes) == list(range(12))
 
@@ -259,7 +244,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
 def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> None:
     prefix = foreign(tmp_path / "data")
     Path(f"{prefix}.idx").write_bytes(content)
-    assert errors(prefix) == ["index"]
+    assert codes(prefix) == ["index"]
     with pytest.raises(FormatError):
         repair(prefix)
     assert Path(f"{prefix}.idx").read_bytes() == content
@@ -267,8 +252,8 @@ def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> No
 
 def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
-    edit_index(prefix, lambda content: struct.pack_into("<i", content, LENGTHS + 4 * 7, -3))
-    (finding,) = [f for f in verify(prefix) if f.severity == "error"]
+    edit_index(prefix, set_number(LENGTHS + 4 * 7, -3, "<i"))
+    [finding] = errors(prefix)
     assert "sequence 7: a sequence has length -3" in finding.message
     with pytest.raises(FormatError, match="sequence 7"):
         repair(prefix)
@@ -279,26 +264,26 @@ def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
     write(prefix, [[[1, 2]], [[3]]])
     other = files(foreign(tmp_path / "other", corpus=[[[1]], [[2, 3]]]))
     Path(f"{prefix}.idx").write_bytes(other[".idx"])
-    assert errors(prefix) == ["checksum"]
+    assert codes(prefix) == ["checksum"]
 
 
 def test_ids_and_ends_of_documents_are_checked_as_promised(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[5, 1, 0]], [], [[2, 0]]], metadata={"document_end_token": 0})
-    assert errors(tmp_path / "a") == []
-    assert errors(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
-    assert errors(tmp_path / "a", document_end_token=1) == ["document-end"]
+    assert codes(tmp_path / "a") == []
+    assert codes(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
+    assert codes(tmp_path / "a", document_end_token=1) == ["document-end"]
     write(tmp_path / "b", [[[5, 0]], [[7, 7], [0, 7]]], metadata={"document_end_token": 0})
-    (finding,) = [f for f in verify(tmp_path / "b") if f.severity == "error"]
+    [finding] = errors(tmp_path / "b")
     assert finding.message.startswith("document 1, position 3: token id 7 should be the last, 0")
     write(tmp_path / "c", [[[1, 2]], [[2, 1]]], metadata={"document_begin_token": 1})
-    assert errors(tmp_path / "c") == ["document-begin"]
+    assert codes(tmp_path / "c") == ["document-begin"]
 
 
 def test_negative_ids_are_labels_only_where_the_builder_said_so(tmp_path: Path) -> None:
     write(tmp_path / "labels", [[[-100, 5]]], np.int32, allow_negative=True)
-    assert errors(tmp_path / "labels") == []
+    assert codes(tmp_path / "labels") == []
     (tmp_path / "labels.meta.json").unlink()
-    assert errors(tmp_path / "labels") == ["negative-id"]
+    assert codes(tmp_path / "labels") == ["negative-id"]
 
 
 def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
@@ -313,7 +298,7 @@ def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_findings(tmp_path: Path) -> None:
-    assert errors(tmp_path / "data") == ["missing", "missing"]
+    assert codes(tmp_path / "data") == ["missing", "missing"]
     foreign(tmp_path / "data")
     (tmp_path / "data.bin").unlink()
-    assert errors(tmp_path / "data") == ["missing"]
+    assert codes(tmp_path / "data") == ["missing"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,23 @@ from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import BuildResult, build
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
-from .helpers import Build, Silence, WriteJsonl
+from .helpers import Build, Silence, write_jsonl
 
 
 @pytest.fixture
 def run_build(tmp_path: Path) -> Build:
-    """``build`` with a byte tokenizer unless told otherwise, into ``tmp_path/out``."""
+    """``build`` of paths, or of records as x.jsonl, with a byte tokenizer unless told otherwise,
+    into ``tmp_path/out``, or beside it where the prefix is another name.
+    """
 
     def run(*inputs: object, **options: Any) -> BuildResult:
-        options.setdefault("tokenizer", "bytes")
-        options.setdefault("output_prefix", str(tmp_path / "out"))
+        files = [write_jsonl(tmp_path / "x.jsonl", x) if isinstance(x, list) else x for x in inputs]
+        options["tokenizer"] = str(options.get("tokenizer", "bytes"))
+        options["output_prefix"] = str(tmp_path / options.get("output_prefix", "out"))
         progress = options.pop("progress", Silence())
-        return build(BuildConfig(inputs=tuple(map(str, inputs)), **options), progress)
+        return build(BuildConfig(inputs=tuple(map(str, files)), **options), progress)
 
     return run
-
-
-@pytest.fixture
-def write_jsonl() -> WriteJsonl:
-    """Write records as JSON Lines; returns the path."""
-
-    def write(path: Path, records: Iterable[Any]) -> Path:
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        path.write_text("".join(lines), encoding="utf-8")
-        return path
-
-    return write
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +47,7 @@ def source_texts(source_files: Sequence[InputFile]) -> list[str]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, write_jsonl: WriteJsonl, source_texts: list[str]) -> Path:
+def corpus(tmp_path: Path, source_texts: list[str]) -> Path:
     """The source files as JSON Lines."""
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 

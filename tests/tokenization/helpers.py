@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,14 @@ from megapack.tokenization.corpus.documents import TextBlock
 from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers.encoders import Encoder
 
-WriteJsonl = Callable[[Path, Iterable[Any]], Path]
 Build = Callable[..., BuildResult]
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    """Write records as JSON Lines; the path."""
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def files_of(prefix: object) -> tuple[bytes, bytes]:

@@ -17,13 +17,11 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, redacted
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/")
-_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
-_QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*[?#])[^\s)]+")
 _GUIDE = "docs/guides/object_storage.md"
 
 
@@ -45,7 +43,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     if match[1] not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(f"{redacted(text)}: addresses begin with one of {known}")
-    if _USER.match(text):
+    if "@" in re.split("[/?#]", text)[2]:
         raise ConfigError(
             f"{redacted(text)}: an address holds no user and no password, since addresses are "
             f"stored and printed; set credentials in environment variables ({_GUIDE})"
@@ -57,11 +55,6 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
             f"variables, as AZURE_STORAGE_SAS_TOKEN ({_GUIDE}); in a pattern write * instead of ?"
         )
     return True
-
-
-def redacted(text: str) -> str:
-    """A text without what addresses in it may hide: user and password, query and fragment."""
-    return _QUERY.sub(r"\1...", _USER.sub(r"\1...@", text))
 
 
 def joined(folder: Path, path: str) -> str:

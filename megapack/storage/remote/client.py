@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from megapack.errors import ConfigError, FormatError
-from megapack.storage.remote.address import redacted, split
+from megapack.errors import ConfigError, FormatError, redacted
+from megapack.storage.remote.address import split
 
 log = logging.getLogger(__name__)
 

@@ -36,11 +36,8 @@ def names(root: Path, *inputs: str, **options: object) -> list[str]:
 
 def test_a_directory_gives_known_data_files_sorted_and_nothing_hidden(tree: Path) -> None:
     assert names(tree, "") == ["a/notes.txt", "a/x.jsonl", "b/big.json.gz"]
-
-
-def test_suffixes_and_patterns_choose_from_directories(tree: Path) -> None:
     assert names(tree, "", suffixes=[".py"]) == ["b/1.py", "b/2.py"]
-    assert names(tree, "", suffixes=["1.*", "x*"]) == ["a/x.jsonl", "b/1.py"]
+    assert names(tree, "", suffixes=["1.*", "x*"]) == ["a/x.jsonl", "b/1.py"], "patterns"
 
 
 def test_inputs_keep_the_order_in_which_they_are_named_and_count_once(tree: Path) -> None:
@@ -50,12 +47,8 @@ def test_inputs_keep_the_order_in_which_they_are_named_and_count_once(tree: Path
 
 def test_the_format_follows_the_suffix_unless_it_is_said(tree: Path) -> None:
     found = find_inputs([str(tree / "a"), str(tree / "b" / "big.json.gz"), str(tree / "b/1.py")])
-    assert [(file.format, file.compression) for file in found] == [
-        ("text", ""),
-        ("jsonl", ""),
-        ("jsonl", "gz"),
-        ("text", ""),
-    ]
+    formats = [(file.format, file.compression) for file in found]
+    assert formats == [("text", ""), ("jsonl", ""), ("jsonl", "gz"), ("text", "")]
     assert find_inputs([str(tree / "b/1.py")], format="jsonl")[0].format == "jsonl"
 
 
@@ -65,23 +58,23 @@ def test_the_size_limit_takes_whole_files_in_order(tree: Path) -> None:
 
 
 def test_inputs_that_give_nothing_are_errors_that_name_them(tree: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"gone\.jsonl"):
-        find_inputs([str(tree / "gone.jsonl")])
-    with pytest.raises(ConfigError, match=r"no file matches .*\*\.csv"):
-        find_inputs([str(tree / "*.csv")])
-    with pytest.raises(ConfigError, match=r"holds no files with \.rs"):
-        find_inputs([str(tree)], suffixes=[".rs"])
-    with pytest.raises(DataError, match="--input"):
-        find_inputs([])
-    with pytest.raises(ConfigError, match="an input has no name: is a variable empty"):
-        find_inputs([""])
+    for inputs, suffixes, error, message in (
+        ([tree / "gone.jsonl"], (), FileNotFoundError, r"gone\.jsonl"),
+        ([tree / "*.csv"], (), ConfigError, r"no file matches .*\*\.csv"),
+        ([tree], [".rs"], ConfigError, r"holds no files with \.rs"),
+        ([], (), DataError, "--input"),
+        ([""], (), ConfigError, "an input has no name: is a variable empty"),
+    ):
+        with pytest.raises(error, match=message):
+            find_inputs([str(name) for name in inputs], suffixes=suffixes)
 
 
-@pytest.mark.parametrize("name", ["corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"])
-def test_a_compressed_format_that_is_not_read_is_refused(tree: Path, name: str) -> None:
-    (tree / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"{name}: of compressed files \.gz and \.zst are read"):
-        find_inputs([str(tree / name)])
+def test_a_compressed_format_that_is_not_read_is_refused(tree: Path) -> None:
+    for name in ("corpus.tar.gz", "x.jsonl.bz2", "x.parquet.gz", "x.zip"):
+        (tree / name).write_bytes(b"")
+        said = rf"{name}: of compressed files \.gz and \.zst are read"
+        with pytest.raises(ConfigError, match=said):
+            find_inputs([str(tree / name)])
 
 
 def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
@@ -91,9 +84,7 @@ def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
     return [file.path for file in found], said
 
 
-def test_file_of_several_names_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """x.jsonl and ./x.jsonl were two files, and x.jsonl twice was one."""
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text("{}\n")
@@ -126,9 +117,7 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     (disk / "up").symlink_to(disk)
     paths, said = notes(corpus)
     assert paths == [str(corpus / "a" / "part" / "x.jsonl")]
-    assert said == [
-        f"linked to, but entered already: 2 folders (first: {corpus}/a/up)",
-    ]
+    assert said == [f"linked to, but entered already: 2 folders (first: {corpus}/a/up)"]
 
 
 def test_what_a_folder_holds_besides_is_counted_by_suffix(tmp_path: Path) -> None:
@@ -221,15 +210,13 @@ def test_tables_are_refused_with_the_command_that_converts(tmp_path: Path, name:
     path = tmp_path / name
     with (gzip.open if name.endswith("gz") else Path.open)(path, "wt", newline="") as file:
         csv.writer(file, delimiter="\t" if "tsv" in name else ",").writerows(rows)
-    with pytest.raises(
-        ConfigError, match=r"would be one document .* with all of its rows"
-    ) as refused:
+    said = r"would be one document .* with all of its rows"
+    with pytest.raises(ConfigError, match=said) as refused:
         find_inputs([str(path)])
     command = str(refused.value).partition("convert it: ")[2].replace("python", sys.executable, 1)
     subprocess.run(["bash", "-c", command], check=True)
-    assert pq.read_table(f"{path}.parquet").column("text").to_pylist() == [
-        row[0] for row in rows[1:]
-    ]
+    texts = pq.read_table(f"{path}.parquet").column("text").to_pylist()
+    assert texts == [row[0] for row in rows[1:]]
     assert find_inputs([str(path)], format="text")[0].format == "text"
     (tmp_path / "notes.txt").write_text("words")
     assert sorted(names(tmp_path, "")) == sorted(["notes.txt", f"{name}.parquet"])

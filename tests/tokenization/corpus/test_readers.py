@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import pytest
 import zstandard
 
 from megapack.errors import ConfigError, DataError
-from megapack.tokenization.corpus.documents import Faults, ReadOptions, TextBlock
-from megapack.tokenization.corpus.inputs import Piece, find_inputs
+from megapack.tokenization.corpus.documents import Faults, ReadOptions
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
-from ..helpers import WriteJsonl
+from ..helpers import write_jsonl
 
 TEXTS = [f"document {i} \u00e9\u4e2d\U0001f600 " * (1 + i % 7) for i in range(300)]
 
@@ -47,10 +46,16 @@ def compressed(path: Path) -> list[Path]:
     return [gz, zst]
 
 
-def write_table(table: pa.Table, path: Path, rows: int, **options: Any) -> Path:
-    """Parquet, an Arrow file or (.arrows) an Arrow stream, in groups of ``rows`` rows."""
+def write_table(table: Any, path: Path, rows: int = 1000, **options: Any) -> Path:
+    """Columns, records or a table as Parquet, an Arrow file or (.arrows) an Arrow stream, in groups
+    of ``rows`` rows.
+    """
+    if isinstance(table, dict):
+        table = pa.table(table)
+    elif isinstance(table, list):
+        table = pa.Table.from_pylist(table)
     if path.suffix == ".parquet":
-        pq.write_table(table, path, row_group_size=rows)
+        pq.write_table(table, path, row_group_size=rows, **options)
         return path
     new = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
     arrow = path.with_suffix(".arrow")
@@ -59,12 +64,18 @@ def write_table(table: pa.Table, path: Path, rows: int, **options: Any) -> Path:
     return arrow
 
 
+def both(folder: Path, records: list[Any]) -> tuple[Path, Path]:
+    """Records as JSON Lines and as Parquet."""
+    lines = write_jsonl(folder / "x.jsonl", records)
+    return lines, write_table(records, folder / "x.parquet", 37)
+
+
 each_table = pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.arrows"])
 
 
-def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "x.jsonl", [{"id": i, "text": t} for i, t in enumerate(TEXTS)])
-    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    table = {"id": range(len(TEXTS)), "text": TEXTS}
     tables = [write_table(table, tmp_path / name, 37) for name in ("x.parquet", "x.arrow")]
     tables.append(write_table(table, tmp_path / "stream.arrows", 37))
     tables.append(write_table(table, tmp_path / "packed.arrow", 37, compression="zstd"))
@@ -86,14 +97,13 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, write_jsonl: Writ
 def test_every_column_type_of_text_is_read(tmp_path: Path, type: pa.DataType, name: str) -> None:
     binary = pa.types.is_binary(type) or pa.types.is_large_binary(type)
     values = [t.encode() for t in TEXTS] if binary else TEXTS
-    number, column = pa.array(range(len(TEXTS))), pa.array(values).cast(type)
-    table = pa.table({"n": number, "body": column, "m": number})
+    table = {"n": range(300), "body": pa.array(values).cast(type), "m": range(300)}
     assert read(write_table(table, tmp_path / name, 100), json_key="body")[0] == TEXTS
 
 
 @each_table
 def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
-    table = pa.table({"text": ["a", "b", None, "", "c"], "n": [1, 2, 3, 4, 5]})
+    table = {"text": ["a", "b", None, "", "c"], "n": [1, 2, 3, 4, 5]}
     path = write_table(table, tmp_path / name, 2)
     with pytest.raises(DataError, match=r"x\..* row 2: missing value"):
         read(path)
@@ -105,7 +115,7 @@ def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
         read(path, json_key="body")
     with pytest.raises(DataError, match=r"'n' holds int64; it must hold strings"):
         read(path, json_key="n")
-    path = write_table(pa.table({"text": pa.nulls(2)}), path, 2)  # as pandas writes it
+    path = write_table({"text": pa.nulls(2)}, path, 2)  # as pandas writes it
     assert read(path, on_error="skip")[1].counts == {"missing value": 2}
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"is not an? (parquet|Arrow) file"):
@@ -114,7 +124,7 @@ def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["x.arrow", "x.arrows"])
 def test_cut_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
-    path = write_table(pa.table({"text": TEXTS}), tmp_path / name, 37)
+    path = write_table({"text": TEXTS}, tmp_path / name, 37)
     data = path.read_bytes()
     for end in range(len(data) - 1, 100, -101):
         path.write_bytes(data[:end])
@@ -125,7 +135,7 @@ def test_cut_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
 def test_a_folder_of_the_path_is_no_column(tmp_path: Path) -> None:
     """Spark and others leave a column out of the files whose folders are named by its values."""
     (tmp_path / "year=2020").mkdir()
-    write_table(pa.table({"text": ["a"], "id": [1]}), tmp_path / "year=2020" / "x.parquet", 1)
+    write_table({"text": ["a"], "id": [1]}, tmp_path / "year=2020" / "x.parquet")
     assert read(tmp_path)[0] == ["a"]
     said = r"x\.parquet: 'year' is a folder of the path \(year=2020\) and no column of the file; "
     with pytest.raises(DataError, match=f"{said}give --json-key one of: text, id"):
@@ -190,26 +200,30 @@ def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Pat
 
 
 def test_a_text_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """The UTF-16 of English without a byte order mark is valid UTF-8, twice as long."""
     (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfgood")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "none.txt").write_bytes(b"")
-    with pytest.raises(DataError, match=r"latin\.txt: invalid UTF-8"):
-        read(tmp_path)
+    for name, data, reason in (
+        ("latin.txt", b"caf\xe9", "invalid UTF-8"),
+        ("wide.txt", "plain English".encode("utf-16-le"), "NUL bytes .*UTF-16 .*iconv"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=f"{name}: {reason}"):
+            read(tmp_path / name)
     texts, faults = read(tmp_path, on_error="skip")
     assert texts == ["good"], "a byte order mark is not text"
-    assert faults.counts == {"invalid UTF-8": 1, "empty document": 1}
+    assert faults.counts == {"invalid UTF-8": 1, "NUL bytes": 1, "empty document": 1}
 
 
 def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    lines = [json.dumps({"text": "a" * n}).encode() for n in (10, 5000, 20)]
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    path, parquet = both(tmp_path, [{"text": "a" * n} for n in (10, 5000, 20)])
     with pytest.raises(DataError, match=r"x\.jsonl:2: too long .*--max-document-bytes"):
         read(path, max_document_bytes=3000)
-    for source in (path, *compressed(path)):
+    for source in (path, *compressed(path), parquet):
         texts, faults = read(source, max_document_bytes=3000, on_error="skip")
         assert [len(text) for text in texts] == [10, 20]
-        assert [str(place) for place in faults.places["too long"]] == [f"{source}:2"]
+        place = f"{source} row 1" if source == parquet else f"{source}:2"
+        assert [str(place) for place in faults.places["too long"]] == [place]
     big = tmp_path / "big.txt"
     big.write_bytes(b"x" * 4000)
     with pytest.raises(DataError, match=r"big\.txt: too long"):
@@ -219,18 +233,13 @@ def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> Non
         ReadOptions(block_bytes=5)
 
 
-def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
-    records: list[dict[str, Any]] = [{"text": t, "id": i % 10} for i, t in enumerate(TEXTS)]
-    plain = write_jsonl(tmp_path / "x.jsonl", records)
-    parquet = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"id": [r["id"] for r in records], "text": TEXTS}), parquet)
+def test_hash_of_a_split_key_follows_its_document(tmp_path: Path) -> None:
+    records = [{"id": i % 10, "text": t} for i, t in enumerate(TEXTS)]
+    plain, parquet = both(tmp_path, records)
 
     def hashes(path: Path) -> list[int]:
-        pieces = [Piece(file, 0, 1 if file.format == "parquet" else file.size)
-                  for file in find_inputs([str(path)])]  # fmt: skip
-        blocks: Sequence[TextBlock] = list(
-            read_blocks(pieces, ReadOptions(split_key="id"), Faults())
-        )
+        [shard] = plan_shards(find_inputs([str(path)]), shard_bytes=1 << 30, json_key="text")
+        blocks = list(read_blocks(shard.pieces, ReadOptions(split_key="id"), Faults()))
         assert all(block.hashes is not None for block in blocks)
         return [int(h) for block in blocks for h in block.hashes]  # type: ignore[union-attr]
 
@@ -241,7 +250,7 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
     # A string of a writer that does not say UTF-8 is the same string.
     for values, column in (([True, False], [True, False]), (["a", "\u00fc"], [b"a", b"\xc3\xbc"])):
         write_jsonl(plain, [{"text": "x", "id": value} for value in values])
-        pq.write_table(pa.table({"id": column, "text": ["x", "x"]}), parquet)
+        write_table({"id": column, "text": ["x", "x"]}, parquet)
         assert hashes(plain) == hashes(parquet)
     for record in ({"text": "x"}, {"text": "x", "id": None}):
         write_jsonl(plain, [record])
@@ -249,34 +258,22 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path, write_jsonl: W
             hashes(plain)
 
 
-def test_dotted_key_is_read_alike_everywhere(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_dotted_key_is_read_alike_everywhere(tmp_path: Path) -> None:
     records = [{"data": {"text": t, "id": i, "deep": {"n": "x"}}} for i, t in enumerate(TEXTS)]
-    plain = write_jsonl(tmp_path / "x.jsonl", records)
-    parquet = tmp_path / "x.parquet"
-    pq.write_table(pa.Table.from_pylist(records), parquet, row_group_size=37)
+    plain, parquet = both(tmp_path, records)
     for path in (plain, *compressed(plain), parquet):
         assert read(path, json_key="data.text", split_key="data.id")[0] == TEXTS, path
+    said = r"'data\.body' among: .*data\.deep\.n.*; see --json-key"
     for path in (plain, parquet):
-        with pytest.raises(
-            DataError,
-            match=r"'data\.body' among: .*data\.deep\.n.*; see --json-key",
-        ):
+        with pytest.raises(DataError, match=said):
             read(path, json_key="data.body")
-
-
-def test_whole_key_comes_before_a_nested_one(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
-    record = {"data": {"text": "nested"}, "data.text": "whole"}
-    plain = write_jsonl(tmp_path / "x.jsonl", [record])
-    parquet = tmp_path / "x.parquet"
-    pq.write_table(pa.Table.from_pylist([record]), parquet)
-    for path in (plain, parquet):
-        assert read(path, json_key="data.text")[0] == ["whole"]
+    for path in both(tmp_path, [{"data": {"text": "nested"}, "data.text": "whole"}]):
+        assert read(path, json_key="data.text")[0] == ["whole"], "the whole key comes first"
 
 
 def test_parquet_structs_without_a_value_are_faults(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
     rows = [{"text": "a"}, None, {"text": None}, {"text": "b"}]
-    pq.write_table(pa.table({"data": rows}), path)
+    path = write_table({"data": rows}, tmp_path / "x.parquet")
     texts, faults = read(path, json_key="data.text", on_error="skip")
     assert texts == ["a", "b"]
     assert faults.counts == {"missing value": 2}
@@ -284,23 +281,19 @@ def test_parquet_structs_without_a_value_are_faults(tmp_path: Path) -> None:
 
 def test_a_parquet_column_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     """pyarrow selects columns by the beginning of their names; two may be called alike."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text.lang": ["en"], "text": ["hello"]}), path)
+    path = write_table({"text.lang": ["en"], "text": ["hello"]}, tmp_path / "x.parquet")
     assert read(path)[0] == ["hello"]
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    pq.write_table(twice, path)
+    write_table(twice, path)
     with pytest.raises(DataError, match=r"x\.parquet: there is more than one column 'text'"):
         read(path)
 
 
 def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    table = pa.table({"text": TEXTS})
-    for options in (
-        {"compression": "snappy"},
-        {"compression": "none", "write_page_checksum": True},
-    ):
-        pq.write_table(table, path, use_dictionary=False, **options)
+    checked = {"compression": "none", "write_page_checksum": True}
+    for options in ({"compression": "snappy"}, checked):
+        write_table({"text": TEXTS}, path, use_dictionary=False, **options)
         data = bytearray(path.read_bytes())
         for at in range(400, 800):
             data[at] ^= 0x55
@@ -309,31 +302,19 @@ def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
             read(path)
 
 
-def test_a_row_of_parquet_above_the_limit_is_a_fault_as_a_line_is(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"text": ["a" * n for n in (10, 5000, 20)]}), path)
-    texts, faults = read(path, max_document_bytes=3000, on_error="skip")
-    assert [len(text) for text in texts] == [10, 20]
-    assert [str(place) for place in faults.places["too long"]] == [f"{path} row 1"]
-
-
 def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     """Rows may hold what JSON has no value for, as the time of a message."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"chat": ['[{"role": "user", "content": "as a string"}]']}), path)
+    path = write_table({"chat": ['[{"role": "user", "content": "a"}]']}, tmp_path / "x.parquet")
     with pytest.raises(DataError, match=r"'chat' holds string; it must hold lists of messages"):
         read(path, json_key="chat", values="lists")
     message = {"role": "user", "content": "a", "at": datetime(2024, 5, 6, tzinfo=timezone.utc)}
-    pq.write_table(pa.table({"chat": [[{**message, "role": b"user"}]]}), path)
+    write_table({"chat": [[{**message, "role": b"user"}]]}, path)
     [text] = read(path, json_key="chat", values="lists")[0]
     assert json.loads(text) == [{**message, "at": str(message["at"])}], "binary is a string as well"
 
 
-def test_missing_key_names_the_option(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
-    plain = write_jsonl(tmp_path / "x.jsonl", [{"chats": [], "url": "u"}])
-    parquet = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"chats": [[1]], "url": ["u"]}), parquet)
-    for path in (plain, parquet):
+def test_missing_key_names_the_option(tmp_path: Path) -> None:
+    for path in both(tmp_path, [{"chats": [1], "url": "u"}]):
         with pytest.raises(DataError, match=r"'messages' among: chats, url; see --messages-key"):
             read(path, json_key="messages", values="lists")
         with pytest.raises(DataError, match=r"'id' among: chats, url; see --split-key"):
@@ -351,16 +332,6 @@ def test_compressed_text_files_are_documents(tmp_path: Path, suffix: str) -> Non
     paths[3].write_bytes(data[:-5])
     with pytest.raises(DataError, match=rf"03\.{suffix} is truncated"):
         read(*paths)
-
-
-def test_a_text_file_with_nul_bytes_is_binary_or_utf_16(tmp_path: Path) -> None:
-    """The UTF-16 of English without a byte order mark is valid UTF-8, twice as long."""
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "wide.txt").write_bytes("plain English".encode("utf-16-le"))
-    with pytest.raises(DataError, match=r"wide\.txt: NUL bytes .*UTF-16 .*iconv"):
-        read(tmp_path)
-    texts, faults = read(tmp_path, on_error="skip")
-    assert (texts, faults.counts) == (["good"], {"NUL bytes": 1})
 
 
 ODD_LINES: list[tuple[bytes, list[str]]] = [

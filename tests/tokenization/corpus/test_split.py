@@ -24,7 +24,7 @@ from megapack.tokenization.tokenizers.coding import Frame, TextCoder
 from megapack.tokenization.tokenizers.encoders import Encoder, Ids
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
-from ..helpers import Build, Silence, WriteJsonl
+from ..helpers import Build, Silence
 
 NAMES = ("train", "valid", "test")
 
@@ -37,12 +37,8 @@ def test_consecutive_splits_are_megatrons(weights: list[int], num_documents: int
     megatron = peer("megatron.core.datasets.blended_megatron_dataset_config")
     text = ",".join(map(str, weights))
     matrix = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(text))
-    expected = [
-        range(0)
-        if bounds is None
-        else range(round(bounds[0] * float(num_documents)), round(bounds[1] * float(num_documents)))
-        for bounds in matrix
-    ]
+    bounds = [pair or (0, 0) for pair in matrix]
+    expected = [range(*(round(bound * float(num_documents)) for bound in pair)) for pair in bounds]
     found = ordered_split(parse_split(text), num_documents)
     for ours, theirs in zip(found, expected, strict=True):
         assert len(ours) == len(theirs)
@@ -99,18 +95,15 @@ def test_nonsense_is_no_split(text: str) -> None:
         parse_split(text)
 
 
-def test_consecutive_splits_are_cut_through_the_shards(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_consecutive_splits_are_cut_through_the_shards(tmp_path: Path, run_build: Build) -> None:
     texts = [f"document {i} " * (1 + i % 5) for i in range(101)]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
-    run_build(corpus, split="70,20,10", append_eod=True, shard_bytes=700)
+    records = [{"text": text} for text in texts]
+    run_build(records, split="70,20,10", append_eod=True, shard_bytes=700)
     found: list[str] = []
     sizes = []
     for name in NAMES:
         dataset = IndexedDataset(tmp_path / f"out_{name}")
-        assert dataset.meta is not None
-        assert dataset.meta["document_end_token"] == 256
+        assert dataset.meta is not None and dataset.meta["document_end_token"] == 256
         sizes.append(len(dataset))
         found += [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in dataset[:]]
     assert found == texts
@@ -118,17 +111,10 @@ def test_consecutive_splits_are_cut_through_the_shards(
     assert not IndexedDataset.exists(tmp_path / "out")
 
 
-def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_documents_of_a_key_stay(tmp_path: Path, run_build: Build) -> None:
     def split_of(name: str, records: list[dict[str, str]]) -> dict[str, set[str]]:
-        corpus = write_jsonl(tmp_path / f"{name}.jsonl", records)
-        run_build(
-            corpus,
-            split="60,20,20",
-            split_by="hash",
-            split_key="site",
-            shard_bytes=2000,
-            output_prefix=str(tmp_path / name),
-        )
+        how = {"split": "60,20,20", "split_by": "hash", "split_key": "site", "shard_bytes": 2000}
+        run_build(records, output_prefix=name, **how)
         return {
             split: {
                 bytes(tokens.astype(np.uint8)).decode().split()[0]
@@ -146,13 +132,12 @@ def test_documents_of_a_key_stay(tmp_path: Path, write_jsonl: WriteJsonl, run_bu
         assert first[split] <= second[split], "a document changed its split when the corpus grew"
 
 
-def test_empty_split_is_an_error(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i}"} for i in range(10)])
-    progress = Silence()
+def test_empty_split_is_an_error(tmp_path: Path, run_build: Build) -> None:
+    records, progress = [{"text": f"t{i}"} for i in range(10)], Silence()
     with pytest.raises(DataError, match="out_valid would have no documents"):
-        run_build(corpus, split="98,1,1", progress=progress)
+        run_build(records, split="98,1,1", progress=progress)
     assert "documents the valid split may have none" in progress.notes[0]
     assert not IndexedDataset.exists(tmp_path / "out_train"), "all splits or none"
-    result = run_build(corpus, split="80,20", overwrite=True)
+    result = run_build(records, split="80,20", overwrite=True)
     assert list(result.prefixes) == ["_train", "_valid"]
     assert not IndexedDataset.exists(tmp_path / "out_test")

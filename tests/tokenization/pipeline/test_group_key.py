@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 
-from ..helpers import Build
+from ..helpers import Build, write_jsonl
 
 NAMES = [None, "x", "y", "x", 7, None, "y", "x", "z", 7, "z", "x"] * 40
 TEXTS = ["" if i % 11 == 5 else f"{i} {name}" for i, name in enumerate(NAMES)]
@@ -26,18 +25,15 @@ def write(folder: Path, kind: str) -> Path:
         names = [None if name is None else str(name) for name in NAMES]
         pq.write_table(pa.table({"text": TEXTS, "of": pa.array(names)}), path, row_group_size=70)
         return path
-    rows: list[dict[str, Any]] = [
-        {"text": text, "of": name} for text, name in zip(TEXTS, NAMES, strict=True)
-    ]
+    rows = [{"text": text, "of": name} for text, name in zip(TEXTS, NAMES, strict=True)]
     for row in rows[::24]:  # half of those without one: null, and no key at all
         del row["of"]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 @pytest.mark.parametrize("split", STREAMS)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_group_ids_stand_beside_their_documents(
+def test_group_ids_follow_documents(
     kind: str, split: str, tmp_path: Path, run_build: Build
 ) -> None:
     how = {} if split == "whole" else {"split": "60,40", "split_by": split}

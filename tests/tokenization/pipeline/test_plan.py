@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,24 +19,25 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 from peers import peer
+from programs import ended
 
 from megapack import IndexedDataset, executors
 from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.executors import Counted, Report, carry_out
 from megapack.storage.files import WriterLock
-from megapack.tokenization.pipeline.plan import BuildConfig, Plan
+from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import build, preview
 from megapack.tokenization.pipeline.workspace import Totals, Workspace, directory_bytes
 
-from ..helpers import Build, Silence, WriteJsonl, files_of
+from ..helpers import Build, Silence, files_of, write_jsonl
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
 
 
 @pytest.fixture
-def records(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
-    texts = [f"document {i} " * 20 for i in range(100)]
-    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
+def records(tmp_path: Path) -> Path:
+    records = [{"text": f"document {i} " * 20} for i in range(100)]
+    return write_jsonl(tmp_path / "corpus.jsonl", records)
 
 
 @pytest.fixture
@@ -52,26 +52,24 @@ def tokenizer(tmp_path: Path, bpe_json: Path) -> Path:
 
 
 def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build: Build) -> None:
-    sharding: dict[str, Any] = {"shard_bytes": 4000}
-    plain = run_build(records, part=(0, 2), **sharding)
-    other = run_build(records, part=(1, 2), append_eod=True, **sharding)
-    assert plain.plan.digest != other.plan.digest
-    progress = Silence()
+    plain, progress = run_build(records, part=(0, 2), shard_bytes=4000), Silence()
+    changed = {"append_eod": True, "shard_bytes": 4000}
+    assert plain.plan.digest != run_build(records, part=(1, 2), **changed).plan.digest
     with pytest.raises(MegapackError, match=r"shard 0 is not finished; .* of this plan \d+ of \d+"):
-        run_build(records, finish=True, append_eod=True, progress=progress, **sharding)
+        run_build(records, finish=True, progress=progress, **changed)
     (said,) = progress.notes
     assert "KiB of another plan; --overwrite removes it" in said
     assert "eod was None, is ['<eod>', 256]" in said
     assert not IndexedDataset.exists(tmp_path / "out")
-    run_build(records, part=(0, 2), append_eod=True, **sharding)
-    run_build(records, finish=True, append_eod=True, **sharding)
+    run_build(records, part=(0, 2), **changed)
+    run_build(records, finish=True, **changed)
     assert all(tokens[-1] == 256 for tokens in IndexedDataset(tmp_path / "out")[:])
     meta = IndexedDataset(tmp_path / "out").meta
     assert meta is not None and meta["document_end_token"] == 256
 
 
 def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
-    tmp_path: Path, records: Path, write_jsonl: WriteJsonl, run_build: Build
+    tmp_path: Path, records: Path, run_build: Build
 ) -> None:
     run_build(records, part=(0, 2), shard_bytes=4000)
     changes: list[tuple[dict[str, Any], str]] = [
@@ -83,9 +81,8 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
     ]
     for options, difference in changes:
         progress = Silence()
-        result = run_build(
-            records, progress=progress, **{"shard_bytes": 4000, "keep_shards": True, **options}
-        )
+        plan = {"shard_bytes": 4000, "keep_shards": True, **options}
+        result = run_build(records, progress=progress, **plan)
         assert (result.state, result.num_shards_kept) == ("built", 0)
         assert any(difference in note for note in progress.notes), progress.notes
         for suffix in ("bin", "idx", "meta.json", "manifest.json"):
@@ -117,7 +114,7 @@ def test_ids_are_stored_as_megatron_will_read_them(
     tokenizer = tmp_path / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": words, "unk_token": "document"}
     tokenizer.write_text(json.dumps({"version": "1.0", "model": model}))
-    run_build(records, tokenizer=str(tokenizer), backend="tokenizers")
+    run_build(records, tokenizer=tokenizer, backend="tokenizers")
     assert IndexedDataset(tmp_path / "out").dtype == dtype
 
 
@@ -137,26 +134,25 @@ def test_overwrite_removes_what_plans_left(tmp_path: Path, records: Path, run_bu
 
 
 def test_a_part_that_starts_over_leaves_the_other_parts(records: Path, run_build: Build) -> None:
-    options: dict[str, Any] = {"shard_bytes": 4000}
+    options = {"shard_bytes": 4000}
     parts = [run_build(records, part=(i, 2), **options) for i in range(2)]
     again = run_build(records, part=(0, 2), overwrite=True, **options)
     assert (again.num_shards, again.num_shards_kept) == (parts[0].num_shards, 0)
     other = run_build(records, part=(1, 2), **options)
     assert other.num_shards_kept == other.num_shards == parts[1].num_shards
     assert run_build(records, finish=True, **options).state == "built"
-    found = run_build(records, part=(0, 2), **options)
-    assert found.state == "found", "all is done; a part has nothing to do"
+    assert run_build(records, part=(0, 2), **options).state == "found", "a part has nothing to do"
 
 
 @pytest.fixture
-def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+def chats(tmp_path: Path) -> Path:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 20)
 
 
 def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build) -> None:
     """All that ``TokenizerFiles.identity`` names."""
-    options: dict[str, Any] = {"tokenizer": str(tokenizer), "messages_key": "messages"}
+    options = {"tokenizer": tokenizer, "messages_key": "messages"}
     assert run_build(chats, **options).state == "built"
     assert run_build(chats, **options).state == "found"
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace("[", "<"))
@@ -167,7 +163,7 @@ def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build) 
 def test_another_version_of_a_library_is_another_plan(
     records: Path, tokenizer: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"tokenizer": str(tokenizer), "backend": "tokenizers"}
+    options = {"tokenizer": tokenizer, "backend": "tokenizers"}
     first = run_build(records, **options)
     assert run_build(records, **options).state == "found"
     before = importlib.metadata.version
@@ -185,7 +181,7 @@ def test_a_worker_whose_machine_has_other_files_builds_nothing(
         (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
 
     monkeypatch.setattr(Silence, "start", edit)
-    options: dict[str, Any] = {"tokenizer": str(tokenizer), "messages_key": "messages"}
+    options = {"tokenizer": tokenizer, "messages_key": "messages"}
     machine = re.escape(socket.gethostname())
     with pytest.raises(ConfigError, match=rf"{machine} would not .*tokenizer_config\.json"):
         run_build(chats, workers=2, shard_bytes=1000, **options)
@@ -193,23 +189,21 @@ def test_a_worker_whose_machine_has_other_files_builds_nothing(
 
 
 def test_shard_of_another_plan_is_rebuilt(tmp_path: Path, records: Path, run_build: Build) -> None:
-    options: dict[str, Any] = {"shard_bytes": 4000, "keep_shards": True}
+    options = {"shard_bytes": 4000, "keep_shards": True}
     plain = run_build(records, **options)
-    other = run_build(records, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
-    shutil.copytree(
-        tmp_path / "out.build" / plain.plan.digest,
-        tmp_path / "other.build" / other.plan.digest,
-        dirs_exist_ok=True,
-    )
+    other = run_build(records, **options, append_eod=True, output_prefix="other")
+    shards = tmp_path / "out.build" / plain.plan.digest
+    theirs = tmp_path / "other.build" / other.plan.digest
+    shutil.copytree(shards, theirs, dirs_exist_ok=True)
     before = files_of(tmp_path / "other")
     (tmp_path / "other.manifest.json").unlink()
-    again = run_build(records, **options, append_eod=True, output_prefix=str(tmp_path / "other"))
+    again = run_build(records, **options, append_eod=True, output_prefix="other")
     assert again.num_shards_kept == 0
     assert files_of(tmp_path / "other") == before
 
 
 def test_manifest_is_plan(tmp_path: Path, records: Path, tokenizer: Path, run_build: Build) -> None:
-    result = run_build(records, tokenizer=str(tokenizer), append_eod=True, split="90,10")
+    result = run_build(records, tokenizer=tokenizer, append_eod=True, split="90,10")
     assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
     tree = json.loads(json.dumps(result.plan.tree()))
@@ -231,20 +225,18 @@ def test_manifest_is_plan(tmp_path: Path, records: Path, tokenizer: Path, run_bu
 
 
 def test_equal_digests(tmp_path: Path, records: Path, tokenizer: Path, run_build: Build) -> None:
-    def plan(name: str, **options: Any) -> Plan:
-        options.setdefault("tokenizer", str(tokenizer))
-        return run_build(records, output_prefix=str(tmp_path / name), **options).plan
+    def digest(name: str, **options: Any) -> str:
+        options = {"tokenizer": tokenizer, "shard_bytes": 5000, **options}
+        return run_build(records, output_prefix=name, **options).plan.digest
 
-    first = plan("a", shard_bytes=5000)
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(tokenizer, moved)
+    first, moved = digest("a"), shutil.copytree(tokenizer, tmp_path / "elsewhere")
     for name, options in {
         "b": {"block_bytes": 2000},
         "c": {"on_error": "skip"},
-        "d": {"tokenizer": str(moved)},
+        "d": {"tokenizer": moved},
         "e": {"worker_memory": 1 << 30, "keep_shards": True},
     }.items():
-        assert plan(name, shard_bytes=5000, **options).digest == first.digest, options
+        assert digest(name, **options) == first, options
 
 
 def test_dataset_that_appears_while_a_build_begins_is_kept(
@@ -272,7 +264,7 @@ def test_dataset_that_appears_while_a_build_begins_is_kept(
 
 @pytest.mark.parametrize("more", [{}, {"weights_key": "w"}, {"group_key": "g"}])
 def test_disk_is_estimated_with_all_that_stands_beside_the_tokens(
-    tmp_path: Path, write_jsonl: WriteJsonl, more: dict[str, Any]
+    tmp_path: Path, more: dict[str, Any]
 ) -> None:
     rows = [{"text": "word " * (1 + i % 9), "w": [[0, 2, 0.5]], "g": i} for i in range(3000)]
     corpus = write_jsonl(tmp_path / "x.jsonl", rows)
@@ -290,7 +282,7 @@ def test_disk_is_estimated_with_all_that_stands_beside_the_tokens(
 
 
 def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build: Build) -> None:
-    options: dict[str, Any] = {"shard_bytes": 4000}
+    options = {"shard_bytes": 4000}
     result = run_build(records, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
     with WriterLock(tmp_path / "out.build", what="a test", shared=True):
@@ -300,13 +292,10 @@ def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build
     assert not directory.exists()
 
 
-def test_incomplete_shards_no_use(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
-    records: list[Any] = [{"text": "x" * 500}] * 20
-    records = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
-    parts: dict[str, Any] = {"shard_bytes": 2000, "on_error": "skip"}
-    run_build(records, part=(0, 1), **parts)
+def test_incomplete_shards_no_use(tmp_path: Path, run_build: Build) -> None:
+    texts = [{"text": "x" * 500}] * 20
+    records = write_jsonl(tmp_path / "x.jsonl", [*texts, {"no": "text"}, *texts])
+    run_build(records, part=(0, 1), shard_bytes=2000, on_error="skip")
     with pytest.raises(ConfigError, match=r"built with --on-error skip .*1 x missing key"):
         run_build(records, finish=True, shard_bytes=2000)
     assert not IndexedDataset.exists(tmp_path / "out")
@@ -323,18 +312,8 @@ SCRIPT = ROOT / "launch" / "tokenize_slurm.sh"
 @pytest.fixture
 def alone(tmp_path: Path, corpus: Path, run_build: Build) -> tuple[bytes, bytes]:
     """What one machine makes of the corpus."""
-    run_build(corpus, append_eod=True, output_prefix=str(tmp_path / "alone"))
+    run_build(corpus, append_eod=True, output_prefix="alone")
     return files_of(tmp_path / "alone")
-
-
-def environment(**more: str) -> dict[str, str]:
-    build = f"{sys.executable} -m megapack.cli.main"
-    return {**os.environ, "PYTHONPATH": str(ROOT), "MEGAPACK_BUILD": build, **more}
-
-
-def arguments(corpus: Path, prefix: Path) -> list[str]:
-    common = ["--input", str(corpus), "--tokenizer", "bytes", "--append-eod"]
-    return [*common, "--output-prefix", str(prefix), "--shard-bytes", "30K"]
 
 
 SBATCH = """#!/bin/bash
@@ -365,24 +344,18 @@ def test_script_submits_an_array(tmp_path: Path, corpus: Path, alone: tuple[byte
     tools.mkdir()
     (tools / "sbatch").write_text(SBATCH)
     (tools / "sbatch").chmod(0o755)
-    log = tmp_path / "sbatch.log"
-    done = subprocess.run(
-        [str(SCRIPT), "2", *arguments(corpus, tmp_path / "out")],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment(
-            PATH=f"{tools}:{os.environ['PATH']}", SBATCH_LOG=str(log), TASK_OPTIONS="--mem=1G"
-        ),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 tasks" in done.stdout
+    build, log = f"{sys.executable} -m megapack.cli.main", tmp_path / "sbatch.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MEGAPACK_BUILD": build}
+    environment["PATH"] = f"{tools}:{os.environ['PATH']}"
+    environment |= {"SBATCH_LOG": str(log), "TASK_OPTIONS": "--mem=1G"}
+    words = ["--input", corpus, "--tokenizer", "bytes", "--append-eod", "--shard-bytes", "30K"]
+    words += ["--output-prefix", tmp_path / "out"]
+    assert "2 tasks" in ended(SCRIPT, "2", *words, env=environment).stdout
     said = log.read_text().split()
     assert {"--array=0-1", "--mem=1G", "--kill-on-invalid-dep=yes"} <= set(said)
     assert any(option.startswith("--dependency=afterok:") for option in said)
     assert files_of(tmp_path / "out") == alone
-    usage = subprocess.run([str(SCRIPT)], check=False, capture_output=True, env=environment())
-    assert usage.returncode == 2
+    ended(SCRIPT, status=2, env=environment)  # which shows its usage
 
 
 @pytest.fixture
@@ -396,18 +369,15 @@ def cluster() -> Iterator[Any]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_raylet_start_wait_time_s": "300",  # a busy machine takes longer than 60
     }
-    before = {name: os.environ.get(name) for name in settings}
+    before = dict(os.environ)
     os.environ.update(settings)
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class KillsANode(Silence):
@@ -429,7 +399,6 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     cluster: Any,
     corpus: Path,
     alone: tuple[bytes, bytes],
-    write_jsonl: WriteJsonl,
     run_build: Build,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -438,8 +407,10 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     one test, for clusters are slow to start."""
     write_jsonl(tmp_path / "x.jsonl", [{"text": "good"}] * 50 + [{"no": "text"}])
     monkeypatch.chdir(tmp_path)
+    relative: Any = {"inputs": ("x.jsonl",), "output_prefix": "bad", "tokenizer": "bytes"}
+    on_ray: Any = {"executor": "ray", "shard_bytes": 200, "workers": 999}
     with pytest.raises(DataError, match=r"x\.jsonl:51: missing key") as caught:
-        run_build("x.jsonl", executor="ray", shard_bytes=200, output_prefix="bad", workers=999)
+        build(BuildConfig(**relative, **on_ray), Silence())
     assert "Traceback" not in str(caught.value)
 
     class Missing:
@@ -463,8 +434,7 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     result = run_build(
         corpus, append_eod=True, executor="ray", shard_bytes=30_000, progress=progress
     )
-    assert result.num_shards > 10
-    assert len(progress.counted) == result.num_shards
+    assert len(progress.counted) == result.num_shards > 10
     assert files_of(tmp_path / "out") == alone
     nodes = peer("ray").nodes
     deadline = time.monotonic() + PATIENCE

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import subprocess
-import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peers import peer
+from programs import PEAK_BYTES, PYTHON, ended
 from tokenizers import Tokenizer
 
 from megapack import IndexedDataset
@@ -21,28 +20,26 @@ from megapack.errors import ConfigError, DataError
 from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import ahead
 
-from ..helpers import Build, Silence, WriteJsonl, files_of
+from ..helpers import Build, Silence, files_of, write_jsonl
 
 
 @pytest.mark.multiprocess
 def test_bytes_do_not_depend_on_workers_blocks_shards_or_parts_and_megatron_reads_them(
     tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
 ) -> None:
+    plan = {"tokenizer": bpe_json, "append_eod": True, "shard_bytes": 50_000}
+
     def run(name: str, **options: Any) -> tuple[bytes, bytes]:
-        run_build(
-            corpus, output_prefix=str(tmp_path / name), **{**plan, "shard_bytes": 50_000, **options}
-        )
+        run_build(corpus, output_prefix=name, **{**plan, **options})
         return files_of(tmp_path / name)
 
-    plan = {"tokenizer": str(bpe_json), "append_eod": True}
     alone = run("w1")
     assert run("small", shard_bytes=1 << 14) == run("one", shard_bytes=1 << 30) == alone
     assert run("w2", workers=2) == alone
     assert run("w3", workers=3, block_bytes=7000) == alone
     for i in range(3):
-        prefix = str(tmp_path / "parts")
-        result = run_build(corpus, output_prefix=prefix, part=(i, 3), shard_bytes=50_000, **plan)
-        assert result.state == "part" and not IndexedDataset.exists(prefix)
+        assert run_build(corpus, output_prefix="parts", part=(i, 3), **plan).state == "part"
+        assert not IndexedDataset.exists(tmp_path / "parts")
     assert run("parts", finish=True) == alone
 
     tokenizer = Tokenizer.from_file(str(bpe_json))
@@ -64,37 +61,28 @@ BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "documents"), BOUNDARIES)
-def test_documents_begin_and_end_as_asked(
-    write_jsonl: WriteJsonl,
-    tmp_path: Path,
-    run_build: Build,
-    options: dict[str, Any],
-    documents: list[list[int]],
-) -> None:
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "ab"}, {"text": "c"}])
-    run_build(corpus, **options)
-    assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]] == documents
+def test_documents_begin_and_end_as_asked(tmp_path: Path, run_build: Build) -> None:
+    for options, documents in BOUNDARIES:
+        run_build([{"text": "ab"}, {"text": "c"}], **options, overwrite=True)
+        found = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]]
+        assert found == documents, options
 
 
-def test_word_limits_are_counted(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
-    texts = ["w " * n for n in (49, 50, 51, 100, 101)]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
-    result = run_build(corpus, min_words=50, max_words=100)
+def test_word_limits_are_counted(tmp_path: Path, run_build: Build) -> None:
+    records = [{"text": "w " * n} for n in (49, 50, 51, 100, 101)]
+    result = run_build(records, min_words=50, max_words=100)
     assert result.totals.num_documents == 3
     assert result.totals.skipped == {"too few words": 1, "too many words": 1}
-    assert result.totals.skipped_at["too many words"] == [f"{corpus}:5"]
+    assert result.totals.skipped_at["too many words"] == [f"{tmp_path}/x.jsonl:5"]
 
 
-def test_loss_weights_go_with_their_documents(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_loss_weights_go_with_their_documents(tmp_path: Path, run_build: Build) -> None:
     """Also where documents are left out, and to the split of each; EOD weighs as the last token."""
     rows = [{"text": "a" * n, "w": [n / 8] * n} for n in range(1, 20)]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "abc", "w": [1]}, *rows, {"text": "z"}])
-    options = {"tokenizer": "bytes", "append_eod": True, "weights_key": "w", "on_error": "skip"}
+    rows = [{"text": "abc", "w": [1]}, *rows, {"text": "z"}]
+    options = {"append_eod": True, "weights_key": "w"}
     for how in ({}, {"split": "60,40,0"}, {"split": "60,40,0", "split_by": "hash"}):
-        result = run_build(corpus, output_prefix=str(tmp_path / str(len(how))), **options, **how)
+        result = run_build(rows, output_prefix=str(len(how)), on_error="skip", **options, **how)
         assert result.totals.skipped == {"unusable loss weights": 1}
         seen = 0
         for stream in ["_train", "_valid"] if how else [""]:
@@ -107,20 +95,16 @@ def test_loss_weights_go_with_their_documents(
                 seen += 1
         assert seen == 20
     with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .weights have shape"):
-        run_build(corpus, **{**options, "on_error": "fail"}, overwrite=True)
+        run_build(rows, **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
-        run_build(corpus, **{**options, "messages_key": "m"})
+        run_build(rows, **options, messages_key="m")
 
 
-def test_empty_corpus_is_an_error(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": ""}] * 3)
+def test_empty_corpus_is_an_error(tmp_path: Path, run_build: Build) -> None:
     with pytest.raises(DataError, match=r"no documents .*3 x empty document"):
-        run_build(corpus)
-    (tmp_path / "empty.jsonl").write_bytes(b"")
+        run_build([{"text": ""}] * 3)
     with pytest.raises(DataError, match="no documents"):
-        run_build(tmp_path / "empty.jsonl", output_prefix=str(tmp_path / "other"))
+        run_build([], output_prefix="other")
     assert not list(tmp_path.glob("o*.bin"))
 
 
@@ -147,9 +131,9 @@ def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build)
     assert len(IndexedDataset(tmp_path / "out"))
 
 
-def test_stopped_build_goes_on(tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build) -> None:
+def test_stopped_build_goes_on(tmp_path: Path, run_build: Build) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 100
-    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])
+    corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])  # once: mtime
     with pytest.raises(DataError, match="missing key"):
         run_build(corpus, shard_bytes=5000)
     result = run_build(corpus, shard_bytes=5000, on_error="skip")
@@ -161,6 +145,7 @@ def test_stopped_build_goes_on(tmp_path: Path, write_jsonl: WriteJsonl, run_buil
         run_build(corpus, shard_bytes=5000, on_error="fail")
 
 
+# Of a file its half, or one bit of the middle, and a .bin that is gone or longer.
 @pytest.mark.parametrize("damage", ["bin", "idx", "meta.json", "json", "gone", "longer"])
 def test_whole_shards_are_kept(tmp_path: Path, corpus: Path, run_build: Build, damage: str) -> None:
     options: dict[str, Any] = {"shard_bytes": 100_000, "keep_shards": True}
@@ -194,18 +179,13 @@ class StopsWhileJoining(Silence):
 
 @pytest.mark.parametrize("split", [None, "60,20,20"])
 def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing(
-    tmp_path: Path,
-    corpus: Path,
-    run_build: Build,
-    monkeypatch: pytest.MonkeyPatch,
-    split: str | None,
+    corpus: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch, split: str | None
 ) -> None:
-    options: dict[str, Any] = {"shard_bytes": 50_000, "split": split}
-    calm = run_build(corpus, output_prefix=str(tmp_path / "calm"), **options)
+    options = {"shard_bytes": 50_000, "split": split}
+    calm = run_build(corpus, output_prefix="calm", **options)
     monkeypatch.setattr("megapack.tokenization.pipeline.run.free_bytes", lambda path: 0)
-    progress = StopsWhileJoining()
     with pytest.raises(KeyboardInterrupt):
-        run_build(corpus, progress=progress, **options)
+        run_build(corpus, progress=StopsWhileJoining(), **options)
     progress = Silence()
     again = run_build(corpus, progress=progress, **options)
     assert 0 < again.num_shards_kept < again.num_shards, "some had been given up"
@@ -216,21 +196,17 @@ def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing
 
 def test_documents_are_counted(corpus: Path, run_build: Build, source_texts: list[str]) -> None:
     for workers in (1, 2):
-        progress, prefix = Silence(), str(corpus.with_name(f"by-{workers}"))
-        options: dict[str, Any] = {"shard_bytes": 1 << 17, "output_prefix": prefix}
-        run_build(corpus, workers=workers, progress=progress, **options)
+        progress, how = Silence(), {"shard_bytes": 1 << 17, "output_prefix": f"by-{workers}"}
+        run_build(corpus, workers=workers, progress=progress, **how)
         assert sum(counted.documents for counted in progress.counted) == len(source_texts)
 
 
-def test_the_check_along_the_way_stops_at_a_difference(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, sp_model: Path
-) -> None:
-    texts = ["harmless"] * 50 + ["a control symbol <s> in the text"]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
-    options: dict[str, Any] = {"tokenizer": str(sp_model), "verify_fraction": 1.0}
+def test_the_check_along_the_way_stops_at_a_difference(run_build: Build, sp_model: Path) -> None:
+    records = [{"text": "harmless"}] * 50 + [{"text": "a control symbol <s> in the text"}]
+    options = {"tokenizer": sp_model, "verify_fraction": 1.0}
     with pytest.raises(DataError, match=r"x\.jsonl:51, token .*--backend sentencepiece"):
-        run_build(corpus, backend="gigatoken", **options)
-    result = run_build(corpus, backend="auto", overwrite=True, **options)
+        run_build(records, backend="gigatoken", **options)
+    result = run_build(records, backend="auto", overwrite=True, **options)
     assert result.plan.backend == "gigatoken+sentencepiece"
 
 
@@ -250,44 +226,36 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS)
-def test_options_that_contradict_each_other_are_refused(
-    corpus: Path, run_build: Build, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run_build(corpus, **options)
+def test_options_that_contradict_each_other_are_refused(corpus: Path, run_build: Build) -> None:
+    for options, message in CONTRADICTIONS:
+        with pytest.raises(ConfigError, match=message):
+            run_build(corpus, **options)
 
 
-def test_shards_of_a_few_bytes_are_noted(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build
-) -> None:
+def test_shards_of_a_few_bytes_are_noted(run_build: Build) -> None:
     progress = Silence()
-    run_build(write_jsonl(tmp_path / "x.jsonl", [{"text": "x" * 6000}]), shard_bytes=5,
-              progress=progress)  # fmt: skip
+    run_build([{"text": "x" * 6000}], shard_bytes=5, progress=progress)
     assert "--shard-bytes 5 makes about 1,202 shards" in progress.notes[0]
 
 
-PEAK = """
-import pathlib, re, sys
+ROOT = Path(__file__).parents[3]
+TOKENIZE = """
+import sys
 from megapack.cli.main import main
 assert main(sys.argv[1:]) == 0
-# Not ru_maxrss, which a process inherits from the one that started it.
-print(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+print(peak_bytes())
 """
 
 
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     peaks = []
     for megabytes in (4, 40):
         text = "x = 1\n" * 5000  # 30 kB
         corpus = write_jsonl(tmp_path / f"{megabytes}.jsonl", [{"text": text}] * (33 * megabytes))
-        command = [sys.executable, "-c", PEAK, "tokenize", "--input", str(corpus)]
-        command += ["--tokenizer", "bytes", "--output-prefix", str(tmp_path / f"out{megabytes}")]
-        command += ["--shard-bytes", "1G", "--block-bytes", "1M"]
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[3]
-        )
-        peaks.append(int(done.stdout.split()[-1]) / 1024)
+        how = ["--tokenizer", "bytes", "--shard-bytes", "1G", "--block-bytes", "1M"]
+        how += ["--output-prefix", tmp_path / f"out{megabytes}"]
+        done = ended(*PYTHON, PEAK_BYTES + TOKENIZE, "tokenize", "--input", corpus, *how, cwd=ROOT)
+        peaks.append(int(done.stdout.split()[-1]) / 2**20)
     assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"
 
 

@@ -21,18 +21,18 @@ from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import InputFile
+from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers import chat_template
 from megapack.tokenization.tokenizers.chat_template import ChatTemplate
 from megapack.tokenization.tokenizers.coding import Chat, TemplateError
 from megapack.tokenization.tokenizers.train import train_tokenizer
 
-from ..helpers import Build, WriteJsonl
+from ..helpers import Build, write_jsonl
 
 Messages = list[dict[str, Any]]
 TokenizerWith = Callable[[str], Path]
 
-CHATS: dict[str, Any] = {"messages_key": "messages"}
-HEADERS: dict[str, Any] = {**CHATS, "chat_format": "headers"}
+HEADERS = {"chat_format": "headers"}
 MARKERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT: Messages = [
     {"role": "system", "content": "Be brief."},
@@ -81,9 +81,17 @@ def byte_json(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
+def chats(tmp_path: Path) -> Path:
     single = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": single}])
+
+
+@pytest.fixture
+def build_chats(run_build: Build) -> Build:
+    def build(chats: Path | list[Any], tokenizer: object, **options: Any) -> BuildResult:
+        return run_build(chats, tokenizer=tokenizer, **{"messages_key": "messages", **options})
+
+    return build
 
 
 @pytest.mark.parametrize(
@@ -91,9 +99,9 @@ def chats(tmp_path: Path, write_jsonl: WriteJsonl) -> Path:
     [(None, "assistant<|end_header_id|>\n\n"), ("content", "")],  # a turn's first token is given
 )
 def test_role_headers_teach_turns_but_for_their_first_token_or_the_content_alone(
-    tmp_path: Path, chats: Path, run_build: Build, byte_json: str, loss: str | None, learned: str
+    tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, loss: str | None, learned: str
 ) -> None:
-    run_build(chats, **HEADERS, tokenizer=byte_json, chat_loss=loss)
+    build_chats(chats, byte_json, **HEADERS, chat_loss=loss)
     tokens, labels = documents(tmp_path / "out")[0]
     text = "".join(
         f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CHAT
@@ -104,24 +112,24 @@ def test_role_headers_teach_turns_but_for_their_first_token_or_the_content_alone
 
 
 def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
-    tmp_path: Path, chats: Path, run_build: Build, byte_json: str, sp_model: Path
+    tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, sp_model: Path
 ) -> None:
     """They were stored in pieces: 19 bytes instead of <|start_header_id|>."""
-    for tokenizer in ("bytes", str(sp_model)):
+    for tokenizer in ("bytes", sp_model):
         with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
-            run_build(chats, tokenizer=tokenizer, **HEADERS)
+            build_chats(chats, tokenizer, **HEADERS)
     tree = json.loads(Path(byte_json).read_bytes())
     tree["added_tokens"] = [t for t in tree["added_tokens"] if t["content"] != "<|eot_id|>"]
     lacking = tmp_path / "lacking.json"
     lacking.write_text(json.dumps(tree))
     for backend in ("tokenizers", "gigatoken"):
         with pytest.raises(ConfigError, match=r"lacking\.json has no token <\|eot_id\|>.* 10 p"):
-            run_build(chats, tokenizer=str(lacking), backend=backend, **HEADERS)
+            build_chats(chats, lacking, backend=backend, **HEADERS)
     assert not list(tmp_path.glob("out*.bin"))
 
 
 def test_role_headers_need_a_token_and_not_a_special_one(
-    tmp_path: Path, chats: Path, run_build: Build, source_files: list[InputFile]
+    tmp_path: Path, chats: Path, build_chats: Build, source_files: list[InputFile]
 ) -> None:
     """A sentencepiece model may write a space before a text: the token comes second then."""
     path = tmp_path / "m.model"
@@ -133,10 +141,8 @@ def test_role_headers_need_a_token_and_not_a_special_one(
         proto.ParseFromString(path.read_bytes())
         proto.normalizer_spec.add_dummy_prefix = prefix
         path.write_bytes(proto.SerializeToString())
-        run_build(
-            chats, **HEADERS, tokenizer=str(path), output_prefix=str(tmp_path / f"out{prefix}")
-        )
-        tokens = IndexedDataset(tmp_path / f"out{prefix}")[1].tolist()
+        build_chats(chats, path, **HEADERS, overwrite=True)
+        tokens = IndexedDataset(tmp_path / "out")[1].tolist()
         processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         assert tokens.count(processor.piece_to_id("<|eot_id|>")) == 2
 
@@ -156,9 +162,9 @@ def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[in
 
 @pytest.mark.parametrize("backend", ["tokenizers", "auto"])
 def test_role_headers_are_those_of_the_article(
-    tmp_path: Path, chats: Path, bpe_json: Path, run_build: Build, backend: str
+    tmp_path: Path, chats: Path, bpe_json: Path, build_chats: Build, backend: str
 ) -> None:
-    run_build(chats, **HEADERS, tokenizer=str(bpe_json), backend=backend)
+    build_chats(chats, bpe_json, **HEADERS, backend=backend)
     tokenizer = Tokenizer.from_file(str(bpe_json))
     expected = source_code_of_section_8(
         CHAT, lambda text: tokenizer.encode(text, add_special_tokens=False).ids
@@ -167,11 +173,10 @@ def test_role_headers_are_those_of_the_article(
 
 
 def test_the_end_token_is_learned_behind_a_learned_answer_only(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
+    tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
-    open_end = [*CHAT, {"role": "user", "content": "?"}]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}, {"messages": open_end}])
-    run_build(corpus, tokenizer=byte_json, append_eod=True, prepend_bos=True, **HEADERS)
+    chats = [{"messages": CHAT}, {"messages": [*CHAT, {"role": "user", "content": "?"}]}]
+    build_chats(chats, byte_json, append_eod=True, prepend_bos=True, **HEADERS)
     answered, asked = documents(tmp_path / "out")
     assert (answered[0][0], answered[1][0]) == (257, -100)
     assert (answered[0][-1], answered[1][-1]) == (256, 256)
@@ -224,10 +229,10 @@ def transformers_tokenizer(directory: Path, template: str) -> Any:
 
 
 def test_a_template_with_marks_gives_what_transformers_gives(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
+    tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(MARKED)
-    run_build(chats, **CHATS, tokenizer=str(directory))
+    build_chats(chats, directory)
     host = transformers_tokenizer(directory, MARKED)
     expected = host.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     tokens, labels = documents(tmp_path / "out")[0]
@@ -237,17 +242,11 @@ def test_a_template_with_marks_gives_what_transformers_gives(
     assert 0 < sum(masks) < len(masks)
 
 
-def test_no_token_comes_twice(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
-    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(tokenizer_with(MARKED))}
-    with pytest.raises(ConfigError, match="leave out --prepend-bos"):
-        run_build(chats, prepend_bos=True, **options)
-
-
 def test_a_template_without_marks_is_compared_with_and_without_every_answer(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
+    tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(CHATML)
-    run_build(chats, **CHATS, tokenizer=str(directory))
+    build_chats(chats, directory)
     host = transformers_tokenizer(directory, CHATML)
     tokens, labels = documents(tmp_path / "out")[0]
     assert tokens == host.apply_chat_template(CHAT, return_dict=True)["input_ids"]
@@ -256,49 +255,52 @@ def test_a_template_without_marks_is_compared_with_and_without_every_answer(
     assert host.decode(ids) == "".join(f"{answer}<|im_end|>" for answer in answers)
     assert tokens[-1] == host.convert_tokens_to_ids("\u010a"), "a line end behind <|im_end|>"
     assert labels[-1] == -100, "which no model writes"
-
-
-def test_a_template_can_teach_the_role_header_too(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
-) -> None:
-    directory = tokenizer_with(CHATML)
-    run_build(chats, **CHATS, tokenizer=str(directory), chat_loss="turn")
-    host = transformers_tokenizer(directory, CHATML)
+    build_chats(chats, directory, chat_loss="turn", overwrite=True)
     labels = documents(tmp_path / "out")[1][1]
     assert host.decode([label for label in labels if label != -100]) == "assistant\nb<|im_end|>"
 
 
-def test_rewriting_is_refused(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
-    numbered = "{{ messages | length }} messages" + CHATML
-    directory = tokenizer_with(numbered)
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: unusable chat .*headers"):
-        run_build(chats, **CHATS, tokenizer=str(directory))
+REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, what is said
+    (MARKED, {"prepend_bos": True}, ConfigError, "leave out --prepend-bos"),  # it comes twice
+    ("{{ messages | length }}" + CHATML, {}, DataError, r"ts\.jsonl:1: unusable chat .*headers"),
+    (
+        "{{ messages | tojson(sorted=1) }}",
+        {},
+        DataError,
+        r"ts\.jsonl:1: .* failed \(line 1 of .*so",
+    ),
+    ("ok\n{% if %}", {}, ConfigError, "line 2 of the chat template of .* is broken: "),
+    (
+        "{{ strftime_now('%d') }}",
+        {},
+        DataError,
+        "line 1 of the chat template .*'strftime_now' is un",
+    ),
+]
 
 
-def test_a_template_may_refuse_a_conversation(
-    tmp_path: Path,
-    write_jsonl: WriteJsonl,
-    run_build: Build,
-    tokenizer_with: TokenizerWith,
+def test_a_template_that_cannot_be_used_is_refused(
+    chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
-    strict = (
-        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    )
-    directory = tokenizer_with(strict + CHATML)
-    tool = [{"role": "tool", "content": "x"}, CHAT[2]]
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": tool}, {"messages": CHAT}])
-    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
-    with pytest.raises(DataError, match=r"x\.jsonl:1: unusable chat .*no tools here"):
-        run_build(corpus, **options)
-    result = run_build(corpus, on_error="skip", overwrite=True, **options)
+    for template, options, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            build_chats(chats, tokenizer_with(template), **options, overwrite=True)
+
+
+def test_a_template_may_refuse_chats(build_chats: Build, tokenizer_with: TokenizerWith) -> None:
+    no_tools = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    directory = tokenizer_with(no_tools + CHATML)
+    chats = [{"messages": [{"role": "tool", "content": "x"}, CHAT[2]]}, {"messages": CHAT}]
+    with pytest.raises(DataError, match=r"x\.jsonl:1: unusable chat .*no tools"):
+        build_chats(chats, directory)
+    result = build_chats(chats, directory, on_error="skip", overwrite=True)
     assert result.totals.skipped == {"unusable chat": 1}
 
 
-def test_no_template_at_all(chats: Path, bpe_json: Path, sp_model: Path, run_build: Build) -> None:
-    options: dict[str, Any] = {"messages_key": "messages"}
+def test_no_template(chats: Path, bpe_json: Path, sp_model: Path, build_chats: Build) -> None:
     for tokenizer, message in ((bpe_json, "has no chat template"), (sp_model, "belong to")):
         with pytest.raises(ConfigError, match=rf"{message}.*--chat-format headers"):
-            run_build(chats, tokenizer=str(tokenizer), **options)
+            build_chats(chats, tokenizer)
 
 
 BAD_CHATS: list[tuple[Any, str]] = [
@@ -307,10 +309,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
     ([{"role": "user"}], "content of message 0 is null; role headers need a string"),
     ([{"role": "user", "content": None}], "content of message 0 is null"),
-    (
-        [{"role": "assistant", "content": "", "tool_calls": [{}]}],
-        "role headers do not say the tool_ca",
-    ),
+    ([{"role": "user", "content": "", "tool_calls": [{}]}], "role headers do not say the tool_ca"),
     ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
 ]
 
@@ -327,53 +326,33 @@ def test_json_that_python_does_not_take_is_no_conversation() -> None:
             Chat.read(text)
 
 
-@pytest.mark.parametrize(("messages", "reason"), BAD_CHATS)
 def test_a_conversation_that_is_none_is_named(
-    tmp_path: Path,
-    write_jsonl: WriteJsonl,
-    run_build: Build,
-    byte_json: str,
-    messages: Any,
-    reason: str,
+    tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT}])
-    with corpus.open("a") as file:
-        file.write(json.dumps({"messages": messages}) + "\n")
-    with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
-        run_build(corpus, tokenizer=byte_json, **HEADERS)
+    for messages, reason in BAD_CHATS:
+        lines = (json.dumps({"messages": said}) + "\n" for said in (CHAT, messages))
+        (tmp_path / "x.jsonl").write_text("".join(lines))  # as it is, with half of a pair
+        with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
+            build_chats(tmp_path / "x.jsonl", byte_json, **HEADERS, overwrite=True)
 
 
 def test_conversations_without_an_answer_are_left_out_and_counted(
-    tmp_path: Path, write_jsonl: WriteJsonl, run_build: Build, byte_json: str
+    tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
-    corpus = write_jsonl(tmp_path / "x.jsonl", [{"messages": CHAT[:2]}, {"messages": CHAT}])
-    options: dict[str, Any] = {"chat_format": "headers", "tokenizer": byte_json}
-    result = run_build(corpus, messages_key="messages", **options)
+    result = build_chats([{"messages": CHAT[:2]}, {"messages": CHAT}], byte_json, **HEADERS)
     assert result.totals.skipped == {"chat without assistant": 1}
     assert len(documents(tmp_path / "out")) == 1
     with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a number, not a list"):
-        run_build(
-            write_jsonl(corpus, [{"n": 5}]),
-            messages_key="n",
-            output_prefix=str(tmp_path / "other"),
-            **options,
-        )
+        build_chats([{"n": 5}], byte_json, messages_key="n", overwrite=True, **HEADERS)
 
 
-def test_chats_of_parquet_with_neox_names(tmp_path: Path, run_build: Build, byte_json: str) -> None:
+def test_chats_of_parquet_for_neox(tmp_path: Path, build_chats: Build, byte_json: str) -> None:
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
              for i in range(60)]  # fmt: skip
     corpus = tmp_path / "x.parquet"
     pq.write_table(pa.table({"conversation": chats}), corpus, row_group_size=10)
-    options: dict[str, Any] = {
-        "messages_key": "conversation",
-        "chat_format": "headers",
-        "tokenizer": byte_json,
-        "split": "80,20",
-        "shard_bytes": 300,
-        "label_names": "neox",
-    }
-    result = run_build(corpus, **options)
+    options = {"split": "80,20", "shard_bytes": 300, "label_names": "neox", **HEADERS}
+    result = build_chats(corpus, byte_json, messages_key="conversation", **options)
     name = "out_train_conversation"
     assert result.prefixes["_train.labels"] == str(tmp_path / f"{name}_label_document")
     tokens = IndexedDataset(tmp_path / f"{name}_document")
@@ -401,63 +380,44 @@ def chatml(*messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_tools_beside_messages_are_given_to_the_template(
-    tmp_path: Path,
-    write_jsonl: WriteJsonl,
-    run_build: Build,
-    tokenizer_with: TokenizerWith,
-    kind: str,
+    tmp_path: Path, build_chats: Build, tokenizer_with: TokenizerWith, kind: str
 ) -> None:
     """A list, JSON in a string, null and none at all, in one corpus."""
-    said = [json.dumps(TOOLS), None, "[]"]
-    records = [{"messages": CHAT, "schemas": tools} for tools in said]
+    records = [{"messages": CHAT, "schemas": tools} for tools in (json.dumps(TOOLS), None, "[]")]
+    corpus: Any = [{"schemas": TOOLS, "messages": CHAT}, {"messages": CHAT}, *records[2:]]
     if kind == "parquet":
         corpus = tmp_path / "x.parquet"
         pq.write_table(pa.Table.from_pylist(records), corpus)
-    else:
-        whole = [{"schemas": TOOLS, "messages": CHAT}, {"messages": CHAT}, *records[2:]]
-        corpus = write_jsonl(tmp_path / "x.jsonl", whole)
-    directory = tokenizer_with(TOOLED)
-    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
-    run_build(corpus, tools_key="schemas", **options)
-    plain = chatml(*CHAT)
+    directory, plain = tokenizer_with(TOOLED), chatml(*CHAT)
+    build_chats(corpus, directory, tools_key="schemas")
     expected = [json.dumps(TOOLS) + plain, plain, "[]" + plain]
     assert texts(tmp_path / "out", directory) == expected
-    run_build(corpus, tools_key="", overwrite=True, **options)
+    build_chats(corpus, directory, tools_key="", overwrite=True)
     assert texts(tmp_path / "out", directory) == [plain] * 3
 
 
 def test_nothing_that_a_template_reads_is_left_out_without_a_word(
-    tmp_path: Path,
-    write_jsonl: WriteJsonl,
-    run_build: Build,
-    tokenizer_with: TokenizerWith,
+    tmp_path: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
-    template = "{% if mode is defined %}{{ mode }} {{ date }}{% endif %}" + CHATML
-    directory = tokenizer_with(template)
+    directory = tokenizer_with("{% if mode is defined %}{{ mode }} {{ date }}{% endif %}" + CHATML)
     records = [{"messages": CHAT, "mode": "fast", "other": 1}, {"messages": CHAT, "mode": None}]
-    corpus = write_jsonl(tmp_path / "x.jsonl", records)
-    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
-    with pytest.raises(
-        DataError, match=r"x\.jsonl:1: unusable chat \(it has 'mode', which the chat"
-    ):
-        run_build(corpus, **options)
+    said = r"x\.jsonl:1: unusable chat \(it has 'mode', which the chat"
+    with pytest.raises(DataError, match=said):
+        build_chats(records, directory)
     plain = chatml(*CHAT)
     for words, expected in (
         (("mode", 'date="today"'), ["fast today" + plain, plain]),
         (("mode=",), [plain, plain]),
         (("mode=1",), ["1 " + plain, "1 " + plain]),
     ):
-        run_build(corpus, template_variables=words, overwrite=True, **options)
+        build_chats(records, directory, template_variables=words, overwrite=True)
         assert texts(tmp_path / "out", directory) == expected
     with pytest.raises(ConfigError, match="takes no 'other' from documents; it takes: date, mode"):
-        run_build(corpus, template_variables=("other",), **options)
-    tools = write_jsonl(tmp_path / "y.jsonl", [{"messages": CHAT, "tools": TOOLS}])
+        build_chats(records, directory, template_variables=("other",))
+    tools, tokenizer = [{"messages": CHAT, "tools": TOOLS}], header_tokenizer(directory)
     for chat_format, reason in (("template", "does not read its"), ("headers", "do not say its")):
-        with pytest.raises(DataError, match=rf"y\.jsonl:1: unusable chat .*{reason} tools"):
-            run_build(
-                tools, messages_key="messages", tokenizer=header_tokenizer(directory),
-                chat_format=chat_format, overwrite=True,
-            )  # fmt: skip
+        with pytest.raises(DataError, match=rf"x\.jsonl:1: unusable chat .*{reason} tools"):
+            build_chats(tools, tokenizer, chat_format=chat_format, overwrite=True)
 
 
 def header_tokenizer(directory: Path) -> str:
@@ -469,13 +429,10 @@ def header_tokenizer(directory: Path) -> str:
 
 
 def test_a_clock_is_a_date_that_was_given(
-    tmp_path: Path, chats: Path, run_build: Build, tokenizer_with: TokenizerWith
+    tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with("{{ strftime_now('%d %b %Y') }}" + CHATML)
-    options: dict[str, Any] = {"messages_key": "messages", "tokenizer": str(directory)}
-    with pytest.raises(DataError, match=r"line 1 of the chat template .*'strftime_now' is undef"):
-        run_build(chats, **options)
-    run_build(chats, template_variables=("strftime_now=2026-01-31",), **options)
+    build_chats(chats, directory, template_variables=("strftime_now=2026-01-31",))
     assert texts(tmp_path / "out", directory)[0].startswith("31 Jan 2026<|im_start|>")
 
 
@@ -516,7 +473,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("template", BOMBS)
-def test_a_template_that_fails_is_named_with_its_line(
+def test_a_failing_template_is_named_by_line(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same on every machine: work is counted, not timed (and a 16th of it is enough)."""
@@ -538,14 +495,3 @@ def test_a_template_may_work_as_much_as_its_conversation_is_long() -> None:
     )
     messages = [{"role": "user", "content": "x" * 200}] * 1000
     assert len(grown.render(messages=messages).text) == 200_000
-
-
-def test_failure_stops_build(chats: Path, run_build: Build, tokenizer_with: TokenizerWith) -> None:
-    directory = tokenizer_with("{{ messages | tojson(sorted=1) }}")
-    with pytest.raises(
-        DataError, match=r"chats.jsonl:1: chat template failed \(line 1 of .*sorted"
-    ):
-        run_build(chats, tokenizer=str(directory), **CHATS)
-    directory = tokenizer_with("ok\n{% if %}")
-    with pytest.raises(ConfigError, match=r"line 2 of the chat template of .* is broken: "):
-        run_build(chats, tokenizer=str(directory), **CHATS)

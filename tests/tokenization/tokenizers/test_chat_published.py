@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,15 @@ HOST_SPECIALS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|im_end|>"}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
 
 
-def system(content: Any) -> dict[str, Any]:
-    return {"role": "system", "content": content}
-
-
-def answer(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": ASSISTANT, "content": content, **more}
+user, system, answer = (partial(turn, role) for role in ("user", "system", ASSISTANT))
 
 
 def result(content: str, name: str = "add", **more: Any) -> dict[str, Any]:
-    return {"role": "tool", "name": name, "content": content, **more}
+    return turn("tool", content, name=name, **more)
 
 
 def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
@@ -61,13 +57,8 @@ def schema(name: str, description: str, **properties: Any) -> dict[str, Any]:
 
 
 ADD = schema("add", "adds", a={"type": "number"}, b={"type": "number"})
-WEATHER = schema(
-    "weather",
-    'in \u00c4gypten & <"so">',
-    city={"type": "string", "description": "where"},
-    days={"type": "integer", "enum": [1, 2]},
-)
-TOOLS = [WEATHER, ADD]
+CITY, DAYS = {"type": "string", "description": "where"}, {"type": "integer", "enum": [1, 2]}
+TOOLS = [schema("weather", 'in \u00c4gypten & <"so">', city=CITY, days=DAYS), ADD]
 LOOP = "for i in range(3):\n    print(i)\n"
 THOUGHT = "<think>\nhm\n</think>\n\nanswer"
 DOCUMENTS = [{"title": "T", "text": "body \u00fc"}, {"title": "U", "text": "x"}]
@@ -112,7 +103,7 @@ CHATS: list[tuple[Messages, dict[str, Any]]] = [
     ([answer("starts"), user("then"), answer("ends")], {}),
     ([user("a"), user("b"), answer("c"), answer("d")], {}),
     ([user("what?"), answer("see"), user("open")], {}),
-    ([{"role": "developer", "content": "dev"}, user("q"), answer("a")], {}),
+    ([turn("developer", "dev"), user("q"), answer("a")], {}),
     ([user("use them"), answer("ok")], {"documents": DOCUMENTS}),
     ([user("c"), answer("q", weight=0, extra={"deep": [1, None]})], {}),
 ]  # fmt: skip
@@ -189,12 +180,9 @@ class Sides:
 
     def text_here(self, messages: Messages, beside: dict[str, Any]) -> str | None:
         given = {"tools": None, "documents": None, "add_generation_prompt": False}
+        given |= {"messages": normalized(messages), "strftime_now": clock(DAY)}
         try:
-            return self.template.render(
-                messages=normalized(messages),
-                strftime_now=clock(DAY),
-                **{**HOST_SPECIALS, **given, **beside},
-            ).text
+            return self.template.render(**{**HOST_SPECIALS, **given, **beside}).text
         except DataError:
             return None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -26,17 +28,13 @@ from megapack.tokenization.tokenizers.tokenizer import (
 )
 from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 
-from ..helpers import Build, Silence, WriteJsonl, encoded
+from ..helpers import Build, Silence, encoded, write_jsonl
 
 
-def test_the_byte_tokenizer_has_its_specials_behind_the_bytes() -> None:
+def test_a_tokenizer_says_its_own_specials(sp_model: Path) -> None:
     files = TokenizerFiles.open("bytes")
-    assert files.vocab_size == 259
-    assert files.special_token("eod").id == 256
-    assert files.special_token("bos").id == 257
-
-
-def test_a_sentencepiece_model_says_its_own_specials(sp_model: Path) -> None:
+    specials = [files.special_token(name).id for name in ("eod", "bos")]
+    assert (files.vocab_size, *specials) == (259, 256, 257), "behind the bytes"
     files = TokenizerFiles.open(str(sp_model))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
     assert (files.kind, files.vocab_size) == ("sentencepiece", processor.vocab_size())
@@ -56,6 +54,8 @@ def test_a_tokenizer_json_is_found_alone_or_in_its_directory(bpe_json: Path) -> 
 
 def test_the_configuration_beside_a_tokenizer_decides(tmp_path: Path, bpe_json: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
+    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|eot_id|>"
     config = {"bos_token": {"content": "<|eot_id|>"}, "eos_token": "<|end_header_id|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     files = TokenizerFiles.open(str(tmp_path))
@@ -74,12 +74,13 @@ def test_an_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(tree))
     files = TokenizerFiles.open(str(path))
-    with pytest.raises(ConfigError, match="could be </s> or <eos>; name it with --eod-token"):
-        files.special_token("eod")
-    with pytest.raises(ConfigError, match=r"bos token of .* is not declared"):
-        files.special_token("bos")
-    with pytest.raises(ConfigError, match="'<none>' is not a special token"):
-        files.special_token("eod", "<none>")
+    for asked, message in (
+        (("eod",), "could be </s> or <eos>; name it with --eod-token"),
+        (("bos",), r"bos token of .* is not declared"),
+        (("eod", "<none>"), "'<none>' is not a special token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            files.special_token(*asked)
     assert files.special_token("eod", "<eos>").text == "<eos>"
 
 
@@ -94,13 +95,14 @@ def test_a_special_token_may_be_named_by_its_id(bpe_json: Path) -> None:
 
 
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer at some/model; .*nothing is downloaded"):
-        TokenizerFiles.open("some/model")
-    with pytest.raises(ConfigError, match=r"holds no tokenizer: none of tokenizer\.json, "):
-        TokenizerFiles.open(str(tmp_path))
     (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"x\.txt: a tokenizer is"):
-        TokenizerFiles.open(str(tmp_path / "x.txt"))
+    for source, message in (
+        ("some/model", r"no tokenizer at some/model; .*nothing is downloaded"),
+        (tmp_path, r"holds no tokenizer: none of tokenizer\.json, "),
+        (tmp_path / "x.txt", r"x\.txt: a tokenizer is"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TokenizerFiles.open(str(source))
     for name, content in (("x.json", "{}"), ("y.json", "["), ("x.model", "not a model")):
         (tmp_path / name).write_text(content)
         with pytest.raises(FormatError, match=f"{name} is not"):
@@ -132,14 +134,6 @@ def test_identity_changes_with_every_file(tmp_path: Path, bpe_json: Path, sp_mod
     model = TokenizerFiles.open(str(sp_model)).identity()
     assert (model["kind"], list(model["files"])) == ("sentencepiece", [sp_model.name])
     assert TokenizerFiles.open("bytes").identity()["files"] == {}
-
-
-def test_special_tokens_are_also_found_in_their_own_file(tmp_path: Path, bpe_json: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
-    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|eot_id|>"
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|endoftext|>"
 
 
 def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
@@ -175,9 +169,8 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     progress = Silence()
     tokens = []
     for name in ("one", "two"):
-        prefix = str(tmp_path / name)
-        run_build(tmp_path / "x.txt", tokenizer=str(path), output_prefix=prefix, progress=progress)
-        tokens.append(IndexedDataset(prefix)[0].tolist())
+        run_build(tmp_path / "x.txt", tokenizer=path, output_prefix=name, progress=progress)
+        tokens.append(IndexedDataset(tmp_path / name)[0].tolist())
     assert tokens == [[3] * 200] * 2 or (model == "unigram" and tokens[0] == tokens[1])
     assert 200 <= len(tokens[0]) < 999, "nothing is cut or padded"
     setting = next(iter(kinds[model][1]))
@@ -187,7 +180,7 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     assert setting not in plain["model"] and not {"truncation", "padding"} & plain.keys()
 
 
-def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path) -> None:
     """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
     shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")
@@ -223,24 +216,19 @@ def test_ids_are_those_of_transformers(pair: Path, bpe_json: Path, source_texts:
     texts = [*source_texts, *hard_texts(files), "a<|endoftext|>b <|endoftext|>", " lead", "trail "]
     expected = [host.encode(text, add_special_tokens=False) for text in texts]
     for backend in BACKENDS["hf"]:
-        if backend == "gigatoken":
-            assert encoded(GuardedEncoder(files), texts) == expected
-        else:
-            assert encoded(open_encoder(files, backend), texts) == expected
+        guarded = backend == "gigatoken"
+        encoder = GuardedEncoder(files) if guarded else open_encoder(files, backend)
+        assert encoded(encoder, texts) == expected
     other = Tokenizer.from_file(str(bpe_json))
     assert [other.encode(text).ids for text in texts] != expected, "the split makes a difference"
     assert files.vocab_size == len(host) == 2000
     assert files.special_token("eod").id == files.special_token("bos").id == host.eos_token_id
 
 
-def test_the_two_files_may_be_named_apart_as_megatron_names_them(
-    tmp_path: Path, pair: Path
-) -> None:
-    vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
-    vocab.write_bytes((pair / "vocab.json").read_bytes())
-    merges.write_bytes((pair / "merges.txt").read_bytes())
-    apart = TokenizerFiles.open(f"{vocab},{merges}")
-    together = TokenizerFiles.open(str(pair))
+def test_the_two_files_may_be_named_apart_as_megatron_names_them(pair: Path) -> None:
+    vocab = shutil.copy(pair / "vocab.json", pair.with_name("gpt2-vocab.json"))
+    merges = shutil.copy(pair / "merges.txt", pair.with_name("gpt2-merges.txt"))
+    apart, together = TokenizerFiles.open(f"{vocab},{merges}"), TokenizerFiles.open(str(pair))
     assert apart.definition() == together.definition()
     assert apart.digest == together.digest
     assert list(apart.identity()["files"]) == ["gpt2-merges.txt", "gpt2-vocab.json"]
@@ -268,12 +256,10 @@ def test_tokens_beyond_the_vocabulary_are_refused(pair: Path) -> None:
 
 
 def test_damaged_files_are_named(pair: Path) -> None:
-    (pair / "merges.txt").write_text("#version: 0.2\none two three\n")
-    with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
-        TokenizerFiles.open(str(pair))
-    (pair / "vocab.json").write_text("[")
-    with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
-        TokenizerFiles.open(str(pair))
+    for name, text in (("merges.txt", "#version: 0.2\none two three\n"), ("vocab.json", "[")):
+        (pair / name).write_text(text)
+        with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
+            TokenizerFiles.open(str(pair))
 
 
 # ---- Trained tokenizers: the same file from the same input, and no byte of text lost
@@ -282,17 +268,10 @@ def test_damaged_files_are_named(pair: Path) -> None:
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
 
 
-def train(
-    files: list[InputFile], output: Path, *, overwrite: bool = False, **options: object
-) -> TrainResult:
-    return train_tokenizer(
-        files,
-        str(output),
-        read=ReadOptions(),
-        faults=Faults("skip"),
-        overwrite=overwrite,
-        **{"vocab_size": 600, "sample_bytes": 1 << 18, **options},  # type: ignore[arg-type]
-    )
+def train(files: list[InputFile], output: Path, **options: Any) -> TrainResult:
+    options = {"vocab_size": 600, "sample_bytes": 1 << 18, **options}
+    read, faults = ReadOptions(), Faults("skip")
+    return train_tokenizer(files, str(output), read=read, faults=faults, **options)
 
 
 def test_equal_input_gives_one_file(tmp_path: Path, source_files: list[InputFile]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from peers import peer
+from programs import ended
 
 from megapack.errors import ConfigError
 from megapack.packing import pack
@@ -44,18 +44,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's corpus and tokenizers of both kinds, trained on it."""
     folder = tmp_path_factory.mktemp("demo")
     script = Path(__file__).parents[3] / "launch" / "demo_corpus.py"
-    options = ["--output-dir", str(folder), "--max-megabytes", MEGABYTES]
-    subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
+    ended(sys.executable, script, "--output-dir", folder, "--max-megabytes", MEGABYTES)
+    files = find_inputs([str(folder / "train.jsonl")])
+    how = {"read": ReadOptions(json_key="text"), "faults": Faults(), "vocab_size": 1200}
     for name, kind in (("t.model", "sentencepiece"), ("t.json", "bpe-json")):
-        train_tokenizer(
-            find_inputs([str(folder / "train.jsonl")]),
-            str(folder / name),
-            read=ReadOptions(json_key="text"),
-            faults=Faults(),
-            type=kind,
-            vocab_size=1200,
-            special_tokens=SENTINELS,
-        )
+        output = str(folder / name)
+        train_tokenizer(files, output, type=kind, special_tokens=SENTINELS, **how)
     tokenizer = peer("tokenizers").Tokenizer.from_file(str(folder / "t.json"))
     tokenizer.add_tokens(ADDED)
     tokenizer.save(str(folder / "added.json"))
