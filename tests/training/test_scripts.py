@@ -404,5 +404,4 @@ def test_an_environment_for_data_is_told_what_training_needs(command: str) -> No
         [sys.executable, "-c", without], check=False, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("ModuleNotFoundError: training needs deepspeed"), "a traceback"
-    assert "extra train" in done.stderr
+    assert "training needs deepspeed" in done.stderr and "extra train" in done.stderr
