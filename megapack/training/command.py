@@ -24,16 +24,11 @@ from megapack.training.config import PretrainConfig
 # Before the first import that happens to fail, somewhere below.
 _missing = [name for name in ("torch", "transformers", "deepspeed") if find_spec(name) is None]
 if _missing:
-    _error = ModuleNotFoundError(
+    raise ModuleNotFoundError(
         f"training needs {', '.join(_missing)}, and this environment has only what data need: "
         "install megapack with its extra train (pip install 'FILE.whl[train]' or '.[train]'), on "
         "top of the torch build that you want"
     )
-    _usual = sys.excepthook  # which tells whoever did not catch it where it was found missing
-    sys.excepthook = lambda of, error, at: _usual(
-        of, error.with_traceback(None if error is _error else at), None
-    )
-    raise _error
 
 
 class _Parser(argparse.ArgumentParser):
