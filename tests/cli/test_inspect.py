@@ -14,6 +14,7 @@ from commands import printed
 
 from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect import view_sample
+from megapack.cli.main import main
 from megapack.data import PackedDataset
 from megapack.storage.builder import write_weights
 from tests.reference.gather import NO_LABEL, gather
