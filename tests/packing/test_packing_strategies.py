@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -16,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_inputs import ADVERSARIAL, as_packing, lengths, packings, same_arrays
 from peers import peer
+from programs import PEAK_BYTES, PYTHON, ended
 from reference import DEFINITIONS
 from reference.random import DOCUMENTS, random_for, shuffled
 
@@ -125,19 +124,19 @@ def test_a_document_longer_than_int32_is_cut_where_it_should_be() -> None:
 def test_five_documents_need_no_memory_for_all_lengths_that_a_bucket_holds() -> None:
     """Tables of 2^24 lengths have 128 MiB each."""
     program = """
-import resource, numpy as np
+import numpy as np
 from megapack import pack
 lengths = np.array([5, 7, 100, 2, 9], np.int32)
 pack(lengths, "bucket", buckets=[128])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_bytes()
 for strategy in ("bucket", "bucket_llm", "length_sorted"):
     buckets = [1 << 24] if strategy == "length_sorted" else [64, 1 << 24]
     index = pack(lengths, strategy, buckets=buckets, threads=2)
     assert sorted(index.segment_length.tolist()) == [2, 5, 7, 9, 100], strategy
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 32 << 10, (strategy, grown)
+    grown = peak_bytes() - before
+    assert grown < 32 << 20, (strategy, grown)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    ended(*PYTHON, PEAK_BYTES + program)
 
 
 # ---- The three laws of packing, for every strategy; and the metrics by brute force
