@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import boto3
+import botocore.config
 import numpy as np
 import pytest
 from commands import printed
@@ -288,6 +291,16 @@ def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.Fixt
         remove_object(f"{folder}/{names[-1]}")
         assert find_object(f"{folder}/{names[-1]}") is None
     assert names_in(folder) == sorted(names[:-1]) and names_in(f"{folder}/nowhere") == []
+
+
+def test_client_that_waits_for_a_word_before_a_body_gets_it_from_the_line(line: Line) -> None:
+    """boto3 sends ``Expect: 100-continue`` with a stream; the server's word is no answer."""
+    short = botocore.config.Config(read_timeout=20, retries={"max_attempts": 0})
+    store = boto3.client("s3", config=short)
+    for size in (1, 100_000):
+        store.put_object(Bucket=BUCKET, Key="stream", Body=io.BytesIO(bytes(size)))
+        assert store.head_object(Bucket=BUCKET, Key="stream")["ContentLength"] == size
+    assert line.counts["PUT"] == line.counts["HEAD"] == 2
 
 
 @EVERY_STORE
