@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, paired, scores
+from papers.runs import Result, Run, Scale, lines, paired, scores
 from papers.settings import Setting
 
 TITLE = "Files repeated, and fresh"

@@ -15,8 +15,7 @@ from typing import Any
 
 from papers import ranks
 from papers.claims import Claim, against, below, same, shown, stated
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities
+from papers.runs import Result, Run, Scale, by_name, lines, paired, perplexities
 from papers.settings import Setting
 
 TITLE = "Steps: buckets, dealing, weights of the loss"
