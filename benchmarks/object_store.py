@@ -149,11 +149,12 @@ class Line:
             loop.close()
 
     async def _serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        host, _, port = self.server.removeprefix("http://").partition(":")
-        with contextlib.closing(back), contextlib.suppress(OSError, EOFError):  # either side left
+        left = (OSError, EOFError, asyncio.CancelledError)  # either side, or all of us
+        with contextlib.closing(back), contextlib.suppress(*left):
             alive = True
             while alive:
                 head = await client.readuntil(b"\r\n\r\n")
+                host, _, port = self.server.removeprefix("http://").partition(":")
                 # The server closes after every answer; the line keeps its clients' connections.
                 server, ahead = await asyncio.open_connection(host, int(port), limit=_CHUNK)
                 with contextlib.closing(ahead):
