@@ -237,17 +237,11 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
     path = RESULTS / f"{file}-{socket.gethostname()}-{date.today()}.json"
     cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     run = {
-        "benchmark": name,
-        "date": str(date.today()),
-        "quick": quick(),
-        "machine": platform.machine(),
-        "cpu": cpu[1].strip() if cpu else platform.processor(),
-        "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "commit": commit(),
-        "versions": versions(),
-        "results": results,
-    }
+        "benchmark": name, "date": str(date.today()), "quick": quick(),
+        "machine": platform.machine(), "cpu": cpu[1].strip() if cpu else platform.processor(),
+        "num_cpus": os.cpu_count(), "python": platform.python_version(), "commit": commit(),
+        "versions": versions(), "results": results,
+    }  # fmt: skip
     if parts:
         now = {key: run[key] for key in ("date", "commit", "cpu")}
         now["load_average"] = os.getloadavg()[2]  # of a quarter of an hour

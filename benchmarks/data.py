@@ -104,17 +104,12 @@ def megatron_train(
 
     paths = [blend] if isinstance(blend, Path) else blend
     config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=ROW,
+        random_seed=1234, sequence_length=ROW,
         blend=([str(path) for path in paths], [1.0] * len(paths) if len(paths) > 1 else None),
-        split="100,0,0",
-        path_to_cache=str(cache),
-        tokenizer=Tokenizer(),
-        reset_position_ids=positions,
-        reset_attention_mask=False,
-        eod_mask_loss=positions,
+        split="100,0,0", path_to_cache=str(cache), tokenizer=Tokenizer(),
+        reset_position_ids=positions, reset_attention_mask=False, eod_mask_loss=positions,
         create_attention_mask=False,
-    )
+    )  # fmt: skip
     train, _, _ = BlendedMegatronDatasetBuilder(
         dataset or GPTDataset, [num_samples, 0, 0], lambda: True, config
     ).build()

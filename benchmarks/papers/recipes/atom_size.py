@@ -188,16 +188,13 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
             printed.setdefault(arm(strategy, capacity=capacity), perplexity)
     return [
         {
-            "samples": name,
-            "steps": group[0].summary["steps"],
-            "final perplexity (training)": shown(figures.final[name]),
-            "paper": printed.get(name),
+            "samples": name, "steps": group[0].summary["steps"],
+            "final perplexity (training)": shown(figures.final[name]), "paper": printed.get(name),
             "ranking": shown(figures.rank[name]),
-            "held-out perplexity": shown(figures.held_out[name]),
-            "seeds": len(group),
+            "held-out perplexity": shown(figures.held_out[name]), "seeds": len(group),
         }
         for name, group in figures.results.items()
-    ]
+    ]  # fmt: skip
 
 
 def claims(results: list[Result]) -> list[Claim]:

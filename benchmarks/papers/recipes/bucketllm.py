@@ -46,16 +46,12 @@ def runs(scale: Scale) -> list[Run]:
     smallest = 256 // setting.factor  # of Dataset Decomposition's own buckets
     steps = scale.pick(cpu=600, quick=6, gpu=40)
     base = Run(
-        recipe="bucketllm",
-        corpus=setting.corpus,
-        strategy="bucket",
-        buckets=ladder,
+        recipe="bucketllm", corpus=setting.corpus, strategy="bucket", buckets=ladder,
         config=setting.config(steps=steps, **WHOLE),
         validate={"documents": setting.corpus, "long": long_documents(setting)},
-        valid_bucket=ladder[-1],
-        evaluate_every=scale.pick(cpu=100, quick=6, gpu=8),
+        valid_bucket=ladder[-1], evaluate_every=scale.pick(cpu=100, quick=6, gpu=8),
         contexts=ladder,
-    )
+    )  # fmt: skip
     decomposed = {"strategy": "decompose", "parameters": {"min_bucket": smallest}}
     arms: dict[str, dict[str, Any]] = {
         **{f"Fixed-{n}": {"strategy": "concat", "buckets": (n // setting.factor,)} for n in FIXED},
@@ -149,17 +145,14 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
         index = group[0].summary["index"]
         found.append(
             {
-                "composition": name,
-                "buckets": " ".join(map(str, speed_by_bucket(group[0]))),
-                "r_pad_%": 100 * index["padding_ratio"],
-                "r_tru_%": 100 * index["truncation_ratio"],
-                "r_cat": index["concatenation_ratio"],
-                "perplexity": shown(perplexities(group)),
+                "composition": name, "buckets": " ".join(map(str, speed_by_bucket(group[0]))),
+                "r_pad_%": 100 * index["padding_ratio"], "r_tru_%": 100 * index["truncation_ratio"],
+                "r_cat": index["concatenation_ratio"], "perplexity": shown(perplexities(group)),
                 **{f"at_{context}": value for context, value in mean_contexts(group).items()},
                 "tokens_per_second": mean_speed(group),
                 "time_to_equal_loss": fmean(time_ratios(group, arms["Fixed-8192"])),
             }
-        )
+        )  # fmt: skip
     return found
 
 

@@ -51,17 +51,10 @@ def runs(scale: Scale) -> list[Run]:
     config = Setting(scale).config(steps=steps, attention="document")
     config["model"]["vocab_size"] = VOCAB_SIZE + len(SENTINELS)
     base = Run(
-        recipe="fim",
-        corpus=corpus,
-        strategy="best_fit_decreasing",
-        buckets=(capacity,),
-        parameters={"fim_room": len(SENTINELS)},
-        config=config,
-        validate={"documents": corpus},
-        valid_bucket=capacity,
-        evaluate_every=max(1, steps // 3),
-        probe="papers.given:middle",
-    )
+        recipe="fim", corpus=corpus, strategy="best_fit_decreasing", buckets=(capacity,),
+        parameters={"fim_room": len(SENTINELS)}, config=config, validate={"documents": corpus},
+        valid_bucket=capacity, evaluate_every=max(1, steps // 3), probe="papers.given:middle",
+    )  # fmt: skip
     arms = {n: {"fim": {"rate": rate, "sentinels": SENTINELS}} for n, rate in RATES.items()}
     return paired(base, arms, scale.seeds(5))
 

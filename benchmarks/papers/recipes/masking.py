@@ -37,7 +37,7 @@ ARMS = {
     CLASSIC: ("sample", "sample", "sample"),
     LEARNED: ("document", "document", "segment"),
     LEARNED_UNBROKEN: ("document", "document", "sample"),
-}
+}  # fmt: skip
 WITHOUT_ROPE = (LEARNED, LEARNED_UNBROKEN)  # learned position embeddings in place of it
 
 
@@ -55,15 +55,10 @@ def runs(scale: Scale) -> list[Run]:
     }
     learned = {**rotary, "model": model}
     base = Run(
-        recipe="masking",
-        corpus=setting.corpus,
-        strategy="concat",
-        buckets=(capacity,),
-        config=rotary,
-        validate={"documents": valid},
-        valid_bucket=capacity,
+        recipe="masking", corpus=setting.corpus, strategy="concat", buckets=(capacity,),
+        config=rotary, validate={"documents": valid}, valid_bucket=capacity,
         evaluate_every=scale.pick(cpu=100, quick=4, gpu=8),
-    )
+    )  # fmt: skip
     fields = ("attention", "label_boundary", "positions")
     arms = {
         name: {

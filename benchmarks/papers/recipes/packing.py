@@ -65,17 +65,12 @@ def runs(scale: Scale) -> list[Run]:
     )
     fit, classic = {"strategy": "best_fit_decreasing", "buckets": largest}, {"data": WHOLE}
     arms: dict[str, dict[str, Any]] = {
-        CONCAT: {"strategy": "concat", "buckets": largest},
-        FIT: fit,
-        ONE: {},
-        MIXED: {"data": mixed},
-        FIT_CUT: {**fit, "corpus": replace(corpus, cut=CUT)},
-        CLASSIC: {"strategy": "concat", "buckets": usual, **classic},
-        CLASSIC_ONE: classic,
+        CONCAT: {"strategy": "concat", "buckets": largest}, FIT: fit, ONE: {},
+        MIXED: {"data": mixed}, FIT_CUT: {**fit, "corpus": replace(corpus, cut=CUT)},
+        CLASSIC: {"strategy": "concat", "buckets": usual, **classic}, CLASSIC_ONE: classic,
         CONCAT_SHORT: {"strategy": "concat", "buckets": short},
-        FIT_SHORT: {**fit, "buckets": short},
-        CLASSIC_LLM: {"strategy": "bucket_llm", **classic},
-    }
+        FIT_SHORT: {**fit, "buckets": short}, CLASSIC_LLM: {"strategy": "bucket_llm", **classic},
+    }  # fmt: skip
     few = dict(list(arms.items())[:4]) if scale.name == "long" else arms
     return paired(base, few, scale.seeds())
 

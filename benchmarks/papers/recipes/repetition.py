@@ -46,13 +46,9 @@ DECAY = 15.39  # the paper's r, of the fit to all its runs
 
 # name: (files in U, epochs)
 ARMS = {
-    FRESH: (16, 1),
-    ONCE: (1, 1),
-    FOUR: (1, 4),
-    SIXTEEN: (1, 16),
-    FRESH_FOUR: (4, 1),
+    FRESH: (16, 1), ONCE: (1, 1), FOUR: (1, 4), SIXTEEN: (1, 16), FRESH_FOUR: (4, 1),
     QUARTER: (4, 4),
-}
+}  # fmt: skip
 
 
 def runs(scale: Scale) -> list[Run]:
@@ -67,15 +63,10 @@ def runs(scale: Scale) -> list[Run]:
         domain="prose", train_bytes=3 * 2 * MOST * unit // 2, valid_bytes=60_000, **sizes
     )
     base = Run(
-        recipe="repetition",
-        corpus=files,
-        other=prose,
-        strategy="concat",
-        buckets=(capacity,),
+        recipe="repetition", corpus=files, other=prose, strategy="concat", buckets=(capacity,),
         config=setting.config(steps=steps, attention="document"),
-        validate={"files": files, "docstrings": prose},
-        valid_bucket=capacity,
-    )
+        validate={"files": files, "docstrings": prose}, valid_bucket=capacity,
+    )  # fmt: skip
     return [
         run
         for seed in scale.seeds(5)

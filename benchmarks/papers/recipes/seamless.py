@@ -67,16 +67,12 @@ def seamless(**changed: Any) -> Arm:
 def variants() -> dict[str, Arm]:
     """Table 7, the placements, and the sweeps of Tables 10 and 11."""
     return {
-        "CT": arm("concat"),
-        LONGER: arm("concat"),
-        "FFD": arm("first_fit_decreasing"),
-        "BFD": arm("best_fit_decreasing"),
-        "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
-        SP: seamless(),
-        "SP, published": seamless(placement="published"),
+        "CT": arm("concat"), LONGER: arm("concat"), "FFD": arm("first_fit_decreasing"),
+        "BFD": arm("best_fit_decreasing"), "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
+        SP: seamless(), "SP, published": seamless(placement="published"),
         **{f"SP, r_max {r}": seamless(r_max=r) for r in R_MAX if r != 0.3},
         **{f"SP, c_extra {c}": seamless(extra_capacity=c) for c in C_EXTRA if c != 3},
-    }
+    }  # fmt: skip
 
 
 CASES = {
@@ -140,14 +136,9 @@ def runs(scale: Scale) -> list[Run]:
             base, corpus=documents, config=config, start=base, keep_model=False
         )
         facts = dataclasses.replace(
-            further,
-            corpus=invented,
-            buckets=(invented_facts.CAPACITY,),
-            config=often,
-            validate={},
-            valid_bucket=1024,
-            probe="papers.invented_facts:measure",
-        )
+            further, corpus=invented, buckets=(invented_facts.CAPACITY,), config=often, validate={},
+            valid_bucket=1024, probe="papers.invented_facts:measure",
+        )  # fmt: skip
         result += [base, *paired(further, arms, [seed]), *paired(facts, cases, [seed])]
     return result
 
@@ -156,13 +147,10 @@ def _model(scale: Scale) -> dict[str, Any]:
     small = {
         "preset": "llama_tiny",
         "overrides": {
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 256,
-            "initializer_range": 0.1,
+            "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3,
+            "intermediate_size": 256, "initializer_range": 0.1,
         },
-    }
+    }  # fmt: skip
     return scale.pick(cpu=small, gpu={"preset": "llama_350m"})
 
 
@@ -233,15 +221,10 @@ def _orders(perplexity: dict[str, list[float]], groups: dict[str, list[Result]])
         pairs = zip(TABLE_2.get(low, ()), TABLE_2.get(high, ()), strict=False)
         printed = "PubMed: " + ", ".join(f"{a} against {b}" for a, b in pairs)
         return below(
-            perplexity[low],
-            perplexity[high],
-            source=f"{SOURCE} Table 2",
-            claim=f"{low} has the lower validation perplexity than {high}",
-            paper=paper or printed,
-            why=why,
-            what="",
-            digits=3,
-        )
+            perplexity[low], perplexity[high], source=f"{SOURCE} Table 2",
+            claim=f"{low} has the lower validation perplexity than {high}", paper=paper or printed,
+            why=why, what="", digits=3,
+        )  # fmt: skip
 
     ratio = groups[SP][0].summary["steps"] / groups["CT"][0].summary["steps"]
     equal = f"equal epochs, as in the paper; SP takes {ratio:.2f} times as many steps as CT"
@@ -268,17 +251,13 @@ def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
             why="the ablation; SP takes more steps than the others",
         ),
         same(
-            perplexity["SP, published"],
-            perplexity[SP],
-            within=0.01,
-            source=f"{SOURCE} eq. 3",
+            perplexity["SP, published"], perplexity[SP], within=0.01, source=f"{SOURCE} eq. 3",
             claim="the authors' placement of windows is as good as the exact one (within 1 %)",
             paper="not measured",
             why="what the published arithmetic loses (docs/papers.md) is a small share of tokens",
-            what="",
-            digits=3,
+            what="", digits=3,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _sweep(

@@ -49,12 +49,9 @@ def runs(scale: Scale) -> list[Run]:
     padded = {"strategy": "pad", "buckets": setting.ladder[-2:-1]}
     means = {"change": "papers.ranks:mean_of_ranks"}
     arms: dict[str, dict[str, Any]] = {
-        ON: {"probe": "papers.ranks:step_times"},
-        ANY: {"data": mixed},
-        MEANS: means,
-        PADDED: padded,
-        PADDED_MEANS: {**padded, **means},
-    }
+        ON: {"probe": "papers.ranks:step_times"}, ANY: {"data": mixed}, MEANS: means,
+        PADDED: padded, PADDED_MEANS: {**padded, **means},
+    }  # fmt: skip
     return paired(base, arms, scale.seeds())
 
 
