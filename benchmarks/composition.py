@@ -48,9 +48,9 @@ def measure() -> list[Row]:
     name, sources = python_sources(3_000 if quick() else None)
     rows = [
         *bucketllm.table_1(law, fineweb),
-        *bucketllm.table_1(sources, name, calibrated=False),
+        *bucketllm.uncalibrated(bucketllm.table_1(sources, name)),
         *bucketllm.table_3(law, fineweb),
-        *bucketllm.table_3(sources, name, calibrated=False),
+        *bucketllm.uncalibrated(bucketllm.table_3(sources, name)),
         *bucketllm.speeds(),
         *seamless.section_4_8(),
         *seamless.figure_3(),

@@ -79,37 +79,28 @@ def tables() -> list[dict[str, dict[str, Any]]]:
     ]
 
 
-def corpus(scale: Scale) -> Corpus:
-    """Short prose as in A.1: no document below about 50 words, 188 tokens in the mean."""
-    return Corpus(
-        domain="prose",
+def runs(scale: Scale) -> list[Run]:
+    """All arms times seeds, on short prose as in A.1: no document below about 50 words, 188 tokens
+    in the mean."""
+    documents = Corpus(
+        domain="prose", min_bytes=250, max_bytes=700,
         train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=2_000_000),
         valid_bytes=scale.pick(cpu=120_000, quick=10_000, gpu=300_000),
-        min_bytes=250,
-        max_bytes=700,
-    )
-
-
-def runs(scale: Scale) -> list[Run]:
-    """All arms times seeds."""
-    documents = corpus(scale)
+    )  # fmt: skip
     small = {"preset": "gpt2_tiny_alibi", "overrides": {"n_head": 2, "initializer_range": 0.125}}
     tokens = scale.pick(cpu=1024, quick=512, gpu=4096)
+    config = {
+        "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
+        "model": scale.pick(cpu=small, gpu={"preset": "gpt2_124m_alibi"}),
+        "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
+        "optimizer": {"lr": scale.pick(cpu=3e-3, gpu=6e-4)},
+        "learning_rate": {"kind": "constant", "warmup_steps": 20},
+        "engine": engine(scale),
+    }
     base = Run(
-        recipe="atom_size",
-        corpus=documents,
-        strategy="concat",
-        buckets=(MSL,),
-        config={
-            "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
-            "model": scale.pick(cpu=small, gpu={"preset": "gpt2_124m_alibi"}),
-            "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
-            "optimizer": {"lr": scale.pick(cpu=3e-3, gpu=6e-4)},
-            "learning_rate": {"kind": "constant", "warmup_steps": 20},
-            "engine": engine(scale),
-        },
+        recipe="atom_size", corpus=documents, strategy="concat", buckets=(MSL,), config=config,
         validate={"prose": documents},
-    )
+    )  # fmt: skip
     arms = {name: changes for table in tables() for name, changes in table.items()}
     arms[arm("pad")]["evaluate_every"] = scale.pick(cpu=50, quick=4, gpu=50)
     return paired(base, arms, scale.seeds())
@@ -157,18 +148,12 @@ class Figures:
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
 
-    def steps(self, name: str) -> int:
-        """Of an epoch."""
-        return int(self.results[name][0].summary["steps_per_epoch"])
-
     def at_equal_steps(self) -> list[float]:
         """Held-out perplexity of padding when concat is done, one per seed."""
         result = []
-        pairs = zip(self.results[arm("pad")], self.results[arm("concat")], strict=True)
-        for padded, joined in pairs:
-            points = padded.evaluations()
-            steps = [point["step"] for point in points]
-            losses = [point["loss"] for point in points]
+        arms = (self.results[arm(of)] for of in ("pad", "concat"))
+        for padded, joined in zip(*arms, strict=True):
+            steps, losses = ([at[key] for at in padded.evaluations()] for key in ("step", "loss"))
             result.append(float(np.exp(np.interp(joined.summary["steps"], steps, losses))))
         return result
 
@@ -223,12 +208,7 @@ _WHY = {
 
 
 def _atoms(
-    figures: Figures,
-    strategy: str,
-    shares: tuple[float, ...],
-    words: str,
-    *,
-    shifted: bool = False,
+    figures: Figures, strategy: str, shares: tuple[float, ...], words: str, shifted: bool = False
 ) -> list[Claim]:
     """Atoms of other sizes against 1 MSL, by each of three measures."""
     best, printed = arm(strategy, shifted=shifted), TABLE_2[strategy]
@@ -238,24 +218,15 @@ def _atoms(
     for quantity, measure in zip(_WHY, measures, strict=True):
         others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
         judged = {share: less(measure[best], of) for share, of in others.items()}
-        is_final = quantity == "final training perplexity"
-        found.append(
-            Claim(
-                source=f"{SOURCE} Table 2",
-                claim=f"{STRATEGIES[strategy]}, {labels}: atoms {words} than 1 MSL lose "
-                f"({quantity})",
-                paper=f"{printed[1.0]:g} against " + ", ".join(f"{printed[s]:g}" for s in shares)
-                if is_final
-                else "1 MSL wins",
-                measured=f"{shown(measure[best])} against "
-                + ", ".join(
-                    f"{shown(of)} ({share:g} MSL: {judged[share][0]})"
-                    for share, of in others.items()
-                ),
-                **together(judged.values()),
-                why=_WHY[quantity],
-            )
-        )
+        paper = f"{printed[1.0]:g} against " + ", ".join(f"{printed[s]:g}" for s in shares)
+        each = (f"{shown(of)} ({s:g} MSL: {judged[s][0]})" for s, of in others.items())
+        found.append(Claim(
+            source=f"{SOURCE} Table 2",
+            claim=f"{STRATEGIES[strategy]}, {labels}: atoms {words} than 1 MSL lose ({quantity})",
+            paper=paper if quantity == "final training perplexity" else "1 MSL wins",
+            measured=f"{shown(measure[best])} against {', '.join(each)}",
+            **together(judged.values()), why=_WHY[quantity],
+        ))  # fmt: skip
     return found
 
 
@@ -263,7 +234,8 @@ def _strategies(figures: Figures, capacity: int) -> list[Claim]:
     """Concat against padding at one MSL."""
     joined, padded = (arm(strategy, capacity=capacity) for strategy in STRATEGIES)
     (_, joined_steps, padded_steps), (low, high) = STEPS[capacity], TABLE_3[capacity]
-    ratio, paper_ratio = figures.steps(padded) / figures.steps(joined), padded_steps / joined_steps
+    epoch = [figures.results[name][0].summary["steps_per_epoch"] for name in (padded, joined)]
+    ratio, paper_ratio = epoch[0] / epoch[1], padded_steps / joined_steps
     equal = f"MSL {capacity}: padding has the lower"
     words = {"source": f"{SOURCE} Table 3", "what": "padding against concat"}
     return [

@@ -18,12 +18,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import take_turns
@@ -82,53 +81,36 @@ CASES = {
 }
 
 
-def code(scale: Scale) -> Corpus:
-    """The first domain."""
-    return Corpus(
-        domain="code",
-        train_bytes=scale.pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
-        valid_bytes=scale.pick(cpu=50_000, quick=10_000, gpu=400_000),
-    )
-
-
-def prose(scale: Scale, *, injected: tuple[str, ...] = ()) -> Corpus:
-    """The second: long documents, or for the case study short ones among invented facts."""
-    if injected:
-        size = scale.pick(cpu=40_000, quick=10_000, gpu=150_000)
-        return Corpus(domain="prose", train_bytes=size, valid_bytes=10_000, max_bytes=700,
-                      injected=injected)  # fmt: skip
-    return Corpus(
-        domain="prose",
-        train_bytes=scale.pick(cpu=300_000, quick=30_000, gpu=300_000),
-        valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=400_000),
-        min_bytes=400,
-        max_bytes=1_700,
-    )
-
-
 def runs(scale: Scale) -> list[Run]:
-    """Per seed a base, every variant of continuing, and the case study."""
-    steps = scale.pick(cpu=None, quick=6, gpu=None)
-    documents = prose(scale)
+    """Per seed a base, every variant of continuing, and the case study: on code, then on long
+    documents of prose, or short ones among invented facts."""
+    steps, pick = scale.pick(cpu=None, quick=6, gpu=None), scale.pick
+    code = Corpus(
+        domain="code", train_bytes=pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
+        valid_bytes=pick(cpu=50_000, quick=10_000, gpu=400_000),
+    )  # fmt: skip
+    documents = Corpus(
+        domain="prose", train_bytes=pick(cpu=300_000, quick=30_000, gpu=300_000),
+        valid_bytes=pick(cpu=100_000, quick=10_000, gpu=400_000), min_bytes=400, max_bytes=1_700,
+    )  # fmt: skip
+    invented = Corpus(
+        domain="prose", train_bytes=pick(cpu=40_000, quick=10_000, gpu=150_000),
+        valid_bytes=10_000, max_bytes=700, injected=invented_facts.documents(),
+    )  # fmt: skip
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "initializer_range": 0.1}
+    small = {"hidden_size": 96, "intermediate_size": 256, **heads}
+    tiny, large = {"preset": "llama_tiny", "overrides": small}, {"preset": "llama_350m"}
+    config = _config(scale, epochs=1, steps=steps, lr=pick(cpu=3e-3, gpu=4e-4))
     first = Run(
-        recipe="seamless",
-        corpus=code(scale),
-        strategy="concat",
-        buckets=(CAPACITY,),
-        config={
-            **_config(scale, epochs=1, steps=steps, lr=scale.pick(cpu=3e-3, gpu=4e-4)),
-            "model": _model(scale),
-        },
-        validate={"prose": documents, "code": code(scale)},
-        valid_bucket=CAPACITY,
-        keep_model=True,
-    )
+        recipe="seamless", corpus=code, strategy="concat", buckets=(CAPACITY,),
+        config={**config, "model": pick(cpu=tiny, gpu=large)},
+        validate={"prose": documents, "code": code}, valid_bucket=CAPACITY, keep_model=True,
+    )  # fmt: skip
     config = _config(scale, epochs=EPOCHS, steps=steps, lr=scale.pick(cpu=2e-3, gpu=1e-4))
     arms, cases = variants(), {f"facts, {name}": case for name, case in CASES.items()}
     longer = steps or _num_steps(documents, config, **arms[SP])
     arms[LONGER]["config"] = {**config, "num_steps": longer}
     often = _config(scale, epochs=FACT_EPOCHS, steps=steps, lr=scale.pick(cpu=3e-3, gpu=1e-4))
-    invented = prose(scale, injected=invented_facts.documents())
     result = []
     for seed in scale.seeds():
         (base,) = paired(first, {"base, code": {}}, [seed])
@@ -143,27 +125,15 @@ def runs(scale: Scale) -> list[Run]:
     return result
 
 
-def _model(scale: Scale) -> dict[str, Any]:
-    small = {
-        "preset": "llama_tiny",
-        "overrides": {
-            "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3,
-            "intermediate_size": 256, "initializer_range": 0.1,
-        },
-    }  # fmt: skip
-    return scale.pick(cpu=small, gpu={"preset": "llama_350m"})
-
-
 def _config(scale: Scale, *, epochs: int, steps: int | None, lr: float) -> dict[str, Any]:
     tokens = scale.pick(cpu=1024, gpu=8192)
     return {
-        "num_epochs": epochs,
-        "num_steps": steps,
+        "num_epochs": epochs, "num_steps": steps,
         "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
         "optimizer": {"lr": lr},
         "learning_rate": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
         "engine": engine(scale),
-    }
+    }  # fmt: skip
 
 
 def _num_steps(
@@ -181,13 +151,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     found = []
     for name, of in by_name(results).items():
         first = of[0].summary
-        row: dict[str, Any] = {
-            "strategy": name,
-            "steps": first["steps"],
-            "repeated %": 100 * first["index"]["repeated_ratio"],
-            "dropped %": 100 * first["index"]["dropped_ratio"],
-            "padding %": 100 * first["index"]["padding_ratio"],
-        }
+        row: dict[str, Any] = {"strategy": name, "steps": first["steps"]}
+        for what in ("repeated", "dropped", "padding"):
+            row[f"{what} %"] = 100 * first["index"][f"{what}_ratio"]
         if "probe" in first:
             row["loss per fact"] = shown(probed(of, "loss"))
             row["facts right %"] = shown([100 * x for x in probed(of, "right")], 1)
@@ -210,8 +176,8 @@ def claims(results: list[Result]) -> list[Claim]:
     return [
         *_orders(perplexity, groups),
         *_table_7(perplexity),
-        *_sweep(perplexity, "Table 10", "r_max", {f"{r}": r for r in R_MAX}, "0.3"),
-        *_sweep(perplexity, "Table 11", "c_extra", {f"{c}": c for c in C_EXTRA}, "3"),
+        *_sweep(perplexity, "Table 10", "r_max", 0.3, [r for r in R_MAX if r != 0.3]),
+        *_sweep(perplexity, "Table 11", "c_extra", 3, [c for c in C_EXTRA if c != 3]),
         *_case_study(groups),
     ]
 
@@ -261,30 +227,21 @@ def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
 
 
 def _sweep(
-    perplexity: dict[str, list[float]],
-    table: str,
-    parameter: str,
-    values: dict[str, float],
-    best: str,
+    perplexity: dict[str, list[float]], table: str, parameter: str, best: float, others: list[float]
 ) -> list[Claim]:
-    """The middle value against the others; ``SP`` itself has the middle values."""
-    measured = {v: perplexity[SP if v == best else f"SP, {parameter} {v}"] for v in values}
-    return [
-        below(
-            measured[best],
-            measured[other],
-            source=f"{SOURCE} {table}",
-            claim=f"{parameter} {best} is better than {other}",
+    """The middle value, which ``SP`` has, against the others."""
+    claims = []
+    for other in others:
+        why = "perplexity in place of the accuracy of tasks"
+        if parameter == "c_extra":
+            why += f"; c_extra {other} is {C_EXTRA[int(other)]} at L 2048"
+        claims.append(below(
+            perplexity[SP], perplexity[f"SP, {parameter} {other}"], source=f"{SOURCE} {table}",
+            claim=f"{parameter} {best} is better than {other}", what="perplexity", digits=3,
             paper="accuracy of tasks: the middle one of three values is best by 0.4 to 2 points",
-            why="perplexity in place of the accuracy of tasks"
-            + (f"; c_extra {other} is {C_EXTRA[int(other)]} at L 2048"
-               if parameter == "c_extra" else ""),
-            what="perplexity",
-            digits=3,
-        )
-        for other in values
-        if other != best
-    ]  # fmt: skip
+            why=why,
+        ))  # fmt: skip
+    return claims
 
 
 def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
@@ -292,19 +249,14 @@ def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
         both = [groups[f"facts, {name}"] for name in (SP, other)]
         right = [[100 * x for x in probed(of, "right")] for of in both]
         return below(
-            *(probed(of, "loss") for of in both),
-            source=f"{SOURCE} 4.7",
+            *(probed(of, "loss") for of in both), source=f"{SOURCE} 4.7", paper=paper, what="",
             claim=f"facts that straddle the cut are learned with SP better than with {other}",
-            paper=paper,
             beside=f" nats per fact; {shown(right[0], 1)} % against {shown(right[1], 1)} % right",
             why=f"{invented_facts.NUM_FACTS} invented facts in place of one, L_seq 32",
-            what="",
-        )
+        )  # fmt: skip
 
-    return [
-        claim("BFD", "date 3/5 against 0/5, place 5/5 against 2/5"),
-        claim("CT", "not measured"),
-    ]
+    bfd = claim("BFD", "date 3/5 against 0/5, place 5/5 against 2/5")
+    return [bfd, claim("CT", "not measured")]
 
 
 def plots(results: list[Result], folder: Path) -> None:
@@ -313,31 +265,23 @@ def plots(results: list[Result], folder: Path) -> None:
     for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
         measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
         flat = {other: (values, [perplexity[other]] * len(values)) for other in ("CT", "BFD")}
-        lines(
-            folder / f"seamless_{name}.png",
-            {SP: (values, measured), **flat},
-            x=name,
-            y="validation perplexity",
-        )
+        curves = {SP: (values, measured), **flat}
+        lines(folder / f"seamless_{name}.png", curves, x=name, y="validation perplexity")
 
 
 # ---- Lengths only: what the paper expects of a corpus (its histograms, Tables 13 and 14, with
 # lengths uniform inside an interval), beside what the strategy does
 
-CORPORA = {
+CORPORA = {  # documents, L_seq, c_extra
     "pubmed": (11_268, 2048, 50),
     "bbc_news": (11_966, 512, 10),
     "finance": (15_527, 512, 10),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeamlessStageOne:
-    """num_sliding: documents in overlapping windows (N_sw); short_tokens: left to stage two, of
-    documents longer than a sample (N_token_short)."""
-
-    num_sliding: float
-    short_tokens: float
+class SeamlessStageOne(NamedTuple):
+    num_sliding: float  # documents in overlapping windows (N_sw)
+    short_tokens: float  # left to stage two, of documents longer than a sample (N_token_short)
 
 
 def expect_seamless(
@@ -347,12 +291,8 @@ def expect_seamless(
 
     Equation 6 is printed with both sums running over k = ceil(1 / r_max); its first sum must end
     before that (k r_max, the share that slides, would exceed 1), which is also what reproduces the
-    paper's 6716.
-
-    Args:
-        num_documents: T_k, documents with a length in (k capacity, (k + 1) capacity], k = 1, 2, ...
-        capacity: L_seq, tokens.
-        r_max: largest repeated share, 0 < r_max <= 1.
+    paper's 6716. ``num_documents``: T_k, those with a length in (k capacity, (k + 1) capacity], k =
+    1, 2, ...; ``capacity``: L_seq, tokens; ``r_max``: largest repeated share.
 
     Raises:
         ValueError: r_max out of range.
@@ -365,15 +305,11 @@ def expect_seamless(
         share = k * r_max if k < all_slide_from else 1.0
         sliding += share * float(count)
         short += (1 - share) * float(count) * (1 - share) * capacity / 2
-    return SeamlessStageOne(num_sliding=sliding, short_tokens=short)
+    return SeamlessStageOne(sliding, short)
 
 
 def measure_seamless(
-    lengths: NDArray[np.int32] | NDArray[np.int64],
-    capacity: int,
-    r_max: float,
-    *,
-    placement: str = "exact",
+    lengths: NDArray[np.int32], capacity: int, r_max: float
 ) -> tuple[SeamlessStageOne, SeamlessStageOne]:
     """(expected from the histogram of ``lengths``, what the strategy does with them).
 
@@ -381,11 +317,11 @@ def measure_seamless(
     """
     long = lengths[lengths > capacity]
     counts = np.bincount((long - 1) // capacity)[1:]
-    share = largest_overlap(r_max, placement, capacity)
+    share = largest_overlap(r_max, "exact", capacity)
     checked = _core.DocumentLengths(np.ascontiguousarray(long))
-    rules = {"capacity": capacity, "r_max": share, "placement": placement}
+    rules = {"capacity": capacity, "r_max": share, "placement": "exact"}
     stage = _core.seamless_stage_one(checked, rules)
-    done = SeamlessStageOne(num_sliding=stage["num_sliding"], short_tokens=stage["short_tokens"])
+    done = SeamlessStageOne(stage["num_sliding"], stage["short_tokens"])
     return expect_seamless(counts, capacity, r_max), done
 
 
@@ -394,12 +330,11 @@ def section_4_8() -> list[Row]:
     lengths = LAWS["pubmed"](11_268)
     printed = expect_seamless(PUBMED, 2048, 0.3)
     _, done = measure_seamless(lengths, 2048, 0.3)
-    texts, tokens = done.num_sliding, done.short_tokens
+    texts, tokens = done
     share = 100 * tokens / lengths.sum(dtype=np.int64)
     row = partial(compared, "Seamless 4.8", "pubmed law")
-    shape = (
-        "lengths inside an interval are uniform here, as eqs. 6 and 7 assume; the paper's are not"
-    )
+    shape = "lengths inside an interval are uniform here, as eqs. 6 and 7 assume; "
+    shape += "the paper's are not"
     return [
         row("eq. 6 on Table 13", "texts that slide", (6716, printed.num_sliding), within=1e-3),
         row("seamless", "texts that slide", (6988, texts), why_not=shape),
@@ -474,9 +409,7 @@ def table_9(num_documents: int = 1_000_000) -> list[Row]:
             rows.append(row(f"{item}, {count:,} documents", "seconds", (None, seconds), why=times))
         ffd, bfd = large.values()
         figures = paper[name][1] / paper[name][0], bfd.seconds / ffd.seconds
-        why = (
-            "a plan on the histogram of lengths costs both about the same; scanning lists of bins "
-        )
-        item = f"BFD / FFD, {num_documents:,} documents"
-        rows.append(row(item, "ratio", figures, within=0.1, why_not=f"{why}does not"))
+        why_not = "a plan on the histogram of lengths costs both about the same; scanning lists of "
+        item, rule = f"BFD / FFD, {num_documents:,} documents", {"within": 0.1}
+        rows.append(row(item, "ratio", figures, **rule, why_not=f"{why_not}bins does not"))
     return rows
