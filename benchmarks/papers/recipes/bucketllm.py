@@ -279,9 +279,8 @@ Ratios = tuple[float | None, float | None, float | None]  # r_pad %, r_tru %, r_
 
 def uncalibrated(rows: list[Row]) -> list[Row]:
     """Of lengths which do not follow the paper's corpus: its figures cannot be compared."""
-    return [
-        replace(row, paper=None, agrees=None, why="") for row in rows if GROUPED not in row.item
-    ]
+    those = (row for row in rows if GROUPED not in row.item)
+    return [replace(row, paper=None, agrees=None, why="") for row in those]
 
 
 def table_1(lengths: Lengths, corpus: str) -> list[Row]:

@@ -63,14 +63,10 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
         alone, behind = probed(group, "alone"), probed(group, "behind")
         gain = difference(behind, alone)
         found.append(
-            {
-                "arm": name,
-                **against(whole[name], whole[DEFAULT]),
-                "behind_others_alone": shown(alone),
-                "behind_others_in_view": shown(behind),
-                "view_changes_%": 100 * gain.mean / fmean(alone),
-                "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
-            }
+            {"arm": name, **against(whole[name], whole[DEFAULT])}
+            | {"behind_others_alone": shown(alone), "behind_others_in_view": shown(behind)}
+            | {"view_changes_%": 100 * gain.mean / fmean(alone)}
+            | {"padding_%": 100 * group[0].summary["index"]["padding_ratio"]}
         )
     return found
 

@@ -32,19 +32,12 @@ def runs(scale: Scale) -> list[Run]:
     setting = Setting(scale)
     largest = setting.ladder[-1]
     step = ranks.NUM_RANKS * largest
+    sizes = {"tokens_per_step": step, "micro_batch_tokens": largest}
     base = Run(
-        recipe="steps",
-        corpus=setting.corpus,
-        strategy="bucket",
-        buckets=setting.ladder,
-        config=setting.config(
-            steps=scale.pick(cpu=200, quick=1, gpu=30),
-            tokens_per_step=step,
-            micro_batch_tokens=largest,
-        ),
-        validate={"documents": setting.corpus},
-        valid_bucket=largest,
-    )
+        recipe="steps", corpus=setting.corpus, strategy="bucket", buckets=setting.ladder,
+        config=setting.config(steps=scale.pick(cpu=200, quick=1, gpu=30), **sizes),
+        validate={"documents": setting.corpus}, valid_bucket=largest,
+    )  # fmt: skip
     mixed = {"mix": "micro_step", "micro_step_tokens": largest}
     padded = {"strategy": "pad", "buckets": setting.ladder[-2:-1]}
     means = {"change": "papers.ranks:mean_of_ranks"}
@@ -76,12 +69,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     arms = by_name(results)
     timed = arms[ON]
     found: list[dict[str, Any]] = [
-        {
-            "arm": arm,
-            "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3),
-            "step_seconds": shown([step_seconds(r, arm) for r in timed], 3),
-            "busiest_over_mean_attention": _work(timed, arm),
-        }
+        {"arm": arm, "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3)}
+        | {"step_seconds": shown([step_seconds(r, arm) for r in timed], 3)}
+        | {"busiest_over_mean_attention": _work(timed, arm)}
         for arm in ranks.ARMS
     ]
     for name, group in arms.items():
@@ -162,9 +152,5 @@ def plots(results: list[Result], folder: Path) -> None:
     for arm, steps in times.items():
         ratios = sorted(max(step) / fmean(step) for step in steps)
         curves[arm] = ([100 * i / max(1, len(ratios) - 1) for i in range(len(ratios))], ratios)
-    lines(
-        folder / "steps_ranks.png",
-        curves,
-        x="steps, % (from the most even to the least)",
-        y="seconds of the slowest rank over the mean",
-    )
+    x, y = "steps, % (from the most even to the least)", "seconds of the slowest rank over the mean"
+    lines(folder / "steps_ranks.png", curves, x=x, y=y)
