@@ -43,9 +43,7 @@ from megatron.core.datasets.indexed_dataset import _S3BinReader
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 from object_store import BUCKET, Line, serve_files, use_store
 
-from megapack.data import BatchLayout, PackedDataset
-from megapack.data.batch import MicroBatch
-from megapack.data.loader import ThreadPrefetcher, fetching_ahead
+from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import find_object
@@ -78,31 +76,17 @@ def write(prefix: Path, num_tokens: int) -> int:
     return Path(f"{prefix}.bin").stat().st_size
 
 
-def micro_batches(samples: SampleIndex, *, shuffled: bool, count: int) -> Iterator[MicroBatch]:
-    """In file order or not; of samples of 2,048 tokens."""
-    each = TOKENS // 2048
-    order = np.arange(len(samples))
-    if shuffled:
-        order = np.random.default_rng(1).permutation(order)
-    about = {"bucket": 0, "micro_step": 0, "num_micro_steps": 1, "capacity": 2048}
-    about |= {"num_step_label_tokens": TOKENS, "imbalance": 1.0, "imbalance_undealt": 1.0}
-    about |= dict.fromkeys(("loss_weight", "step_label_weight", "attention_window"))
-    for step, ids in enumerate(order[: count * each].reshape(count, each)):
-        yield MicroBatch(sample_ids=ids, step=step, source=np.zeros(each, np.int64), **about)
+def schedule_of(index: Any, shuffled: bool) -> Schedule:
+    """Micro batches that are steps, in file order or not."""
+    order = "proportional" if shuffled else "sequential"
+    return Schedule(index, tokens_per_step=TOKENS, order=order, seed=1)
 
 
 def batches(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
-    """As build_loader makes them, in a thread."""
     data = PackedDataset(prefix, samples)
-    coming = micro_batches(data.samples.indices[0], shuffled=shuffled, count=count)
-    layout = BatchLayout(micro_batch_tokens=TOKENS)
-
-    def gathered() -> Iterator[Any]:
-        reads = data.remote_reads
-        for item in fetching_ahead(coming, reads) if reads.any else coming:
-            yield data.micro_batch(item.sample_ids, layout=layout, capacity=2048)
-
-    return ThreadPrefetcher(gathered(), 2)
+    how = {"data_parallel_rank": 0, "data_parallel_size": 1, "dealing": "in_order"}
+    schedule = schedule_of(data, shuffled)
+    return iter(build_loader(data, schedule, micro_batch_tokens=TOKENS, num_steps=count, **how))
 
 
 def whole_file(samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
@@ -119,10 +103,11 @@ def megatron(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterat
     reader = _S3BinReader(f"{ADDRESS}.bin", config)
     index = SampleIndex.load(samples)
     offsets = IndexedDataset(prefix).document_offsets
-    for item in micro_batches(index, shuffled=shuffled, count=count):
+    schedule = schedule_of(index, shuffled)
+    for step in range(count):
         yield [
             reader.read(TOKEN.type, length, TOKEN.itemsize * int(offsets[document] + begin))
-            for sample in item.sample_ids.tolist()
+            for sample in schedule.step(step).sample_ids.tolist()
             for document, begin, length in index.sample(sample)[1]
         ]
 
