@@ -51,18 +51,12 @@ def measure() -> list[Row]:
         *bucketllm.uncalibrated(bucketllm.table_1(sources, name)),
         *bucketllm.table_3(law, fineweb),
         *bucketllm.uncalibrated(bucketllm.table_3(sources, name)),
-        *bucketllm.speeds(),
-        *seamless.section_4_8(),
-        *seamless.figure_3(),
-        *seamless.table_9(num_documents=num_documents // 10),
-        *seamless.dropping(),
+        *bucketllm.speeds(), *seamless.section_4_8(), *seamless.figure_3(),
+        *seamless.table_9(num_documents=num_documents // 10), *seamless.dropping(),
         *atom_size.table_3_steps(),
-        *blog.padding_waste(),
-        *blog.strategies(),
-        *blog.costs(),
-        *goals(num_documents),
-        *every_strategy(law),
-    ]
+        *blog.padding_waste(), *blog.strategies(), *blog.costs(),
+        *goals(num_documents), *every_strategy(law),
+    ]  # fmt: skip
     for (source, corpus), group in itertools.groupby(rows, lambda row: (row.source, row.corpus)):
         columns = ("item", "quantity", "paper", "measured", "agrees", "why")
         show(f"{source} on {corpus}", map(dataclasses.asdict, group), *columns)

@@ -8,16 +8,16 @@ Documents whole (SFT, RL), under a cap on tokens of a rank in a micro batch:
 
 Documents shared (pretraining): web pages up to 131,072 tokens, 65,536 per rank and step, cap 8,192.
 
-Columns: micro batches of a rank, and extra ones over what the tokens need; pairs of rank and micro
-batch over the cap, and without a document; length of the step over the ideal where ranks meet at
-every micro batch, and once (a document of n tokens costs 24,576 n + n^2, shared 49,152 n + n^2), of
-the vision encoder's cost and of attention alone; milliseconds. Means of the steps.
+Columns, means of the steps: micro batches of a rank, and extra ones over what the tokens need;
+pairs of rank and micro batch over the cap, and without a document; length of the step over the
+ideal where ranks meet at every micro batch, and once (a document of n tokens costs 24,576 n + n^2,
+shared 49,152 n + n^2), of the vision encoder's cost and of attention alone; milliseconds.
 
-The planners of others are run where they are, and nothing of them is copied. A variable names the
-checkout of each: VERL, SLIME, NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees),
-MEGATRON_LM (main) and MEGATRON_LM_DEV; one that is not found is named and left out. They plan by
-the cost of the benchmark where they take one, and build no tensors. Each has a process of its own:
-two Megatrons cannot be imported into one. README quotes the table of the best.
+The planners of others are run where they are, each in a process of its own (two Megatrons cannot be
+imported into one), and nothing of them is copied. A variable names the checkout of each: VERL,
+SLIME, NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees), MEGATRON_LM (main) and
+MEGATRON_LM_DEV; one that is not found is named and left out. They plan by the cost of the benchmark
+where they take one, and build no tensors.
 """
 
 from __future__ import annotations
