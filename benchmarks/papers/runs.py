@@ -93,9 +93,7 @@ class Task:
 
     run: Run
     folder: Path
-    prepared: Prepared
-    other: Prepared | None
-    validate: Mapping[str, Prepared]
+    prepared: Mapping[Corpus, Prepared]
     start: Path | None
     keep_model: bool
 
@@ -277,20 +275,21 @@ def _task(run: Run) -> Task:
     return Task(
         run=run,
         folder=_folder(run),
-        prepared=prepare(run.corpus),
-        other=None if run.other is None else prepare(run.other),
-        validate={name: prepare(corpus) for name, corpus in run.validate.items()},
+        prepared={corpus: prepare(corpus) for corpus in _corpora(run)},
         start=_folder(run.start) / "model" if run.start is not None else None,
         keep_model=run.keep_model,
     )
 
 
+def _corpora(run: Run) -> list[Corpus]:
+    return [run.corpus, *filter(None, [run.other]), *run.validate.values()]
+
+
 def _folder(run: Run) -> Path:
     content = dataclasses.asdict(dataclasses.replace(run, start=None, keep_model=False))
-    corpora = [run.corpus, *filter(None, [run.other]), *run.validate.values()]
     parts = [
         content,
-        [prepare(corpus).key for corpus in corpora],
+        [prepare(corpus).key for corpus in _corpora(run)],
         _folder(run.start).name if run.start is not None else None,
         *(_code_version(f.partition(":")[0] if f else None) for f in (run.probe, run.change)),
     ]

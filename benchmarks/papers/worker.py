@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from papers.corpus import Prepared, complete, remember
+from papers.corpus import Corpus, complete, prepare, remember
 
 from megapack.config import from_dict, to_dict
 from megapack.packing import SampleIndex, pack
@@ -69,9 +69,8 @@ def train(task: Task) -> dict[str, Any]:
         What ``Result.summary`` is.
     """
     assert _here is not None, "begin() comes first"
-    remember(task.run.corpus, task.prepared)
-    for name, prepared in task.validate.items():
-        remember(task.run.validate[name], prepared)
+    for corpus, prepared in task.prepared.items():
+        remember(corpus, prepared)
     with complete(task.folder) as partial:
         summary = _Training(task, partial, _here).run()
         gc.collect()  # the engine and its parameters refer to each other
@@ -85,9 +84,9 @@ class _Training:
 
     def __init__(self, task: Task, folder: Path, here: World) -> None:
         self.task, self.run_, self.folder, self.here = task, task.run, folder, here
-        self.metrics = self._pack(task.prepared, folder / "train.samples").metrics()
-        if task.other is not None:
-            self._pack(task.other, folder / "other.samples")
+        self.metrics = self._pack(task.run.corpus, folder / "train.samples").metrics()
+        if task.run.other is not None:
+            self._pack(task.run.other, folder / "other.samples")
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
         self.inputs = open_inputs(self.config)
@@ -98,8 +97,8 @@ class _Training:
         self.engine = start_engine(model, self.config, here)
         self.seconds = 0.0
 
-    def _pack(self, prepared: Prepared, path: Path) -> SampleIndex:
-        dataset = IndexedDataset(prepared.train)
+    def _pack(self, corpus: Corpus, path: Path) -> SampleIndex:
+        dataset = IndexedDataset(prepare(corpus).train)
         groups = None
         if self.run_.groups is not None:
             groups = read_groups("auto", dataset.prefix, dataset.num_documents)
@@ -120,10 +119,10 @@ class _Training:
             "seconds": self.seconds,
             "parameters": self.parameters,
             "index": {k: v for k, v in self.metrics.items() if isinstance(v, (int, float))},
-            "valid": {name: self._validate(name) for name in self.task.validate},
+            "valid": {name: self._validate(name) for name in self.run_.validate},
         }
         if contexts := self.run_.contexts:
-            long = IndexedDataset(self.task.validate["long"].valid)
+            long = IndexedDataset(prepare(self.run_.validate["long"]).valid)
             by = perplexity_by_context(self.engine, long, contexts, **self._evaluation())
             summary["contexts"] = {str(context): of.report() for context, of in by.items()}
         if self.run_.probe is not None:
@@ -163,7 +162,7 @@ class _Training:
             done = step + 1
             if every is not None and (done % every == 0 or done == inputs.num_steps):
                 about = {"step": done, "tokens": done * config.data.tokens_per_step}
-                scored = self._validate(next(iter(self.task.validate)))
+                scored = self._validate(next(iter(self.run_.validate)))
                 self._note("evaluation.jsonl", {**about, **scored})
             begin = time.perf_counter()
 
@@ -175,7 +174,7 @@ class _Training:
         """Every held-out token once, given its own document."""
         positions = "document" if self.config.data.positions == "document" else "segment"
         how = {"buckets": [self.run_.valid_bucket], "positions": positions}
-        data = open_validation(str(self.task.validate[name].valid), None, **how)
+        data = open_validation(str(prepare(self.run_.validate[name]).valid), None, **how)
         return evaluate(self.engine, data, **self._evaluation()).report()
 
     def _evaluation(self) -> dict[str, Any]:
@@ -201,14 +200,14 @@ def configuration(task: Task, folder: Path) -> PretrainConfig:
 def _sources(task: Task, folder: Path) -> dict[str, str]:
     """Fields of ``data``: documents and samples, or a manifest where there is more to say."""
     run = task.run
-    one = {"prefix": str(task.prepared.train), "index": str(folder / "train.samples")}
-    if task.other is None and run.fim is None:
+    one = {"prefix": str(prepare(run.corpus).train), "index": str(folder / "train.samples")}
+    if run.other is None and run.fim is None:
         return one
     manifest: dict[str, Any] = {"sources": [{"name": "corpus", **one, "weight": 1}]}
     if run.fim is not None:
         manifest["fim"] = run.fim
-    if task.other is not None:
-        other = {"prefix": str(task.other.train), "index": str(folder / "other.samples")}
+    if run.other is not None:
+        other = {"prefix": str(prepare(run.other).train), "index": str(folder / "other.samples")}
         manifest["run_tokens"] = run.config["num_steps"] * run.config["data"]["tokens_per_step"]
         manifest["sources"][0]["max_epochs"] = run.max_epochs
         manifest["sources"].append({"name": "other", **other, "weight": 1, "max_epochs": 1})
