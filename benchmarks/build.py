@@ -21,7 +21,7 @@ set size of all processes of a command, at its largest.
 
 The sides with "tokenizers" get the first part of the corpus only.
 
-QUICK=1 runs on less text. MEGAPACK_BENCH_MB sets the size of the corpus (800).
+QUICK=1 runs on less text.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gigatoken
 import numpy as np
 import orjson
-from common import Timing, in_turns, quick, show, write_results
+from common import Timing, in_turns, quick, timed, write_results
 from tokenizers import Tokenizer
 
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import Piece, find_inputs
 from megapack.tokenization.corpus.readers import line_blocks, read_jsonl
 
-CORPUS_MB = int(os.environ.get("MEGAPACK_BENCH_MB", "200" if quick() else "800"))
+CORPUS_MB = 200 if quick() else 800
 SLOW_MB = 16 if quick() else 200
 REPEATS = 1 if quick() else 3
 READ_MB = 200
@@ -105,9 +106,7 @@ def bare_tokenizers(corpus: str, tokenizer: str) -> float:
     os.environ |= {"RAYON_NUM_THREADS": str(WORKERS), "TOKENIZERS_PARALLELISM": "true"}
     encoder = Tokenizer.from_file(tokenizer)
     texts = texts_of(Path(corpus))
-    begin = time.perf_counter()
-    encoder.encode_batch_fast(texts, add_special_tokens=False)
-    return time.perf_counter() - begin
+    return timed(lambda: encoder.encode_batch_fast(texts, add_special_tokens=False))[0]
 
 
 def bare_gigatoken(corpus: str, tokenizer: str, batch_bytes: str) -> float:
@@ -133,10 +132,8 @@ def batches(texts: list[str], batch_bytes: int) -> Iterator[list[str]]:
 
 def reading_ours(corpus: str) -> float:
     [file] = find_inputs([corpus], format="jsonl")
-    begin = time.perf_counter()
-    for _ in read_jsonl(Piece(file, 0, file.size), ReadOptions(), Faults()):
-        pass
-    return time.perf_counter() - begin
+    blocks = read_jsonl(Piece(file, 0, file.size), ReadOptions(), Faults())
+    return timed(lambda: deque(blocks, maxlen=0))[0]
 
 
 def reading_orjson(corpus: str) -> float:
@@ -200,27 +197,13 @@ def run_command(command: list[str]) -> tuple[float, int, str]:
     """(seconds, largest memory in bytes, stdout)."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    peak = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.1):
-            peak = max(peak, memory_of(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    out, _ = process.communicate()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process, peak, out = subprocess.Popen(command, env=environment, **streams), 0, None
+    while out is None:
+        with suppress(subprocess.TimeoutExpired):
+            out, _ = process.communicate(timeout=0.1)
+        peak = max(peak, memory_of(process.pid))
     seconds = time.perf_counter() - begin
-    done.set()
-    watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
     print(f"  {seconds:7.1f} s  {' '.join(command[1:])}"[:100], flush=True)
@@ -303,21 +286,14 @@ def measure(work: Path) -> list[dict[str, Any]]:
             seconds = tuple(all_ - half_ for all_, half_ in zip(whole, seconds, strict=True))
             name, num_bytes = name.replace(HALF, ", beyond the first half"), beyond  # noqa: PLW2901
         timing = Timing(seconds)
-        rows.append(
-            {
-                "what": name,
-                "backend": encoder,
-                "text_mb": num_bytes / 1e6,
-                **timing.row(),
-                "mb_per_s": num_bytes / 1e6 / timing.seconds,
-                "peak_mb": max(peaks) / 1e6,
-            }
-        )
+        about = {"what": name, "backend": encoder, "text_mb": num_bytes / 1e6, **timing.row()}
+        rate = num_bytes / 1e6 / timing.seconds
+        rows.append(about | {"mb_per_s": rate, "peak_mb": max(peaks) / 1e6})
     return rows
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="megapack-build-") as directory:
+    with tempfile.TemporaryDirectory() as directory:
         rows = measure(Path(directory))
     speeds = {row["what"]: row["mb_per_s"] for row in rows}
     for row in rows:
@@ -325,8 +301,7 @@ def main() -> None:
         if bare:
             row["of_the_fastest_bare"] = row["mb_per_s"] / max(bare)
             row["times_megatron"] = row["mb_per_s"] / speeds[MEGATRON]
-    write_results("build", rows)
-    show("text to .bin/.idx", rows)
+    write_results("build", rows, **{"text to .bin/.idx": rows})
 
 
 if __name__ == "__main__":

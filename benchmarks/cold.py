@@ -43,13 +43,9 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
     forget(Path(f"{prefix}.bin"))  # nobody maps it now
     documents = IndexedDataset(prefix)
     dataset = PackedDataset(documents, f"{prefix}.samples")
-    sampler = BucketBatchSampler(
-        Schedule(dataset, tokens_per_step=TOKENS, seed=1),
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        micro_batch_tokens=TOKENS,
-        num_steps=num_batches,
-    )
+    schedule = Schedule(dataset, tokens_per_step=TOKENS, seed=1)
+    rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "num_steps": num_batches}
+    sampler = BucketBatchSampler(schedule, micro_batch_tokens=TOKENS, **rank)
     layout = BatchLayout(micro_batch_tokens=TOKENS)
     waits = 0
 
@@ -90,20 +86,17 @@ def main() -> None:
         del documents
         num_batches = 50 if quick() else 400
         reads = {
-            how: partial(read, prefix, depth, how, num_batches) for how, depth in sides.items()
+            how: partial(in_child, partial(read, prefix, depth, how, num_batches))
+            for how, depth in sides.items()
         }
-        children = {how: partial(in_child, fn) for how, fn in reads.items()}
-        found = in_turns(children, 1 if quick() else 5)
+        found = in_turns(reads, 1 if quick() else 5)
     rows = [
         {"case": how} | {key: median_high(one[key] for one in runs) for key in runs[0]}
         for how, runs in found.items()
     ]
     write_results("cold", rows)
-    show(
-        f"{num_batches} micro batches of {TOKENS:,} tokens, nothing in memory",
-        rows,
-        *("case", "tokens_per_s", "waits", "data_wait_%", "read_over_useful"),
-    )
+    title = f"{num_batches} micro batches of {TOKENS:,} tokens, nothing in memory"
+    show(title, rows, "case", "tokens_per_s", "waits", "data_wait_%", "read_over_useful")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -24,13 +25,11 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from tables import rounded
 
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.files import atomic_write
 
 S = TypeVar("S")
@@ -49,24 +48,18 @@ def quick() -> bool:
     return os.environ.get("QUICK") == "1"
 
 
-def large() -> bool:
-    """LARGE=1: sizes that need many minutes and gigabytes."""
-    return os.environ.get("LARGE") == "1"
-
-
 class Units(int):
     """How many units of work a call has done."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per unit of work, one value per window."""
+    """Seconds per unit of work, one value per window; what counts is their median."""
 
     windows: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """Per unit, the median of the windows."""
         return median(self.windows)
 
     @property
@@ -102,13 +95,9 @@ def take_turns(
 ) -> dict[str, Timing]:
     """The timer of all calls within this process: every side is treated alike.
 
-    Each side is called once without being timed. Then they take turns. In its window a side is
-    called until ``seconds`` have passed, at least once.
-
-    Args:
-        sides: name -> work. A call that returns a ``Units`` did so many; any other did one.
-        windows: how many each has.
-        seconds: how long a window lasts at least.
+    Each is called once without being timed; then they take turns, ``windows`` times. In its window
+    a side is called until ``seconds`` have passed, at least once. A call that returns a ``Units``
+    did so many; any other did one.
     """
 
     def window(side: Callable[[], Any]) -> float:
@@ -133,25 +122,6 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def write_documents(
-    prefix: Path,
-    lengths: ArrayLike,
-    *,
-    vocabulary: int,
-    dtype: DTypeLike = np.uint16,
-    end: int | None = None,
-    seed: int = 0,
-) -> IndexedDataset:
-    """Documents of random tokens below ``vocabulary``, each ending with ``end``."""
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    tokens = np.random.default_rng(seed).integers(1, vocabulary, offsets[-1]).astype(dtype)
-    if end is not None:
-        tokens[offsets[1:] - 1] = end
-    with IndexedDatasetBuilder(prefix, dtype, vocab_size=vocabulary) as builder:
-        builder.add_documents(tokens, offsets)
-    return IndexedDataset(prefix)
-
-
 def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> dict[str, Any]:
     """The last line of every step of a run, its samples and its loss, beside those of the run that
     nothing happened to. A loss that is no number (null) makes the difference none."""
@@ -168,8 +138,8 @@ def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> di
 
 def _memory(kind: str) -> int:
     """Bytes of this process (Linux): VmHWM is the largest resident size so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+    found = re.search(rf"^{kind}:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def in_child(fn: Callable[[], Any]) -> Any:
@@ -239,9 +209,7 @@ def checkout_commit(variable: str) -> str | None:
 def only(known: Iterable[str], *, others: str = "") -> list[str]:
     """Those of ``known`` that ONLY=a,b names, in their order; all of them without ONLY.
 
-    Args:
-        known: parts of a benchmark.
-        others: a command that is given the same ONLY, so that names may be its own; "": none is.
+    ``others`` is a command that is given the same ONLY, so that names may be its own; "": none is.
 
     Raises:
         SystemExit: there is no such part.
@@ -256,34 +224,24 @@ def only(known: Iterable[str], *, others: str = "") -> list[str]:
     return [name for name in known if not asked or name in asked]
 
 
-def write_results(name: str, results: Any, *, parts: str = "") -> Path:
-    """Write ``results`` (anything JSON) to results/NAME-HOST-DATE.json, with what it ran on.
+def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) -> Path:
+    """Write ``results`` (anything JSON) of a benchmark to results/NAME-HOST-DATE.json (of a QUICK
+    run NAME-quick-HOST-DATE.json), with what it ran on; then show ``tables``, title -> rows.
 
-    A QUICK run has a file of its own, NAME-quick-HOST-DATE.json.
-
-    Args:
-        name: of the benchmark.
-        results: as it was measured.
-        parts: the column that names the part (ONLY) a row belongs to. ``results`` is then a
-            dictionary of lists; rows of other parts stay in the file, whoever writes to it
-            meanwhile, and "measured" says of every part when and on what it was measured, and
-            beside how much.
+    ``parts`` is the column that names the part (ONLY) a row belongs to. ``results`` is then a
+    dictionary of lists; rows of other parts stay in the file, whoever writes to it meanwhile, and
+    "measured" says of every part when and on what it was measured, and beside how much.
     """
     RESULTS.mkdir(exist_ok=True)
     file = f"{name}-quick" if quick() else name
     path = RESULTS / f"{file}-{socket.gethostname()}-{date.today()}.json"
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     run = {
-        "benchmark": name,
-        "date": str(date.today()),
-        "quick": quick(),
-        "machine": platform.machine(),
-        "cpu": _cpu_name(),
-        "num_cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "commit": commit(),
-        "versions": versions(),
-        "results": results,
-    }
+        "benchmark": name, "date": str(date.today()), "quick": quick(),
+        "machine": platform.machine(), "cpu": cpu[1].strip() if cpu else platform.processor(),
+        "num_cpus": os.cpu_count(), "python": platform.python_version(), "commit": commit(),
+        "versions": versions(), "results": results,
+    }  # fmt: skip
     if parts:
         now = {key: run[key] for key in ("date", "commit", "cpu")}
         now["load_average"] = os.getloadavg()[2]  # of a quarter of an hour
@@ -299,6 +257,8 @@ def write_results(name: str, results: Any, *, parts: str = "") -> Path:
     finally:
         os.close(folder)
     print(f"\nwritten: {path}")
+    for title, rows in tables.items():
+        show(title, rows)
     return path
 
 
@@ -342,20 +302,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def show(title: str, rows: Iterable[Mapping[str, Any]], *columns: str) -> None:
     """Print rows as a table; ``columns`` chooses keys and their order (default: all)."""
     rows = list(rows)
-    table = Table(
-        title=f"\n[bold]{title}[/]", title_justify="left", box=None, pad_edge=False,
-        header_style="bold",
-    )  # fmt: skip
+    look = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
+    table = Table(title=f"\n[bold]{title}[/]", **look)
     names = columns or tuple(dict.fromkeys(key for row in rows for key in row))
     for name in names:
         text = any(isinstance(row.get(name), str) for row in rows)

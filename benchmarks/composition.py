@@ -9,37 +9,61 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
+import sysconfig
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 from common import quick, show, write_results
 from lengths import BUCKETS, LAWS, Lengths
-from papers.composition import atom_size, blog, bucketllm, seamless
-from papers.composition.rows import Row, compared, python_sources
+from papers import blog
+from papers.claims import Row, compared
+from papers.recipes import atom_size, bucketllm, seamless
 
 from megapack.packing import SampleIndex, pack
 
+# A letter outside of ASCII is several bytes, which belong together.
+_TOKEN = re.compile(rb"[A-Za-z\x80-\xff]+|[0-9]+|[ \t]{2,}|[^A-Za-z\x80-\xff0-9 \t]")
 
-def all_rows(*, num_documents: int, num_files: int | None) -> list[Row]:
-    """Every row, paper after paper."""
-    law = LAWS["fineweb_edu_like"](num_documents)
-    name, sources = python_sources(num_files)
-    return [
-        *bucketllm.table_1(law, "fineweb_edu_like"),
-        *bucketllm.table_1(sources, name, calibrated=False),
-        *bucketllm.table_3(law, "fineweb_edu_like"),
-        *bucketllm.table_3(sources, name, calibrated=False),
-        *bucketllm.speeds(),
-        *seamless.section_4_8(),
-        *seamless.figure_3(),
-        *seamless.table_9(num_documents=num_documents // 10),
-        *seamless.dropping(),
+
+def python_sources(limit: int | None = None) -> tuple[str, Lengths]:
+    """A real corpus that every machine has, and its name with the number of files: the Python files
+    of the interpreter and its packages, by sorted path; empty ones are left out.
+
+    Tokens are runs of letters, runs of digits, line ends, blanks beyond a single one, and every
+    other byte: about 3.5 bytes each, as with a trained tokenizer for code; and one at the end.
+    """
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    files = sorted({path for folder in folders if folder for path in Path(folder).rglob("*.py")})
+    texts = (path.read_bytes() for path in files[:limit] if path.is_file())
+    lengths = np.array([len(_TOKEN.findall(text)) + 1 for text in texts if text], np.int32)
+    return f"Python sources ({len(lengths):,} files)", lengths
+
+
+def measure() -> list[Row]:
+    """Every row, paper after paper, shown."""
+    num_documents = 300_000 if quick() else 10_000_000
+    law, fineweb = LAWS["fineweb_edu_like"](num_documents), "fineweb_edu_like"
+    name, sources = python_sources(3_000 if quick() else None)
+    rows = [
+        *bucketllm.table_1(law, fineweb),
+        *bucketllm.uncalibrated(bucketllm.table_1(sources, name)),
+        *bucketllm.table_3(law, fineweb),
+        *bucketllm.uncalibrated(bucketllm.table_3(sources, name)),
+        *bucketllm.speeds(), *seamless.section_4_8(), *seamless.figure_3(),
+        *seamless.table_9(num_documents=num_documents // 10), *seamless.dropping(),
         *atom_size.table_3_steps(),
-        *blog.padding_waste(),
-        *blog.strategies(),
-        *blog.costs(),
-        *goals(num_documents),
-        *every_strategy(law),
-    ]
+        *blog.padding_waste(), *blog.strategies(), *blog.costs(),
+        *goals(num_documents), *every_strategy(law),
+    ]  # fmt: skip
+    for (source, corpus), group in itertools.groupby(rows, lambda row: (row.source, row.corpus)):
+        columns = ("item", "quantity", "paper", "measured", "agrees", "why")
+        show(f"{source} on {corpus}", map(dataclasses.asdict, group), *columns)
+    judged = [row.agrees for row in rows if row.agrees is not None]
+    print(f"\n{sum(judged)} of {len(judged)} printed figures agree; {len(rows)} rows in all.")
+    write_results("composition", [dataclasses.asdict(row) for row in rows])
+    return rows
 
 
 def figures(source: str, corpus: str, item: str, index: SampleIndex, why: str = "") -> list[Row]:
@@ -81,28 +105,5 @@ def every_strategy(lengths: Lengths) -> list[Row]:
     return rows
 
 
-def show_rows(rows: list[Row]) -> None:
-    """One table per source and corpus, then how many figures agree."""
-    for (source, corpus), group in itertools.groupby(rows, lambda row: (row.source, row.corpus)):
-        columns = ("item", "quantity", "paper", "measured", "agrees", "why")
-        show(f"{source} on {corpus}", map(dataclasses.asdict, group), *columns)
-    judged = [row.agrees for row in rows if row.agrees is not None]
-    print(f"\n{sum(judged)} of {len(judged)} printed figures agree; {len(rows)} rows in all.")
-
-
-def measure(quickly: bool) -> list[Row]:
-    """Every row, shown; ``quickly`` takes fewer documents."""
-    rows = all_rows(
-        num_documents=300_000 if quickly else 10_000_000, num_files=3_000 if quickly else None
-    )
-    show_rows(rows)
-    return rows
-
-
-def main() -> None:
-    rows = measure(quick())
-    write_results("composition", [dataclasses.asdict(row) for row in rows])
-
-
 if __name__ == "__main__":
-    main()
+    measure()

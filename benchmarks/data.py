@@ -1,17 +1,15 @@
 """``make bench-data``: megatron-core's GPTDataset and ours on the same files, beside a memcpy.
 
-One process, one thread, rows of 4,096 tokens, the .bin in the page cache. ``plain`` writes tokens,
-labels, loss mask and one position count per row; ``positions`` resets positions and masks the loss
-at every end of document, the nearest GPTDataset comes to documents. Ours writes tokens, labels,
-loss mask, positions per document, cu_seqlens and max_seqlen: as single samples, and as micro
-batches into reused buffers; of concatenated documents (as theirs), and of whole documents
-(``bucket``), whose samples gather from many places, and these with a loss weight per token. Half of
-the documents transformed by fill-in-the-middle are another table: the same samples, with room for
-sentinels, gathered with it (cut between tokens, or characters) and without, in turns. The samples
-come in random order out of a file that no cache of a core holds. ``memcpy`` is the limit:
-as many bytes (28 per token) in the same four arrays, copied into such buffers from others like
-them, every time the same. Source and target of 4 samples (459 kB each) stay in the caches of a
-core, of 12 (1.4 MB each) they may not. It reads no file, looks nothing up and makes no cu_seqlens.
+One process, one thread, rows of 4,096 tokens in random order, the .bin in the page cache but in no
+cache of a core. ``plain`` writes tokens, labels, loss mask and one position count per row;
+``positions`` resets positions and masks the loss at every end of document, the nearest GPTDataset
+comes to documents. Ours writes tokens, labels, loss mask, positions per document, cu_seqlens and
+max_seqlen, as single samples and as micro batches into reused buffers: of concatenated documents
+(as theirs), of whole ones (``bucket``), which gather from many places, and of these with a loss
+weight per token. Another table has half of the documents transformed by fill-in-the-middle: the
+same samples, with room for sentinels, with it (cut between tokens, or characters) and without.
+``memcpy`` is the limit: as many bytes (28 per token) in the same four arrays, copied into such
+buffers from others like them, which for 4 samples (459 kB each) stay in the caches of a core.
 
 Then loaders, micro batches of 4 rows of a shuffled epoch, each in a process of its own and at its
 best setting: 0, 1 and 2 workers are tried of every one (of OLMo-core also its 4 threads), ours with
@@ -26,9 +24,9 @@ its thread and without. What a batch of each holds:
 What only a peer needs is installed by hand (``pip install --no-deps --target FOLDER ...``; FOLDER
 on PYTHONPATH); a peer that is not found is named and left out.
 
-At last what it takes to begin: seconds to the first batch and memory, with 2e7 documents (LARGE=1:
-1e8). And both inside Megatron: the same .bin/.idx through its own builder and DataLoader, in one
-process; ``ratio_to_best``: against its GPTDataset with the workers that serve it best.
+At last what it takes to begin: seconds to the first batch and memory, with 2e7 documents. And both
+inside Megatron: the same .bin/.idx through its own builder and DataLoader, in one process;
+``ratio_to_best``: against its GPTDataset with the workers that serve it best.
 """
 
 from __future__ import annotations
@@ -46,24 +44,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import common
 import numpy as np
 import torch
-from common import (
-    Timing,
-    Units,
-    checkout_commit,
-    in_child,
-    in_turns,
-    large,
-    peer_of,
-    quick,
-    show,
-    take_turns,
-    timed,
-    write_documents,
-    write_results,
-)  # fmt: skip
-from lengths import BUCKETS, LAWS
+from common import Timing, Units, quick
+from lengths import BUCKETS, LAWS, write_documents, write_index
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -83,12 +68,8 @@ PLAIN, POSITIONS = "GPTDataset, plain", "GPTDataset, positions"
 
 GLOBAL_BATCH = 64  # inside Megatron
 KINDS = ("GPTDataset", "GPTDataset, positions", "PackedGPTDataset")
-LOADERS = tuple((size, workers) for size in (1, 4) for workers in WORKERS)
 
 Sides = dict[str, Callable[[], Units]]
-
-
-# --- corpora, and megatron-core's dataset over them ---------------------------------------------
 
 
 class Tokenizer:
@@ -103,28 +84,6 @@ def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
     lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
     return write_documents(prefix, lengths, vocabulary=VOCABULARY, end=EOD)
-
-
-def write_large_corpus(prefix: Path, num_documents: int) -> None:
-    """A whole .idx, packed, and a .bin of holes."""
-    lengths = LAWS["fineweb_edu_like"](num_documents, 1)
-    write_index(prefix, lengths)
-    index = pack(lengths, "bucket", buckets=BUCKETS)
-    index.save(f"{prefix}.samples", source=IndexedDataset(prefix), overwrite=True)
-
-
-def write_index(prefix: Path, lengths: NDArray[np.int32]) -> None:
-    """The .idx of documents, and a .bin of holes: of the right size, without taking the space."""
-    num_documents = len(lengths)
-    pointers = np.zeros(num_documents + 1, np.int64)
-    np.cumsum(2 * lengths.astype(np.int64), out=pointers[1:])
-    with Path(f"{prefix}.idx").open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
-        file.write(np.array([num_documents, num_documents + 1], np.int64).tobytes())
-        for array in (lengths, pointers[:-1], np.arange(num_documents + 1, dtype=np.int64)):
-            array.tofile(file)
-    with Path(f"{prefix}.bin").open("wb") as file:
-        file.truncate(int(pointers[-1]))
 
 
 def megatron_train(
@@ -145,17 +104,12 @@ def megatron_train(
 
     paths = [blend] if isinstance(blend, Path) else blend
     config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=ROW,
+        random_seed=1234, sequence_length=ROW,
         blend=([str(path) for path in paths], [1.0] * len(paths) if len(paths) > 1 else None),
-        split="100,0,0",
-        path_to_cache=str(cache),
-        tokenizer=Tokenizer(),
-        reset_position_ids=positions,
-        reset_attention_mask=False,
-        eod_mask_loss=positions,
+        split="100,0,0", path_to_cache=str(cache), tokenizer=Tokenizer(),
+        reset_position_ids=positions, reset_attention_mask=False, eod_mask_loss=positions,
         create_attention_mask=False,
-    )
+    )  # fmt: skip
     train, _, _ = BlendedMegatronDatasetBuilder(
         dataset or GPTDataset, [num_samples, 0, 0], lambda: True, config
     ).build()
@@ -191,16 +145,11 @@ def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]
                 packed = PackedDataset(dataset, index, **own)
                 packed._connect([index], packed.samples.mixture, fim=fim)
                 sides[name] = _micro_batches(packed, _shuffled(packed), size, transformed=bool(fim))
-            found = take_turns(sides, windows=5 if quick() else 30, seconds=0.05)
+            found = common.take_turns(sides, windows=5 if quick() else 30, seconds=0.05)
             rows += [
-                {
-                    "case": f"cuts: {name}, micro batch of {size}{', weights' if beside else ''}",
-                    "samples_per_second": timing.rate,
-                    "spread_%": 100 * timing.spread,
-                    "tokens_per_second": timing.rate * ROW,
-                    "seconds_over_none": timing.seconds / found["none"].seconds,
-                    "least_over_none": min(timing.windows) / min(found["none"].windows),
-                }
+                speed(f"cuts: {name}, micro batch of {size}{', weights' if beside else ''}", timing)
+                | {"seconds_over_none": timing.seconds / found["none"].seconds}
+                | {"least_over_none": min(timing.windows) / min(found["none"].windows)}
                 for name, timing in found.items()
             ]
     return rows
@@ -270,8 +219,8 @@ def loaders(folder: Path, packed: PackedDataset, gpt: dict[str, Any]) -> dict[st
         for workers in WORKERS:
             make = partial(rows_of, dataset, size, workers)
             sides[f"{name}; {workers} workers"] = lambda make=make: iter(make())
-    sides |= peer_of("OLMo-core", partial(olmo_core, folder, size), "OLMO_CORE", "src") or {}
-    return sides | (peer_of("mosaicml/streaming", partial(streaming, folder, packed)) or {})
+    sides |= common.peer_of("OLMo-core", partial(olmo_core, folder, size), "OLMO_CORE", "src") or {}
+    return sides | (common.peer_of("mosaicml/streaming", partial(streaming, folder, packed)) or {})
 
 
 def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
@@ -280,13 +229,8 @@ def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
               for name in ("collator", "data_loader", "numpy_dataset", "types")}  # fmt: skip
     vocabulary = {"pad_token_id": EOD, "eos_token_id": EOD, "vocab_size": VOCABULARY}
     text, fragment = str(folder / "text.bin"), theirs["types"].LongDocStrategy.fragment
-    packed = theirs["numpy_dataset"].NumpyPackedFSLDataset(
-        text,
-        sequence_length=ROW,
-        generate_doc_lengths=True,
-        long_doc_strategy=fragment,
-        **vocabulary,
-    )
+    how = {"sequence_length": ROW, "generate_doc_lengths": True, "long_doc_strategy": fragment}
+    packed = theirs["numpy_dataset"].NumpyPackedFSLDataset(text, **how, **vocabulary)
     variable = theirs["numpy_dataset"].NumpyVSLDataset(
         text, min_sequence_length=256, max_sequence_length=ROW, **vocabulary
     )
@@ -303,34 +247,27 @@ def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
             yield from loader
             loader.reset()
 
+    kinds = ("packed", "FSL", packed), ("variable length", "VSL", variable)
     return {
-        f"OLMo-core, {name}; {workers} workers, {threads} threads": partial(
-            batches, kind, dataset, workers, threads
-        )
-        for name, kind, dataset in (("packed", "FSL", packed), ("variable length", "VSL", variable))
-        for workers, threads in ((0, 0), (0, 4), (1, 0), (2, 0))
+        f"OLMo-core, {name}; {n} workers, {m} threads": partial(batches, kind, dataset, n, m)
+        for name, kind, dataset in kinds
+        for n, m in ((0, 0), (0, 4), (1, 0), (2, 0))
     }
 
 
 def streaming(folder: Path, packed: PackedDataset) -> dict[str, Loader]:
     """Rows of tokens in its shards, on this machine, shuffled."""
-    sys.modules.setdefault(
-        "streaming.vision", ModuleType("vision")
-    )  # images, which need torchvision
-    theirs = importlib.import_module("streaming")
-    if not (folder / "mds").exists():
-        with theirs.MDSWriter(
-            out=str(folder / "mds"), columns={"tokens": f"ndarray:uint16:{ROW}"}
-        ) as writer:
-            for row in range(len(packed)):
-                tokens = packed[row]["tokens"].numpy().astype(np.uint16)
-                writer.write({"tokens": np.pad(tokens, (0, ROW - len(tokens)))})
+    vision = "streaming.vision"  # images, which need torchvision
+    sys.modules.setdefault(vision, ModuleType(vision))
+    theirs, home = importlib.import_module("streaming"), str(folder / "mds")
+    with theirs.MDSWriter(out=home, columns={"tokens": f"ndarray:uint16:{ROW}"}) as writer:
+        for row in range(len(packed)):
+            tokens = packed[row]["tokens"].numpy().astype(np.uint16)
+            writer.write({"tokens": np.pad(tokens, (0, ROW - len(tokens)))})
 
     def batches(workers: int) -> Iterator[Any]:
         theirs.base.util.clean_stale_shared_memory()
-        dataset = theirs.StreamingDataset(
-            local=str(folder / "mds"), batch_size=BATCHES[0], shuffle=True
-        )
+        dataset = theirs.StreamingDataset(local=home, batch_size=BATCHES[0], shuffle=True)
         loader = theirs.StreamingDataLoader(dataset, batch_size=BATCHES[0], num_workers=workers)
         while True:
             yield from loader
@@ -351,30 +288,25 @@ def loaded(sides: dict[str, Loader], rounds: int, seconds: float) -> list[dict[s
             tokens += next(batch[k] for k in ("tokens", "input_ids") if k in batch).numel()
         return {"seconds": (time.perf_counter() - begin) / tokens * ROW}
 
-    found = in_turns({n: partial(in_child, partial(taken, m)) for n, m in sides.items()}, rounds)
+    found = common.in_turns(
+        {n: partial(common.in_child, partial(taken, m)) for n, m in sides.items()}, rounds
+    )
     times = {n: Timing(tuple(f["seconds"] for f in each)) for n, each in found.items()}
-    best: dict[str, str] = {}
+    best: dict[str, tuple[str, Timing]] = {}
     for name in sorted(times, key=lambda name: times[name].seconds):
-        best.setdefault(name.partition("; ")[0], name)
-    return [
-        {
-            "case": f"{case}, loader",
-            "commit": checkout_commit("OLMO_CORE") if case.startswith("OLMo") else None,
-            "best_setting": name.partition("; ")[2],
-            "samples_per_second": times[name].rate,
-            "spread_%": 100 * times[name].spread,
-            "tokens_per_second": times[name].rate * ROW,
-            "over_plain": times[name].rate / times[best[PLAIN]].rate,
-            "over_best_peer": times[name].rate
-            / max(times[own].rate for peer, own in best.items() if not peer.startswith("ours")),
-            "settings": "; ".join(
-                f"{own.partition('; ')[2]} {timing.rate:,.0f}"
-                for own, timing in times.items()
-                if own.partition("; ")[0] == case
-            ),
-        }
-        for case, name in best.items()
-    ]
+        case, _, setting = name.partition("; ")
+        best.setdefault(case, (setting, times[name]))
+    rate = {case: timing.rate for case, (_, timing) in best.items()}
+    best_peer = max(own for case, own in rate.items() if not case.startswith("ours"))
+    rows = []
+    for case, (setting, timing) in best.items():
+        commit = common.checkout_commit("OLMO_CORE") if case.startswith("OLMo") else None
+        row = speed(f"{case}, loader", timing) | {"commit": commit, "best_setting": setting}
+        row |= {"over_plain": rate[case] / rate[PLAIN], "over_best_peer": rate[case] / best_peer}
+        own = (name for name in times if name.partition("; ")[0] == case)
+        rates = (f"{name.partition('; ')[2]} {times[name].rate:,.0f}" for name in own)
+        rows.append(row | {"settings": "; ".join(rates)})
+    return rows
 
 
 def rows_of(dataset: Any, size: int, workers: int) -> Any:
@@ -390,23 +322,20 @@ def next_of(loader: Any, size: int) -> Callable[[], Units]:
     return _counted(lambda: next(begun()), size)
 
 
+def speed(case: str, timing: Timing) -> dict[str, Any]:
+    about = {"case": case, "samples_per_second": timing.rate, "spread_%": 100 * timing.spread}
+    return about | {"tokens_per_second": timing.rate * ROW}
+
+
 def rates(sides: Sides, *, windows: int, seconds: float) -> list[dict[str, Any]]:
     """Samples per second of each, in turns, and over theirs and over a memcpy."""
-    found = take_turns(sides, windows=windows, seconds=seconds)
+    found = common.take_turns(sides, windows=windows, seconds=seconds)
     rows = []
     for name, timing in found.items():
         limit = found.get(f"memcpy, {name.rpartition('batch of ')[2]} samples")
-        rows.append(
-            {
-                "case": name,
-                "samples_per_second": timing.rate,
-                "spread_%": 100 * timing.spread,
-                "tokens_per_second": timing.rate * ROW,
-                "over_positions": timing.rate / found[POSITIONS].rate,
-                "over_plain": timing.rate / found[PLAIN].rate,
-                "over_memcpy": timing.rate / limit.rate if limit else None,
-            }
-        )
+        row = speed(name, timing) | {"over_positions": timing.rate / found[POSITIONS].rate}
+        row |= {"over_plain": timing.rate / found[PLAIN].rate}
+        rows.append(row | {"over_memcpy": timing.rate / limit.rate if limit else None})
     return rows
 
 
@@ -415,9 +344,11 @@ def rates(sides: Sides, *, windows: int, seconds: float) -> list[dict[str, Any]]
 
 def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
     """Seconds to the first batch and memory; Megatron twice, without its cache and with it."""
-    prefix = folder / "large"
-    seconds, _ = timed(partial(write_large_corpus, prefix, num_documents))
-    print(f"{num_documents:,} documents written and packed: {seconds:.0f} s")
+    prefix, lengths = folder / "large", LAWS["fineweb_edu_like"](num_documents, 1)
+    write_index(prefix, lengths)
+    index = pack(lengths, "bucket", buckets=BUCKETS)
+    index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
+    del lengths, index
     importlib.import_module("megatron.core.datasets.gpt_dataset")  # not to be counted
     sides = {
         "ours, first batch": our_first,
@@ -425,11 +356,9 @@ def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
         "GPTDataset, first batch, cached": their_first,
     }
     return [
-        {
-            "case": name,
-            **in_child(lambda first=first: {"seconds": timed(partial(first, prefix))[0]}),
-        }
-        for name, first in sides.items()
+        {"case": name}
+        | common.in_child(lambda of=of: {"seconds": common.timed(partial(of, prefix))[0]})
+        for name, of in sides.items()
     ]
 
 
@@ -458,34 +387,28 @@ def inside_megatron(folder: Path) -> list[dict[str, Any]]:
         '{"sources": [{"prefix": "text_document"}], '
         f'"buckets": [1024, 2048, 4096], "rows_per_block": {GLOBAL_BATCH}}}'
     )
-    builds = {kind: [timed(lambda kind=kind: build(kind, folder)) for _ in range(2)]
+    builds = {kind: [common.timed(lambda kind=kind: build(kind, folder)) for _ in range(2)]
               for kind in KINDS}  # fmt: skip
     rows = []
-    for size, workers in LOADERS:
-        sides = {kind: next_of(rows_of(built[-1][1], size, workers), size)
-                 for kind, built in builds.items()}  # fmt: skip
-        found = take_turns(sides, seconds=0.2 if quick() else 1.0)
-        for kind, timing in found.items():
-            rows.append(
-                {
-                    "dataset": kind,
-                    "loader": f"mbs {size}, workers {workers}",
-                    "rows_per_second": timing.rate,
-                    "spread_%": 100 * timing.spread,
-                    "tokens_per_second": timing.rate * ROW,
-                    "ratio": timing.rate / found[KINDS[0]].rate,
-                    "build_cold_seconds": builds[kind][0][0],
-                    "build_warm_seconds": builds[kind][1][0],
-                }
-            )
-    for row in rows:  # its best number of workers for a micro batch of this size
-        alike = row["loader"].partition(",")[0]
-        best = max(
-            own["rows_per_second"]
-            for own in rows
-            if own["dataset"] == KINDS[0] and own["loader"].partition(",")[0] == alike
-        )
-        row["ratio_to_best"] = row["rows_per_second"] / best
+    for size in (1, 4):
+        found = {}
+        for workers in WORKERS:
+            sides = {kind: next_of(rows_of(built[-1][1], size, workers), size)
+                     for kind, built in builds.items()}  # fmt: skip
+            found[workers] = common.take_turns(sides, seconds=0.2 if quick() else 1.0)
+        best = max(of[KINDS[0]].rate for of in found.values())
+        rows += [
+            {
+                "dataset": kind, "loader": f"mbs {size}, workers {workers}",
+                "rows_per_second": timing.rate, "spread_%": 100 * timing.spread,
+                "tokens_per_second": timing.rate * ROW,
+                "ratio": timing.rate / of[KINDS[0]].rate,
+                "build_cold_seconds": builds[kind][0][0], "build_warm_seconds": builds[kind][1][0],
+                "ratio_to_best": timing.rate / best,
+            }
+            for workers, of in found.items()
+            for kind, timing in of.items()
+        ]  # fmt: skip
     return rows
 
 
@@ -508,7 +431,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # First, in a process that has nothing yet.
-        begun = beginnings(folder, 10**8 if large() else 2 * 10 ** (6 if quick() else 7))
+        begun = beginnings(folder, 2 * 10 ** (6 if quick() else 7))
         dataset = write_corpus(folder / "text", 10_000_000 if quick() else 60_000_000)
         packed = {
             strategy: PackedDataset(dataset, pack(dataset.document_lengths, strategy, buckets=ROW))
@@ -532,12 +455,14 @@ def main() -> None:
         how = {"rounds": 1 if quick() else 5, "seconds": 0.3 if quick() else 1.0}
         taken = loaded(loaders(folder, packed["bucket"], gpt), **how)
         inside = inside_megatron(folder / "inside")
-    write_results("data", [*gathered, *middle, *taken, *begun, *inside])
-    show("inside Megatron: builder and DataLoader", inside)
-    show("the first batch", begun)
-    show(f"data loaders, micro batches of {BATCHES[0]} rows, each at its best setting", taken)
-    show("half of the documents by fill-in-the-middle", middle)
-    show(f"rows of {ROW}, one process", gathered)
+    tables = {
+        "inside Megatron: builder and DataLoader": inside,
+        "the first batch": begun,
+        f"data loaders, micro batches of {BATCHES[0]} rows, each at its best setting": taken,
+        "half of the documents by fill-in-the-middle": middle,
+        f"rows of {ROW}, one process": gathered,
+    }
+    common.write_results("data", [*gathered, *middle, *taken, *begun, *inside], **tables)
 
 
 if __name__ == "__main__":

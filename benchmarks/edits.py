@@ -47,7 +47,7 @@ from object_store import BUCKET, environment_of, serve_objects
 from ports import free_port
 
 from megapack.config import load_config
-from megapack.data.run import Decision, open_run, read_decisions
+from megapack.data.run import open_run, read_decisions
 from megapack.storage.metadata import checksum
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.directory import read_jsonl
@@ -69,8 +69,7 @@ RANKS = (1, 2) if quick() else (1, 2, 4)
 def stages(run_dir: Path) -> list[Any]:
     """What a run decided, without what it took back."""
     decided = read_decisions(run_dir)
-    made: Sequence[Decision] = decided.decisions if decided else ()
-    return [decision.stage for decision in made if not decision.void]
+    return [one.stage for one in decided.decisions if not one.void] if decided else []
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +126,7 @@ class Place:
 # ---- Noise
 
 
-def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Path:
+def noise_config(folder: Path, name: str, *, noise: int = NOISE, **sections: Any) -> Path:
     """A run over walks with a stretch of noise, which throws it far: no gradient is clipped."""
     data = folder / f"noise{noise}"
     if not data.exists():
@@ -148,11 +147,9 @@ def noise_config(folder: Path, name: str, *, noise: int, **sections: Any) -> Pat
     return Corpus(folder).config(folder / name, **{**tree, **sections})
 
 
-def _levels(lines: Lines, after: int) -> tuple[float, float]:
+def _levels(lines: Lines, after: int) -> list[float]:
     """The median of ten losses before the noise, and a hundred steps after it is over."""
-    at = (BEGIN - 15, after + 95)
-    before, later = (median(line["loss"] for line in lines[i : i + 10]) for i in at)
-    return before, later
+    return [median(line["loss"] for line in lines[i : i + 10]) for i in (BEGIN - 15, after + 95)]
 
 
 def _said(lines: Lines, after: int) -> str:
@@ -161,22 +158,20 @@ def _said(lines: Lines, after: int) -> str:
 
 def noise(place: Place) -> Iterator[Found]:
     """Passed by the autopilot, and not without it."""
-    config = noise_config(place.folder, "without", noise=NOISE, autopilot={"spikes": False})
+    config = noise_config(place.folder, "without", autopilot={"spikes": False})
     row = {"what": "200 documents of noise", "how": "no autopilot", "ranks": "1"}
     yield {**row, "found": _said(place.train(config, ranks=1), BEGIN + NOISE)}
     first: Path | None = None
     for ranks in RANKS:
-        row = {"what": "200 documents of noise", "ranks": str(ranks)}
-        whole = noise_config(place.folder, f"ranks{ranks}", noise=NOISE)
+        row["ranks"], whole = str(ranks), noise_config(place.folder, f"ranks{ranks}")
         lines, decided = place.train(whole, ranks=ranks), stages(whole.with_suffix(""))
         skipped = sum(stage.skip_steps for stage in decided)
         said = f"back {len(decided)} times, {skipped} steps skipped; {_said(lines, BEGIN)}"
         first = first or whole
-        yield {**row, "how": "autopilot; beside 1 rank", "found": said, **beside(whole, first)}
-        config = noise_config(place.folder, f"killed{ranks}", noise=NOISE)
+        yield row | {"how": "autopilot; beside 1 rank", "found": said} | beside(whole, first)
+        config = noise_config(place.folder, f"killed{ranks}")
         victims = place.killed(config, 3, [ranks])
-        how = f"killed at {victims}, resumed"
-        yield {**row, "how": how, "found": "", **beside(config, whole)}
+        yield row | {"how": f"killed at {victims}, resumed", "found": ""} | beside(config, whole)
 
 
 def seeds(place: Place) -> Iterator[Found]:
@@ -186,17 +181,14 @@ def seeds(place: Place) -> Iterator[Found]:
     for seed in OTHER_SEEDS:
         configs = {}
         for name in recovered:
-            pilot = {"spikes": name != "without", "window": 32}
-            config = noise_config(
-                place.folder, f"seed{seed}-{name}", noise=NOISE, seed=seed, autopilot=pilot
-            )
-            lines = place.train(config, ranks=int(name) if name.isdigit() else 1)
-            before, later = _levels(lines, BEGIN if name.isdigit() else BEGIN + NOISE)
+            with_pilot = name != "without"
+            pilot = {"seed": seed, "autopilot": {"spikes": with_pilot, "window": 32}}
+            config = configs[name] = noise_config(place.folder, f"seed{seed}-{name}", **pilot)
+            lines = place.train(config, ranks=int(name) if with_pilot else 1)
+            before, later = _levels(lines, BEGIN if with_pilot else BEGIN + NOISE)
             recovered[name] += later <= before
-            configs[name] = config
-            print(
-                f"seed {seed}, {name}: {before:.2f}, {later:.2f}, {stages(config.with_suffix(''))}"
-            )
+            decided = stages(config.with_suffix(""))
+            print(f"seed {seed}, {name}: {before:.2f}, {later:.2f}, {decided}")
         same.append(beside(configs["2"], configs["1"]))
     num_seeds = len(OTHER_SEEDS)
     alike = sum(row.get("same_decisions", True) for row in same)  # True: none on either
@@ -217,7 +209,7 @@ def zero_3(place: Place) -> Iterator[Found]:
     configs = {}
     for stage in (1, 3):
         engine = {"precision": "fp32", "zero_stage": stage}
-        configs[stage] = noise_config(place.folder, f"stage{stage}", noise=NOISE, engine=engine)
+        configs[stage] = noise_config(place.folder, f"stage{stage}", engine=engine)
         lines = place.train(configs[stage], ranks=2)
     back = len(stages(configs[3].with_suffix("")))
     said = f"back {back} times in the same processes; {_said(lines, BEGIN)}"
@@ -255,13 +247,11 @@ def mixing(place: Place) -> Iterator[Found]:
     for of_ranks in ([2], [2, 1, 4, 2, 4, 1]):
         config = blend_config(blend, corpus, place.folder / f"moved{len(of_ranks)}", **sections)
         victims = place.killed(config, 5, of_ranks)
-        yield {
-            "what": "a rule doubles what is learned fastest",
-            "ranks": f"2; {', '.join(map(str, of_ranks))}",
-            "how": f"killed at {victims}, resumed",
-            "found": f"{len(stages(config.with_suffix('')))} decisions",
-            **beside(config, whole),
-        }
+        row = {"what": "a rule doubles what is learned fastest"}
+        row |= {"ranks": f"2; {', '.join(map(str, of_ranks))}"}
+        row |= {"how": f"killed at {victims}, resumed"}
+        found = f"{len(stages(config.with_suffix('')))} decisions"
+        yield {**row, "found": found, **beside(config, whole)}
 
 
 def branches(place: Place) -> Iterator[Found]:
@@ -293,19 +283,15 @@ def branches(place: Place) -> Iterator[Found]:
         says = open_run(load_config(PretrainConfig, config)).schedule
         steps = (np.ascontiguousarray(says.step(line["step"]).sample_ids, np.int64) for line in log)
         as_program = [f"{zlib.crc32(ids.tobytes()):08x}" for ids in steps]
-        agree = as_program == [line["samples"] for line in log]
+        agree = "" if as_program == [line["samples"] for line in log] else "NOT "
         pairs = zip(log, trunk, strict=True)
-        first = next((a["step"] for a, b in pairs if a["samples"] != b["samples"]), None)
-        untouched = before == {p: checksum(p) for p in home.rglob("*") if p.is_file()}
-        yield {
-            "what": f"branch from step {BRANCH_AT}: {name}",
-            "how": "beside its configuration from step 0 on",
-            "ranks": f"{ranks} from 2",
-            "found": f"{'' if agree else 'NOT '}as the program says; other samples than the trunk "
-            f"{f'from step {first} on' if first is not None else 'nowhere'}; trunk "
-            f"{'untouched' if untouched else 'CHANGED'}",
-            **beside(config, whole),
-        }
+        differ = (f"from step {a['step']} on" for a, b in pairs if a["samples"] != b["samples"])
+        same_files = before == {p: checksum(p) for p in home.rglob("*") if p.is_file()}
+        found = f"{agree}as the program says; other samples than the trunk "
+        found += f"{next(differ, 'nowhere')}; trunk {'untouched' if same_files else 'CHANGED'}"
+        row = {"what": f"branch from step {BRANCH_AT}: {name}"}
+        row |= {"how": "beside its configuration from step 0 on", "ranks": f"{ranks} from 2"}
+        yield {**row, "found": found, **beside(config, whole)}
 
 
 def mirror(place: Place) -> Iterator[Found]:
@@ -338,14 +324,9 @@ def mirror(place: Place) -> Iterator[Found]:
 
 
 EDITS: dict[str, Callable[[Place], Iterator[Found]]] = {
-    "noise": noise,
-    "seeds": seeds,
-    "zero 3": zero_3,
-    "false alarms": false_alarms,
-    "mixing": mixing,
-    "branches": branches,
-    "mirror": mirror,
-}
+    "noise": noise, "seeds": seeds, "zero 3": zero_3, "false alarms": false_alarms,
+    "mixing": mixing, "branches": branches, "mirror": mirror,
+}  # fmt: skip
 
 
 def main() -> None:

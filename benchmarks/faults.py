@@ -85,18 +85,12 @@ def plain_loop(words: list[str]) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, **sizes))
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.5,
-            "steps_per_print": 10**9,
-        },
-        dist_init_required=False,
-    )
+    config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 1}}
+    config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.5}
+    config["steps_per_print"] = 10**9
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    what = {"model": model, "optimizer": optimizer, "config": config}
+    engine, *_ = deepspeed.initialize(**what, dist_init_required=False)
     random = torch.Generator().manual_seed(0)
     walks = torch.randint(3, (4096, LENGTH), generator=random).cumsum(1)
     data: Any = [(i, (i + walk) % VOCAB) for i, walk in enumerate(walks)]  # something to learn
@@ -111,9 +105,9 @@ def plain_loop(words: list[str]) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            value = mean.item() / dist.get_world_size()
+            loss = mean.item() / dist.get_world_size()
             with (run_dir / "log.jsonl").open("a") as file:
-                line = {"step": step, "samples": ids.tolist(), "loss": value}
+                line = {"step": step, "samples": ids.tolist(), "loss": loss}
                 file.write(json.dumps(line) + "\n")
         if (step + 1) % EVERY == 0:
             state = {"step": step + 1}
@@ -180,18 +174,17 @@ def leaves(pids: list[int], begin: float, limit: float = AT_MOST) -> float | Non
     return time.monotonic() - begin
 
 
-def end(ranks: Ranks) -> list[int]:
-    """What is left, as launchers do; exit codes."""
-    for pid in ranks.pids:
+def kill(pids: list[int]) -> None:
+    """What is left, as launchers do."""
+    for pid in pids:
         if state(pid) != "Z":
             os.kill(pid, signal.SIGKILL)
+
+
+def end(ranks: Ranks) -> list[int]:
+    """Exit codes."""
+    kill(ranks.pids)
     return ranks.wait()
-
-
-def children(pid: int) -> list[int]:
-    """Processes that any thread of a process started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for at in threads for child in (at / "children").read_text().split()]
 
 
 def again(run: Run, *more: str) -> Found:
@@ -298,18 +291,16 @@ def torchrun_killed(run: Run) -> Found:
     run.logs.append(log)
     command = [*TORCHRUN, *run.argv]
     with log.open("w") as output:
-        agent = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment(), start_new_session=True
-        )
+        streams = {"stdout": output, "stderr": output, "env": environment()}
+        agent = subprocess.Popen(command, **streams, start_new_session=True)
     run.reach(FAULT_AT)
-    workers = children(agent.pid)
+    threads = Path(f"/proc/{agent.pid}/task").iterdir()
+    workers = [int(pid) for at in threads for pid in (at / "children").read_text().split()]
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     result = refused(run)
     leaves(workers, time.monotonic())
-    for pid in workers:
-        if state(pid) != "Z":
-            os.kill(pid, signal.SIGKILL)
+    kill(workers)
     return result if "again" in result else {**result, **again(run)}
 
 
@@ -321,17 +312,13 @@ def node_lost(run: Run) -> Found | None:
     run.logs.append(log)
     third, ours = EVERY * 3, run.side == "megapack"
     tag = f"step_{third:08d}_tokens_{third * 1024}" if ours else f"global_step{third}"
-    env = environment(
-        KILL_NODE="1",
-        KILL_WHEN=str(run.checkpoints / tag),
-        PORT=str(free_port()),
-        PYTHON_BIN=str(Path(sys.executable).parent),
-    )
+    of_nodes = {"KILL_NODE": "1", "KILL_WHEN": str(run.checkpoints / tag)}
+    of_nodes |= {"PORT": str(free_port()), "PYTHON_BIN": str(Path(sys.executable).parent)}
+    env = environment(**of_nodes)
     env["PATH"] = f"{env['PYTHON_BIN']}:{env['PATH']}"
+    command = ["bash", str(TWO_NODES), *run.argv]
     with log.open("w") as output:
-        nodes = subprocess.Popen(
-            ["bash", str(TWO_NODES), *run.argv], stdout=output, stderr=output, env=env
-        )
+        nodes = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     while nodes.poll() is None and not (run.checkpoints / tag).exists():
         time.sleep(0.05)
     begin = time.monotonic()
@@ -388,13 +375,8 @@ def main() -> None:
                 if found is None:
                     print(f"{name}: not on this machine (root, iproute2, openssh-server, pdsh)")
                     continue
-                row = {
-                    "fault": name,
-                    "side": side,
-                    "limits": LIMITS[side],
-                    "happened": run.message(),
-                    **found,
-                }
+                row = {"fault": name, "side": side, "limits": LIMITS[side]}
+                row |= {"happened": run.message(), **found}
                 if "again" not in row:
                     row |= again(run)
                 rows.append({**row, **compare_logs(run.lines(), whole[side])})

@@ -1,4 +1,4 @@
-"""Document-length laws: corpora one can have at any size, without their text.
+"""Document-length laws: corpora one can have at any size, without their text; and on disk.
 
 Every law is ``law(n, seed=0) -> int32 (n,)``, tokens per document, end-of-document token included.
 A law is drawn in blocks of 2**18 documents, each from its own generator seeded by
@@ -22,9 +22,12 @@ The parameters reproduce published tables:
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 BUCKETS = [1024, 2048, 4096, 8192, 16384]  # BucketLLM's, whose steps these ranks share:
 RANKS, TOKENS_PER_RANK = 64, 49_152
@@ -111,3 +114,34 @@ LAWS: dict[str, Law] = {
     "web_800": web_800,
     "web_blog_table": web_blog_table,
 }
+
+
+def write_documents(
+    prefix: Path,
+    lengths: ArrayLike,
+    *,
+    vocabulary: int,
+    dtype: DTypeLike = np.uint16,
+    end: int | None = None,
+    seed: int = 0,
+) -> IndexedDataset:
+    """Documents of random tokens below ``vocabulary``, each ending with ``end``."""
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    tokens = np.random.default_rng(seed).integers(1, vocabulary, offsets[-1]).astype(dtype)
+    if end is not None:
+        tokens[offsets[1:] - 1] = end
+    with IndexedDatasetBuilder(prefix, dtype, vocab_size=vocabulary) as builder:
+        builder.add_documents(tokens, offsets)
+    return IndexedDataset(prefix)
+
+
+def write_index(prefix: Path, lengths: NDArray[np.int32]) -> None:
+    """The .idx of documents, and a .bin of holes: of the right size, without taking the space."""
+    pointers = np.concatenate([[0], np.cumsum(2 * lengths.astype(np.int64))])
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
+        file.write(np.array([len(lengths), len(pointers)], np.int64).tobytes())
+        for array in (lengths, pointers[:-1], np.arange(len(pointers))):
+            array.tofile(file)
+    with Path(f"{prefix}.bin").open("wb") as file:
+        file.truncate(int(pointers[-1]))

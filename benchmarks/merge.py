@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import filecmp
 import importlib
-import os
 import subprocess
 import tempfile
 import warnings
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import in_child, quick, show, take_turns, write_documents, write_results
+from common import in_child, quick, take_turns, write_results
+from lengths import write_documents
 
 from megapack.storage.merge import merge
 
@@ -34,26 +34,20 @@ def main() -> None:
     num_tokens, num_shards = (16_000_000, 20) if quick() else (128_000_000, 100)
     rows = []
     for mean_tokens in (64, 1000):
-        with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
+        with tempfile.TemporaryDirectory() as name:
             rows += measure(Path(name), num_tokens // mean_tokens, mean_tokens, num_shards)
-    write_results("merge", rows)
-    show(f"{num_shards} shards", rows)
-
-
-def write_shards(directory: Path, num_documents: int, mean_tokens: int, num_shards: int) -> None:
-    rng = np.random.default_rng(0)
-    for i in range(num_shards):
-        lengths = rng.integers(1, 2 * mean_tokens, num_documents // num_shards)
-        prefix = directory / f"shard{i}"
-        write_documents(prefix, lengths, vocabulary=VOCABULARY, seed=i)
-        for suffix in (".bin", ".idx"):
-            Path(f"{directory}/unknown{i}{suffix}").hardlink_to(f"{prefix}{suffix}")
+    write_results("merge", rows, **{f"{num_shards} shards": rows})
 
 
 def measure(
     directory: Path, num_documents: int, mean_tokens: int, num_shards: int
 ) -> list[dict[str, Any]]:
-    write_shards(directory, num_documents, mean_tokens, num_shards)
+    rng = np.random.default_rng(0)
+    for i in range(num_shards):
+        lengths = rng.integers(1, 2 * mean_tokens, num_documents // num_shards)
+        write_documents(directory / f"shard{i}", lengths, vocabulary=VOCABULARY, seed=i)
+        for suffix in (".bin", ".idx"):
+            (directory / f"unknown{i}{suffix}").hardlink_to(directory / f"shard{i}{suffix}")
     warnings.simplefilter("ignore")
     theirs = importlib.import_module("megatron.core.datasets.indexed_dataset")
     known = [f"{directory}/shard{i}" for i in range(num_shards)]
@@ -71,17 +65,12 @@ def measure(
     for suffix in (".bin", ".idx"):
         same = filecmp.cmp(directory / f"ours{suffix}", directory / f"theirs{suffix}", False)
         assert same, f"the two {suffix} files differ"
+    peak = {name: of["peak_bytes"] for name, of in memory.items()}
     return [
-        {
-            "side": name,
-            "num_documents": num_documents,
-            "mean_tokens": mean_tokens,
-            **timing.row(),
-            "times_faster": found[MEGATRON].seconds / timing.seconds,
-            "peak_mb": memory[name]["peak_bytes"] / 1e6,
-            "bytes_per_document": memory[name]["peak_bytes"] / num_documents,
-            "share_of_memory": memory[name]["peak_bytes"] / memory[MEGATRON]["peak_bytes"],
-        }
+        {"side": name, "num_documents": num_documents, "mean_tokens": mean_tokens, **timing.row()}
+        | {"times_faster": found[MEGATRON].seconds / timing.seconds, "peak_mb": peak[name] / 1e6}
+        | {"bytes_per_document": peak[name] / num_documents}
+        | {"share_of_memory": peak[name] / peak[MEGATRON]}
         for name, timing in found.items()
     ]
 

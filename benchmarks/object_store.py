@@ -32,9 +32,8 @@ _UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
 @contextlib.contextmanager
 def serve_objects(port: int) -> Iterator[str]:
     """Run moto's server with one empty bucket; its URL."""
-    with running(
-        port, sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)
-    ) as url:
+    moto = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
+    with running(port, *moto) as url:
         request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
         urllib.request.urlopen(request, timeout=60).close()
         yield url
@@ -83,21 +82,13 @@ def use_store(url: str) -> None:
 
 @dataclass
 class Faults:
-    """Shares of requests that go wrong, each in its way.
+    """Shares of requests that go wrong, each in its way."""
 
-    Attributes:
-        slow_down: answered 503 SlowDown.
-        cut: closed in the middle of the body.
-        short: answered with half of the bytes, as if they were all.
-        flip: answered with one bit changed.
-        expired: answered 400 ExpiredToken.
-    """
-
-    slow_down: float = 0.0
-    cut: float = 0.0
-    short: float = 0.0
-    flip: float = 0.0
-    expired: float = 0.0
+    slow_down: float = 0.0  # answered 503 SlowDown
+    cut: float = 0.0  # closed in the middle of the body
+    short: float = 0.0  # answered with half of the bytes, as if they were all
+    flip: float = 0.0  # answered with one bit changed
+    expired: float = 0.0  # answered 400 ExpiredToken
 
     def choose(self, rng: random.Random) -> str | None:
         """The name of what goes wrong with the next request, mostly None."""
@@ -136,14 +127,16 @@ class Line:
         ready, stop = threading.Event(), asyncio.Event()
 
         async def serve() -> None:
-            with socket.create_server(("127.0.0.1", self.port), backlog=256) as server:
-                server.setblocking(False)
-                accepting = loop.create_task(self._accept(server))
-                ready.set()
-                await stop.wait()
-                for task in (accepting, *self._open):
-                    task.cancel()
-                await asyncio.gather(accepting, *self._open, return_exceptions=True)
+            how = {"limit": _CHUNK, "backlog": 256}
+            server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, **how)
+            ready.set()
+            await stop.wait()
+            server.close()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.sleep(0)  # their connections close
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
         thread.start()
@@ -155,35 +148,37 @@ class Line:
             thread.join()
             loop.close()
 
-    async def _accept(self, server: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        self._open: set[asyncio.Task[None]] = set()
-        while True:
-            client, _ = await loop.sock_accept(server)
-            task = loop.create_task(self._serve(_End(client)))
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
-
-    async def _serve(self, client: _End) -> None:
-        with client.socket, contextlib.suppress(OSError, EOFError):  # either side left
-            while True:
-                head = await client.head()
+    async def _serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        left = (OSError, EOFError, asyncio.CancelledError)  # either side, or all of us
+        with contextlib.closing(back), contextlib.suppress(*left):
+            alive = True
+            while alive:
+                head = await client.readuntil(b"\r\n\r\n")
                 host, _, port = self.server.removeprefix("http://").partition(":")
                 # The server closes after every answer; the line keeps its clients' connections.
-                with socket.socket() as connection:
-                    connection.setblocking(False)
-                    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
-                    if not await self._pass_on(head, client, _End(connection)):
-                        return
+                server, ahead = await asyncio.open_connection(host, int(port), limit=_CHUNK)
+                with contextlib.closing(ahead):
+                    alive = await self._pass_on(head, client, back, server, ahead)
 
-    async def _pass_on(self, head: bytes, client: _End, server: _End) -> bool:
+    async def _pass_on(
+        self,
+        head: bytes,
+        client: asyncio.StreamReader,
+        back: asyncio.StreamWriter,
+        server: asyncio.StreamReader,
+        ahead: asyncio.StreamWriter,
+    ) -> bool:
         """One request and its answer; whether the connection lives on."""
         method = head.partition(b" ")[0].decode()
-        await server.send(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
-        async for data in client.read(_length(head)):
+        head, expects = re.subn(rb"(?i)\r\nexpect: *100-continue", b"", head)
+        if expects:  # a client that waits for a word before it sends a body
+            back.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        ahead.write(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        async for data in _body(client, _length(head)):
             await self._spend(len(data))
-            await server.send(data)
-        answer = await server.head()
+            ahead.write(data)
+            await ahead.drain()
+        answer = await server.readuntil(b"\r\n\r\n")
         answer = answer.replace(b"HTTP/1.0", b"HTTP/1.1", 1).replace(b"Connection: close\r\n", b"")
         num_bytes = 0 if method == "HEAD" else _length(answer)
         self.counts["requests"] += 1
@@ -193,20 +188,19 @@ class Line:
         if fault:
             self.counts[fault] += 1
         if fault in ("slow_down", "expired"):
-            await client.send(_ERRORS[fault])
+            back.write(_ERRORS[fault])
             return True
         if fault == "short":
             half = f"Content-Length: {num_bytes // 2}".encode()
             answer = re.sub(rb"(?i)content-length: \d+", half, answer)
-        await client.send(answer)
+        back.write(answer)
         flip = fault == "flip"
-        async for data in server.read(num_bytes // 2 if fault in ("short", "cut") else num_bytes):
-            if flip:
-                data[0] ^= 1
-                flip = False
+        async for data in _body(server, num_bytes // 2 if fault in ("short", "cut") else num_bytes):
             await self._spend(len(data))
             self.counts["bytes"] += len(data)
-            await client.send(data)
+            back.write(bytes([data[0] ^ 1]) + data[1:] if flip else data)
+            await back.drain()
+            flip = False
         return fault != "cut"
 
     async def _spend(self, num_bytes: int) -> None:
@@ -218,56 +212,24 @@ class Line:
         await asyncio.sleep(self._free_at - now)
 
 
-class _End:
-    """A connection. Bytes pass through one buffer of its own: the line shall cost little."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self._loop = connection, asyncio.get_running_loop()
-        self._buffer, self._early = bytearray(), b""
-
-    async def head(self) -> bytes:
-        """What stands before a body. Raises EOFError: the other side left."""
-        received = bytearray(self._early)
-        while b"\r\n\r\n" not in received:
-            data = await self._loop.sock_recv(self.socket, 1 << 14)
-            if not data:
-                raise EOFError
-            received += data
-        head, end, self._early = bytes(received).partition(b"\r\n\r\n")
-        return head + end
-
-    async def read(self, num_bytes: int) -> AsyncIterator[memoryview]:
-        """The body, some at a time; each is overwritten by the next."""
-        while num_bytes:
-            if self._early:
-                data = memoryview(bytearray(self._early[:num_bytes]))
-                self._early = self._early[num_bytes:]
-            else:
-                self._buffer = self._buffer or bytearray(_CHUNK)
-                room = memoryview(self._buffer)[: min(num_bytes, _CHUNK)]
-                data = room[: await self._loop.sock_recv_into(self.socket, room)]
-                if not data and num_bytes > _UNTIL_CLOSED // 2:
-                    return
-                if not data:
-                    raise EOFError
-            num_bytes -= len(data)
-            yield data
-
-    async def send(self, data: bytes | memoryview) -> None:
-        await self._loop.sock_sendall(self.socket, data)
+async def _body(reader: asyncio.StreamReader, num_bytes: int) -> AsyncIterator[bytes]:
+    """Some at a time. Raises EOFError: the other side left."""
+    while num_bytes:
+        data = await reader.read(min(num_bytes, _CHUNK))
+        if not data and num_bytes > _UNTIL_CLOSED // 2:
+            return
+        if not data:
+            raise EOFError
+        num_bytes -= len(data)
+        yield data
 
 
 def _length(head: bytes) -> int:
     """Of the body; one in chunks, which are passed on as they are, ends with its connection."""
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            return int(value)
-        if name.lower() == b"transfer-encoding":
-            return _UNTIL_CLOSED
-    return 0
+    if re.search(rb"(?i)\r\ntransfer-encoding:", head):
+        return _UNTIL_CLOSED
+    found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    return int(found[1]) if found else 0
 
 
 def _error(status: str, code: str) -> bytes:

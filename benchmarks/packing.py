@@ -15,9 +15,7 @@ Peers: megatron-core and TRL, as installed; axolotl's compiled packer (AXOLOTL: 
 needs numba), NeMo RL's modified first fit decreasing (NEMO_RL; Python), grain's best fit (needs
 grain, array-record, etils, portpicker, cloudpickle, absl-py). Only a benchmark needs these:
 ``pip install --no-deps --target FOLDER numba llvmlite grain ...``, and FOLDER on PYTHONPATH. One
-that is not found is named and left out.
-
-QUICK=1: up to a million documents, less than a minute. LARGE=1: up to 1e8.
+that is not found is named and left out. QUICK=1: up to a million documents, less than a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,25 +33,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from common import (
-    checkout_commit,
-    in_child,
-    large,
-    peer_of,
-    quick,
-    show,
-    take_turns,
-    write_documents,
-    write_results,
-)  # fmt: skip
-from lengths import LAWS, Lengths
+from common import checkout_commit, in_child, peer_of, quick, show, take_turns, write_results
+from lengths import LAWS, Lengths, write_documents
 
 from megapack.data import BatchLayout, PackedDataset, allocate
 from megapack.packing import STRATEGIES, pack
 
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
-
 
 # ---- Other people's packers, as installed: each gives the samples it makes, or None -------------
 
@@ -66,17 +53,15 @@ class _PlannedError(Exception):
 
 
 def trl_plan(lengths: Lengths, capacity: int) -> Callable[[], None]:
-    """TRL's best-fit decreasing over all documents at once, up to where it moves the tokens.
-
-    Its own function runs on lists of nulls. What it does to tokens before it plans (it filters out
-    empty documents; there are none) is skipped, and it is stopped when the plan is made.
+    """TRL's best-fit decreasing over all documents at once: its own function runs on lists of
+    nulls. What it does to tokens before it plans (it filters out empty documents; there are none)
+    is skipped, and it is stopped when the plan is made.
     """
     import pyarrow as pa  # noqa: PLC0415
     from trl import data_utils  # noqa: PLC0415
 
     assert lengths.min() > 0
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     column = pa.LargeListArray.from_arrays(offsets, pa.nulls(int(offsets[-1])))
     table = pa.table({"input_ids": column})
 
@@ -88,14 +73,9 @@ def trl_plan(lengths: Lengths, capacity: int) -> Callable[[], None]:
         return take(values, *arguments)
 
     def plan() -> None:
-        with (
-            patch.object(data_utils.pc, "filter", lambda values, _: values),
-            patch.object(data_utils.pc, "take", stop),
-        ):
-            try:
-                data_utils._pack_bfd(table, capacity, "split")
-            except _PlannedError:
-                return
+        calls = {"filter": lambda values, _: values, "take": stop}
+        with patch.multiple(data_utils.pc, **calls), suppress(_PlannedError):
+            data_utils._pack_bfd(table, capacity, "split")
             raise RuntimeError("trl packs in another way now; this benchmark must follow")
 
     return plan
@@ -109,8 +89,7 @@ def trl_pack_dataset(lengths: Lengths, capacity: int) -> Callable[[], int]:
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tokens = pa.array(np.zeros(int(offsets[-1]), np.int32))
     table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, tokens)})
     dataset = datasets.Dataset(table)
@@ -172,19 +151,13 @@ def grain(lengths: Lengths, capacity: int, *, bins: int, fit: str) -> Callable[[
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody's packer. ``settings``: name -> (lengths, capacity) -> what is timed.
-
-    Attributes:
-        most: documents beyond which it takes minutes, or its tokens gigabytes.
-        tokens: whether it writes the samples' tokens, too.
-        variable: names its checkout; "": it is installed.
-    """
+    """Somebody's packer. ``settings``: name -> (lengths, capacity) -> what is timed."""
 
     settings: Mapping[str, Callable[[Lengths, int], Callable[[], int | None]]]
-    most: int = 1 << 40
-    tokens: bool = False
-    variable: str = ""
-    folder: str = ""
+    most: int = 1 << 40  # documents beyond which it takes minutes, or its tokens gigabytes
+    tokens: bool = False  # whether it writes the samples' tokens, too
+    variable: str = ""  # names its checkout; "": it is installed
+    folder: str = ""  # of the checkout, to import from
 
 
 PEERS = {
@@ -241,11 +214,8 @@ CASES = [
 
 def main() -> None:
     sizes = [2_000, 100_000, 1_000_000] + ([] if quick() else [10_000_000])
-    sizes += [100_000_000] if large() else []
     rows = [row for size in sizes for row in measure(size)]
-    commits = {
-        name: checkout_commit(peer.variable) for name, peer in PEERS.items() if peer.variable
-    }
+    commits = {name: checkout_commit(of.variable) for name, of in PEERS.items() if of.variable}
     write_results("packing", {"strategies": rows, "peers": commits})
     for size in sizes:
         show(
@@ -264,11 +234,9 @@ def measure(num_documents: int) -> list[dict[str, Any]]:
     for case in CASES:
         memory = in_child(partial(memory_of, case, lengths))
         peak, output = memory["peak_bytes"], memory["output_bytes"]
-        times = in_child(partial(times_of, case, lengths))
-        found = {key: times[key] for key in times if key not in ("peak_bytes", "private_bytes")}
+        (found,) = in_child(lambda case=case: [times_of(case, lengths)])  # its memory is no matter
         rows.append(
-            {"name": case.name, "strategy": case.strategy, "num_documents": num_documents}
-            | found
+            {"name": case.name, "strategy": case.strategy, "num_documents": num_documents, **found}
             | {"peak_mb": peak / 1e6, "extra_bytes_per_document": (peak - output) / num_documents}
             | {"goal": case.goal if num_documents == 10_000_000 else None}
             | {"excess_%": memory["excess_%"]}
@@ -317,37 +285,32 @@ def times_of(case: Case, lengths: Lengths) -> dict[str, Any]:
             name = f"{case.peer}, {setting}".rstrip(", ")
             found = peer_of(name, partial(make, lengths, CAPACITY), peer.variable, peer.folder)
             theirs |= {name: found} if found else {}
-    with ExitStack() as stack:
-        ours: Callable[[], Any] = call_of(case, lengths)
-        sides = {
-            "2 threads": call_of(case, lengths, threads=2),
-            "pass": partial(np.cumsum, lengths, dtype=np.int64),
-        }
-        if theirs and peer and peer.tokens:
-            ours = with_tokens(
-                case, lengths, Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            )
-            sides.pop("2 threads")
-        times = take_turns({"ours": ours, **sides, **theirs}, seconds=0.05)
+    tokens = bool(theirs and peer and peer.tokens)
+    sides: dict[str, Callable[[], Any]] = {"pass": partial(np.cumsum, lengths, dtype=np.int64)}
+    with tempfile.TemporaryDirectory() as folder:
+        if tokens:
+            sides["ours"] = with_tokens(case, lengths, Path(folder))
+        else:
+            sides["ours"] = call_of(case, lengths)
+            sides["2 threads"] = call_of(case, lengths, threads=2)
+        times = take_turns({**sides, **theirs}, seconds=0.05)
     own = times["ours"]
     row = own.row() | {
-        "what": "index and tokens" if theirs and peer and peer.tokens else "index only",
+        "what": "index and tokens" if tokens else "index only",
         "ns_per_document": 1e9 * own.seconds / len(lengths),
         "over_cumsum": own.seconds / times["pass"].seconds,
-        "2_threads": own.seconds / times["2 threads"].seconds if "2 threads" in times else None,
+        "2_threads": None if tokens else own.seconds / times["2 threads"].seconds,
     }
     if not theirs:
         return row
     best = min(theirs, key=lambda name: times[name].seconds)
     samples = theirs[best]()
     return row | {
-        "peer": best,
-        "times_faster": times[best].seconds / own.seconds,
-        "peer_seconds": times[best].seconds,
-        "peer_spread_%": 100 * times[best].spread,
+        "peer": best, "times_faster": times[best].seconds / own.seconds,
+        "peer_seconds": times[best].seconds, "peer_spread_%": 100 * times[best].spread,
         "peer_excess_%": None if samples is None else 100 * (samples / least(lengths) - 1),
         "peer_settings": "; ".join(f"{name} {times[name].seconds:.4g} s" for name in theirs),
-    }
+    }  # fmt: skip
 
 
 def least(lengths: Lengths) -> int:

@@ -8,16 +8,16 @@ Documents whole (SFT, RL), under a cap on tokens of a rank in a micro batch:
 
 Documents shared (pretraining): web pages up to 131,072 tokens, 65,536 per rank and step, cap 8,192.
 
-Columns: micro batches of a rank, and extra ones over what the tokens need; pairs of rank and micro
-batch over the cap, and without a document; length of the step over the ideal where ranks meet at
-every micro batch, and once (a document of n tokens costs 24,576 n + n^2, shared 49,152 n + n^2), of
-the vision encoder's cost and of attention alone; milliseconds. Means of the steps.
+Columns, means of the steps: micro batches of a rank, and extra ones over what the tokens need;
+pairs of rank and micro batch over the cap, and without a document; length of the step over the
+ideal where ranks meet at every micro batch, and once (a document of n tokens costs 24,576 n + n^2,
+shared 49,152 n + n^2), of the vision encoder's cost and of attention alone; milliseconds.
 
-The planners of others are run where they are, and nothing of them is copied. A variable names the
-checkout of each: VERL, SLIME, NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees),
-MEGATRON_LM (main) and MEGATRON_LM_DEV; one that is not found is named and left out. They plan by
-the cost of the benchmark where they take one, and build no tensors. Each has a process of its own:
-two Megatrons cannot be imported into one. README quotes the table of the best.
+The planners of others are run where they are, each in a process of its own (two Megatrons cannot be
+imported into one), and nothing of them is copied. A variable names the checkout of each: VERL,
+SLIME, NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees), MEGATRON_LM (main) and
+MEGATRON_LM_DEV; one that is not found is named and left out. They plan by the cost of the benchmark
+where they take one, and build no tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from common import checkout_commit, in_child, peer_of, quick, show, write_results
+from common import checkout_commit, in_child, peer_of, quick, show, timed, write_results
 from lengths import LAWS
 from numpy.typing import NDArray
 
@@ -252,14 +251,11 @@ def cases() -> list[Case]:
 def ours(balance: Any, case: Case, lengths: Lengths, vision: Numbers | None) -> StepPlan:
     language = lengths * (case.linear_length + lengths)
     return plan_step(
-        lengths,
-        num_ranks=case.num_ranks,
-        max_tokens_per_rank=case.max_tokens,
+        lengths, num_ranks=case.num_ranks, max_tokens_per_rank=case.max_tokens,
         max_degree=min(case.num_ranks, 64) if case.family == SHARED else 1,
-        linear_length=case.linear_length,
         costs=None if vision is None else np.stack([language, vision], axis=1),
-        balance=balance,
-    )
+        linear_length=case.linear_length, balance=balance,
+    )  # fmt: skip
 
 
 def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Held:
@@ -293,13 +289,11 @@ def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) ->
     cost = attention + case.linear_length * tokens
     needed = -(-int(lengths.sum()) // (case.num_ranks * case.max_tokens))
     found = {
-        "micro_batches": len(held),
-        "extra": len(held) - needed,
+        "micro_batches": len(held), "extra": len(held) - needed,
         "over_the_cap": int((np.ceil(tokens - 1e-6) > case.max_tokens).sum()),
-        "empty": sum(not rank for m in held for rank in m),
-        "per_micro_batch": path(cost),
+        "empty": sum(not rank for m in held for rank in m), "per_micro_batch": path(cost),
         "per_step": float(cost.sum(axis=0).max() * case.num_ranks / cost.sum()),
-    }
+    }  # fmt: skip
     if vision is not None:
         found["vision"] = path(of_ranks(vision))
     if case.family == SHARED:
@@ -318,9 +312,8 @@ def run(load: Callable[[], Side | None], todo: list[Case]) -> list[dict[str, Any
         for lengths, vision in case.steps:
             times: list[float] = []
             while len(times) < 5 and sum(times) < 0.5:  # what is quick is asked again
-                begin = time.perf_counter()
-                plan = side(case, lengths, vision)
-                times.append(1000 * (time.perf_counter() - begin))
+                seconds, plan = timed(partial(side, case, lengths, vision))
+                times.append(1000 * seconds)
             held = held_of(plan) if isinstance(plan, StepPlan) else plan
             found.append({**measure(held, case, lengths, vision), "milliseconds": median(times)})
         mean = {key: fmean(values[key] for values in found) for key in found[0]}

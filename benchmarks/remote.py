@@ -20,7 +20,7 @@ its batches as they come, after the first (``whole file`` from the start, which 
 taken; medians of three, shuffled of one. ``most_wait_%``: of the one that waited longest.
 ``read_over_useful``: bytes that came over bytes of the samples' tokens. The cache lies in memory:
 what a disk gives is no matter here. Server, line and client share the cores of one machine: see in
-``bare`` whether they carry the line, else BANDWIDTH=100e6.
+``bare`` whether they carry the line.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ from megatron.core.datasets.indexed_dataset import _S3BinReader
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 from object_store import BUCKET, Line, serve_files, use_store
 
-from megapack.data import BatchLayout, PackedDataset
-from megapack.data.batch import MicroBatch
-from megapack.data.loader import ThreadPrefetcher, fetching_ahead
+from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.remote.client import find_object
@@ -53,7 +51,7 @@ from megapack.storage.remote.copies import upload_dataset
 from megapack.training.command import free_port
 
 ADDRESS = f"s3://{BUCKET}/docs"
-LATENCY, BANDWIDTH = 0.05, float(os.environ.get("BANDWIDTH", "200e6"))
+LATENCY, BANDWIDTH = 0.05, 200e6
 TOKENS = 131_072  # per micro batch
 REQUEST = 1 << 22
 TOKEN = np.dtype(np.int32)  # of vocabularies of more than 65,500 ids
@@ -78,37 +76,17 @@ def write(prefix: Path, num_tokens: int) -> int:
     return Path(f"{prefix}.bin").stat().st_size
 
 
-def micro_batches(samples: SampleIndex, *, shuffled: bool, count: int) -> Iterator[MicroBatch]:
-    """In file order or not; of samples of 2,048 tokens."""
-    each = TOKENS // 2048
-    order = np.arange(len(samples))
-    if shuffled:
-        order = np.random.default_rng(1).permutation(order)
-    for step in range(count):
-        numbers = {"bucket": 0, "step": step, "micro_step": 0, "num_micro_steps": 1}
-        numbers |= {"num_step_label_tokens": TOKENS, "imbalance": 1.0, "imbalance_undealt": 1.0}
-        nothing = dict.fromkeys(("loss_weight", "step_label_weight", "attention_window"))
-        yield MicroBatch(
-            sample_ids=order[step * each : (step + 1) * each],
-            capacity=2048,
-            source=np.zeros(each, np.int64),
-            **numbers,
-            **nothing,
-        )
+def schedule_of(index: Any, shuffled: bool) -> Schedule:
+    """Micro batches that are steps, in file order or not."""
+    order = "proportional" if shuffled else "sequential"
+    return Schedule(index, tokens_per_step=TOKENS, order=order, seed=1)
 
 
 def batches(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
-    """As build_loader makes them, in a thread."""
     data = PackedDataset(prefix, samples)
-    coming = micro_batches(data.samples.indices[0], shuffled=shuffled, count=count)
-    layout = BatchLayout(micro_batch_tokens=TOKENS)
-
-    def gathered() -> Iterator[Any]:
-        reads = data.remote_reads
-        for item in fetching_ahead(coming, reads) if reads.any else coming:
-            yield data.micro_batch(item.sample_ids, layout=layout, capacity=2048)
-
-    return ThreadPrefetcher(gathered(), 2)
+    how = {"data_parallel_rank": 0, "data_parallel_size": 1, "dealing": "in_order"}
+    schedule = schedule_of(data, shuffled)
+    return iter(build_loader(data, schedule, micro_batch_tokens=TOKENS, num_steps=count, **how))
 
 
 def whole_file(samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
@@ -125,10 +103,11 @@ def megatron(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterat
     reader = _S3BinReader(f"{ADDRESS}.bin", config)
     index = SampleIndex.load(samples)
     offsets = IndexedDataset(prefix).document_offsets
-    for item in micro_batches(index, shuffled=shuffled, count=count):
+    schedule = schedule_of(index, shuffled)
+    for step in range(count):
         yield [
             reader.read(TOKEN.type, length, TOKEN.itemsize * int(offsets[document] + begin))
-            for sample in item.sample_ids.tolist()
+            for sample in schedule.step(step).sample_ids.tolist()
             for document, begin, length in index.sample(sample)[1]
         ]
 
@@ -147,13 +126,10 @@ def bare(num_bytes: int) -> dict[str, float]:
 def consume(
     make: Callable[[], Iterator[Any]], count: int, skip: int, pace: float | None
 ) -> dict[str, float]:
-    """Take all batches.
+    """Take all of ``count`` batches.
 
-    Args:
-        make: them.
-        count: how many there are.
-        skip: that are taken before waiting counts; 0: everything counts from the start.
-        pace: seconds that a trainer needs for each; None: none.
+    ``skip`` are taken before waiting counts; 0: everything counts from the start. ``pace``: seconds
+    that a trainer needs for each; None: none.
     """
     began = begin = begin_waiting = time.perf_counter()
     items, waited = iter(make()), 0.0
@@ -203,24 +179,20 @@ def main() -> None:
         ):
             use_store(line.url)
             count = len(SampleIndex.load(samples)) * 2048 // TOKENS
-            few = count // 40  # of what is read one document here and one there
             reading = (measured(line, partial(bare, size), size) for _ in range(3))
             rate = median(found["bytes_per_s"] for found in reading)
             pace = TOKEN.itemsize * TOKENS / (0.8 * rate)
-            bare_row = {
-                "tokens_per_s": rate / TOKEN.itemsize,
-                "read_over_useful": 1.0,
-                "of_the_line_%": 100.0,
-            }
-            rows: list[dict[str, Any]] = [{"case": "bare ranges", **bare_row}]
+            bare_row = {"case": "bare ranges", "tokens_per_s": rate / TOKEN.itemsize}
+            rows = [{**bare_row, "read_over_useful": 1.0, "of_the_line_%": 100.0}]
             ours, copied = partial(batches, ADDRESS, samples), partial(whole_file, samples)
+            theirs = partial(megatron, prefix, samples)
             sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
                 "local file": (partial(batches, prefix, samples), False, count),
-                "shuffled": (ours, True, few),
+                "shuffled": (ours, True, count // 40),  # read one document here and one there
                 "arranged": (ours, False, count),
                 "whole file, then arranged": (copied, False, count),
-                "Megatron, arranged": (partial(megatron, prefix, samples), False, count),
-                "Megatron, shuffled": (partial(megatron, prefix, samples), True, 1),
+                "Megatron, arranged": (theirs, False, count),
+                "Megatron, shuffled": (theirs, True, 1),
             }
             for case, (make, shuffled, number) in sides.items():
                 skip = 0 if make is copied else number // 10
@@ -233,21 +205,16 @@ def main() -> None:
                     ]
                     for of in (None, pace)
                 )
-                free.sort(key=itemgetter("tokens_per_s"))
+                middle = sorted(free, key=itemgetter("tokens_per_s"))[len(free) // 2]
                 waits = [found["data_wait_%"] for found in paced]
                 wait = {"data_wait_%": median(waits), "most_wait_%": max(waits)}
-                middle = free[len(free) // 2]
                 share = 100 * middle["tokens_per_s"] / bare_row["tokens_per_s"]
                 rows.append({"case": case, "of_the_line_%": share} | middle | wait)
     setup = {"latency_s": LATENCY, "bytes_per_s": BANDWIDTH, "tokens_per_micro_batch": TOKENS}
     write_results("remote", {"setup": setup, "cases": rows})
-    show(
-        f"{LATENCY * 1e3:.0f} ms, {BANDWIDTH / 1e6:.0f} MB/s; {size / 1e6:.0f} MB of tokens",
-        rows,
-        *("case", "of_the_line_%", "tokens_per_s", "data_wait_%", "most_wait_%", "first_batch_s"),
-        "requests_per_s",
-        "read_over_useful",
-    )
+    title = f"{LATENCY * 1e3:.0f} ms, {BANDWIDTH / 1e6:.0f} MB/s; {size / 1e6:.0f} MB of tokens"
+    columns = ("case", "of_the_line_%", "tokens_per_s", "data_wait_%", "most_wait_%")
+    show(title, rows, *columns, "first_batch_s", "requests_per_s", "read_over_useful")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 A benchmark leaves its run in benchmarks/results/, which git ignores. What the docs quote is copied
 from there to docs/results/NAME.json and kept with them, so every clone writes the same pages:
 docs/results.md (``summary``: ten questions with their figures, what did not hold) with its pictures
-(``draw``, ``forest``: readable in grey), and docs/results/NAME.md, every table of a benchmark. A
-QUICK run is taken only where there is no other.
-
-A page says once what it was measured with; its tables are those of tables.py.
+(``draw``: readable in grey), and docs/results/NAME.md, every table of a benchmark (tables.py). A
+QUICK run is taken only where there is no other. A page says once what it was measured with.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """
@@ -17,7 +15,6 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +99,14 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
     """What the papers claim, recipe after recipe."""
     verdicts = [claim["agrees"] for run in recipes for claim in run["results"]["claims"]]
     count = {verdict: verdicts.count(verdict) for verdict in ("yes", "no", "undecided")}
-    lines = [
+    intro = (
         f"What the papers claim, trained and counted again: {count['yes']} claims agree, "
         f"{count['no']} do not, {count['undecided']} are undecided at this scale. A difference is "
         "judged by the 95 % interval of the mean of paired seeds (`benchmarks/papers/claims.py`), "
         "with Holm's correction over all claims of the recipe; +- is the standard deviation over "
-        "seeds.",
-        "",
-    ]
-    for run in recipes:
-        lines += recipe_section(run)
-    return "\n".join(lines)
+        "seeds."
+    )
+    return "\n".join([intro, "", *(line for run in recipes for line in recipe_section(run))])
 
 
 def recipe_section(run: dict[str, Any]) -> Iterator[str]:
@@ -148,7 +142,7 @@ def command(run: dict[str, Any]) -> str:
 
 
 def provenance(run: dict[str, Any]) -> str:
-    """Date, hardware, commit and versions; runs of before 2026-11-22 do not say their commit."""
+    """Date, hardware, commit and versions; outside of git there is no commit."""
     commit = f"commit {run['commit'][:12]}, " if run.get("commit") else ""
     return f"{run['date']}, {commit}{_machine(run)}"
 
@@ -181,31 +175,53 @@ with the paper's figure beside ours and the reason where they differ:
 
 A verdict (yes, no, undecided) is whether the claim holds by the 95 % interval of the mean of paired
 seeds, with Holm's correction for the number of a recipe's claims; models are tiny and seeds few.
+
+| question | measured | command |
+|---|---|---|
+{questions}
+
+![effects with their intervals](images/results_forest.png)
+
+Change of the held-out perplexity against the first arm of its recipe; bars are 95 %
+intervals over paired seeds.
+
+{plots}
+
+## What did not hold
+
+| claimed by | claim | measured |
+|---|---|---|
+{wrong}
+
+Printed figures are computed again from lengths, without training: \
+[each of them, with the reason where it does not come out](results/composition.md).
+
+## How many claims
+
+| claims | hold | do not | undecided at this size |
+|---|---|---|---|
+{counts}
+
+## What these were measured with
+
+{measured_with}
 """
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure: the first row of a benchmark that has these fields."""
-
-    benchmark: str
-    key: str
-    where: Mapping[str, Any] = field(default_factory=dict)
-
-    def of(self, runs: Runs) -> str | None:
-        """As a table shows it; None where it was not measured."""
-        for row in _rows(runs.get(self.benchmark, {}).get("results", [])):
-            if all(_same(row.get(name), wanted) for name, wanted in self.where.items()):
-                value = row.get(self.key)
-                return None if value is None else rounded(value)
-        return None
+Figure = tuple[str, str, dict[str, Any]]  # of the first row of a benchmark with these fields a key
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    """A word that ends in * names what begins like it."""
-    if isinstance(wanted, str) and wanted.endswith("*"):
-        return str(value).startswith(wanted[:-1])
-    return bool(value == wanted)
+def _figure(runs: Runs, benchmark: str, key: str, where: dict[str, Any]) -> str:
+    """As a table shows it; a wanted word that ends in * names what begins like it."""
+
+    def same(value: Any, wanted: Any) -> bool:
+        if isinstance(wanted, str) and wanted.endswith("*"):
+            return str(value).startswith(wanted[:-1])
+        return bool(value == wanted)
+
+    for row in _rows(runs.get(benchmark, {}).get("results", [])):
+        if all(same(row.get(name), wanted) for name, wanted in where.items()):
+            return rounded(row.get(key)) or "(not measured)"
+    return "(not measured)"
 
 
 def _rows(results: Any) -> Iterator[dict[str, Any]]:
@@ -217,146 +233,97 @@ def _rows(results: Any) -> Iterator[dict[str, Any]]:
             yield from _rows(value)
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked; the answer, with {} for each figure; the command."""
-
-    asked: str
-    answer: str
-    command: str
-    figures: tuple[Figure, ...]
-
-    def row(self, runs: Runs) -> str:
-        found = [figure.of(runs) for figure in self.figures]
-        known = self.answer.format(*(value or "(not measured)" for value in found))
-        return f"| {self.asked} | {known} | `{self.command}` |"
+def _composed(item: str, *quantities: str) -> list[Figure]:
+    where = {"corpus": "fineweb_edu_like", "item": item}
+    return [("composition", "measured", {**where, "quantity": of}) for of in quantities]
 
 
-def _composed(item: str, quantity: str) -> Figure:
-    where = {"corpus": "fineweb_edu_like", "item": item, "quantity": quantity}
-    return Figure("composition", "measured", where)
-
-
-def _claim(recipe: str, claim: str) -> tuple[Figure, Figure]:
+def _claim(recipe: str, claim: str) -> list[Figure]:
     """Its verdict, then what was measured."""
-    of = {"claim": f"{claim}*"}
-    return Figure(f"{PAPERS}{recipe}", "agrees", of), Figure(f"{PAPERS}{recipe}", "measured", of)
+    return [(f"{PAPERS}{recipe}", key, {"claim": f"{claim}*"}) for key in ("agrees", "measured")]
 
 
-def _case(benchmark: str, key: str, name: str) -> Figure:
-    return Figure(benchmark, key, {"case": name})
+def _cases(benchmark: str, cases: Sequence[str], *keys: str, column: str = "case") -> list[Figure]:
+    return [(benchmark, key, {column: case}) for case in cases for key in keys]
 
 
-def _packed(name: str) -> Figure:
-    return Figure("packing", "times_faster", {"name": name, "num_documents": 10_000_000})
-
-
-def _inside(loader: str) -> Figure:
-    return Figure("data", "ratio", {"dataset": "PackedGPTDataset", "loader": loader})
-
-
-QUESTIONS = (
-    Question(
-        "How much is padded and split?",
-        "buckets 1024 to 16384: {} % padding, {} % of the documents split, {} per sample; "
-        "concatenate-and-chunk at 4096 splits {} %, at 16384 {} % with {} documents per sample",
-        "make bench-composition",
-        (
-            *(_composed("bucket (the default)", q) for q in ("r_pad %", "r_tru %", "r_cat")),
-            _composed("Fixed-4096", "r_tru %"),
-            _composed("Fixed-16384", "r_tru %"),
-            _composed("Fixed-16384", "r_cat"),
-        ),
-    ),
-    Question(
-        "Do buckets train a better model than samples of one length?",
-        "than 8,192: {}, {}; than 2,048: {}, {}",
-        "ONLY=bucketllm make bench-papers",
-        (
-            *_claim("bucketllm", "BucketLLM trains a better model than Fixed-8192"),
-            *_claim("bucketllm", "BucketLLM trains a better model than Fixed-2048"),
-        ),
-    ),
-    Question(
-        "Does attention across documents make a worse model?",
-        "{}: {} (masked, then across)",
-        "ONLY=masking make bench-papers",
-        _claim("masking", "attention across documents makes a worse model"),
-    ),
-    Question(
-        "Which packing, with masks, at equal tokens?",
-        "held-out perplexity against concatenate-and-chunk, both in samples of the longest bucket, "
-        "in per cent +- 95 %: best fit {} +- {}, buckets with one per step {} +- {}, with several "
-        "per step {} +- {}",
-        "SCALE=long ONLY=packing make bench-papers",
-        tuple(
-            Figure("papers-packing", key, {"arm": arm})
-            for arm in ("best_fit, 16k", "bucket, one per step", "bucket, mix: micro_step")
-            for key in ("against_first_%", "plus_minus_%")
-        ),
-    ),
-    Question(
-        "Is the work of the ranks equal?",
-        "attention work of the busiest of 64, mean = 1: {} with 6 samples of 8k per rank (random "
-        "{}), {} with 3 of 16k (random {}), {} with one of 16k. In seconds of a step, measured: {}",
-        "make bench-schedule",
-        (
-            *(_case("schedule", key, "bucket 8192*") for key in ("ours", "random")),
-            *(_case("schedule", key, "bucket 16384*") for key in ("ours", "random")),
-            _case("schedule", "ours", "16384, 1 per rank, one source, window 1"),
-            _claim("steps", "equal-work dealing makes steps")[1],
-        ),
-    ),
-    Question(
-        "Does it train faster?",
-        "useful tokens/s of a tiny model on one core: {} padded, {} concatenated at 2048 with "
-        "masks, {} in buckets of 256 to 4096",
-        "make bench-train",
-        tuple(
-            _case("train", "useful_tokens_per_second", name)
-            for name in ("pad to 2048", "concat 2048", "bucket 256..4096")
-        ),
-    ),
-    Question(
-        "How fast is packing?",
-        "10 million documents: {} times megatron-core's index in file order, {} times its shuffle "
-        "and index",
-        "make bench-packing",
-        (_packed("concat, file order"), _packed("concat, shuffled")),
-    ),
-    Question(
-        "How fast is the data path?",
-        "against megatron-core's plain GPTDataset: one sample {} times, micro batches of 4 into "
-        "reused buffers {}, out of a loader without workers {}; inside Megatron {} (micro batch "
-        "1), {} (4), {} (4, 2 workers)",
-        "make bench-data",
-        (
-            _case("data", "over_plain", "ours, bucket, one sample"),
-            _case("data", "over_plain", "ours, bucket, micro batch of 4"),
-            _case("data", "over_plain", "ours, loader"),
-            *map(_inside, ("mbs 1, workers 0", "mbs 4, workers 0", "mbs 4, workers 2")),
-        ),
-    ),
-    Question(
-        "How fast are documents built?",
-        "against a worker pool with megatron-core's builder: {} times with the same tokenizer, {} "
-        "with gigatoken, which alone is {} times as fast",
-        "make bench-build",
-        tuple(
-            Figure("build", "times_megatron", {"what": what})
-            for what in ("ours, tokenizers", "ours, gigatoken", "bare gigatoken, one call")
-        ),
-    ),
-    Question(
-        "How fast are shards merged?",
-        "{} times megatron-core's speed in {} of its memory, short documents (mean 64 tokens)",
-        "make bench-merge",
-        tuple(
-            Figure("merge", key, {"side": "megapack, merge"})
-            for key in ("times_faster", "share_of_memory")
-        ),
-    ),
-)
+# What is asked; the answer, with {} for each figure; the command; the figures.
+QUESTIONS: list[tuple[str, str, str, list[Figure]]] = [
+    ("How much is padded and split?",
+     "buckets 1024 to 16384: {} % padding, {} % of the documents split, {} per sample; "
+     "concatenate-and-chunk at 4096 splits {} %, at 16384 {} % with {} documents per sample",
+     "make bench-composition",
+     [
+         *_composed("bucket (the default)", "r_pad %", "r_tru %", "r_cat"),
+         *_composed("Fixed-4096", "r_tru %"),
+         *_composed("Fixed-16384", "r_tru %", "r_cat"),
+     ]),
+    ("Do buckets train a better model than samples of one length?",
+     "than 8,192: {}, {}; than 2,048: {}, {}",
+     "ONLY=bucketllm make bench-papers",
+     [
+         *_claim("bucketllm", "BucketLLM trains a better model than Fixed-8192"),
+         *_claim("bucketllm", "BucketLLM trains a better model than Fixed-2048"),
+     ]),
+    ("Does attention across documents make a worse model?",
+     "{}: {} (masked, then across)",
+     "ONLY=masking make bench-papers",
+     _claim("masking", "attention across documents makes a worse model")),
+    ("Which packing, with masks, at equal tokens?",
+     "held-out perplexity against concatenate-and-chunk, both in samples of the longest bucket, "
+     "in per cent +- 95 %: best fit {} +- {}, buckets with one per step {} +- {}, with several "
+     "per step {} +- {}",
+     "SCALE=long ONLY=packing make bench-papers",
+     _cases("papers-packing",
+            ("best_fit, 16k", "bucket, one per step", "bucket, mix: micro_step"),
+            "against_first_%", "plus_minus_%", column="arm")),
+    ("Is the work of the ranks equal?",
+     "attention work of the busiest of 64, mean = 1: {} with 6 samples of 8k per rank (random "
+     "{}), {} with 3 of 16k (random {}), {} with one of 16k. In seconds of a step, measured: {}",
+     "make bench-schedule",
+     [
+         *_cases("schedule", ("bucket 8192*", "bucket 16384*"), "ours", "random"),
+         *_cases("schedule", ["16384, 1 per rank, one source, window 1"], "ours"),
+         _claim("steps", "equal-work dealing makes steps")[1],
+     ]),
+    ("Does it train faster?",
+     "useful tokens/s of a tiny model on one core: {} padded, {} concatenated at 2048 with "
+     "masks, {} in buckets of 256 to 4096",
+     "make bench-train",
+     _cases("train", ("pad to 2048", "concat 2048", "bucket 256..4096"),
+            "useful_tokens_per_second")),
+    ("How fast is packing?",
+     "10 million documents: {} times megatron-core's index in file order, {} times its shuffle "
+     "and index",
+     "make bench-packing",
+     [
+         ("packing", "times_faster", {"name": f"concat, {order}", "num_documents": 10_000_000})
+         for order in ("file order", "shuffled")
+     ]),
+    ("How fast is the data path?",
+     "against megatron-core's plain GPTDataset: one sample {} times, micro batches of 4 into "
+     "reused buffers {}, out of a loader without workers {}; inside Megatron {} (micro batch "
+     "1), {} (4), {} (4, 2 workers)",
+     "make bench-data",
+     [
+         *_cases("data", ("ours, bucket, one sample", "ours, bucket, micro batch of 4",
+                          "ours, loader"), "over_plain"),
+         *(
+             ("data", "ratio", {"dataset": "PackedGPTDataset", "loader": loader})
+             for loader in ("mbs 1, workers 0", "mbs 4, workers 0", "mbs 4, workers 2")
+         ),
+     ]),
+    ("How fast are documents built?",
+     "against a worker pool with megatron-core's builder: {} times with the same tokenizer, {} "
+     "with gigatoken, which alone is {} times as fast",
+     "make bench-build",
+     _cases("build", ("ours, tokenizers", "ours, gigatoken", "bare gigatoken, one call"),
+            "times_megatron", column="what")),
+    ("How fast are shards merged?",
+     "{} times megatron-core's speed in {} of its memory, short documents (mean 64 tokens)",
+     "make bench-merge",
+     _cases("merge", ["megapack, merge"], "times_faster", "share_of_memory", column="side")),
+]  # fmt: skip
 
 
 def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
@@ -367,51 +334,36 @@ def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
         if name.startswith(PAPERS) and not run["quick"]
         for claim in run["results"]["claims"]
     ]
-    lines = [HEAD.format(tables=_tables(runs))]
-    lines += ["| question | measured | command |", "|---|---|---|"]
-    lines += [question.row(runs) for question in QUESTIONS]
-    lines += ["", "![effects with their intervals](images/results_forest.png)", ""]
-    lines += [
-        "Change of the held-out perplexity against the first arm of its recipe; bars are 95 %"
-    ]
-    lines += ["intervals over paired seeds.", "", *plots, "", "## What did not hold", ""]
-    lines += ["| claimed by | claim | measured |", "|---|---|---|"]
-    for name, claim in claims:
-        if claim["agrees"] == "no":
-            of = f" of {claim['paper']}" if name == "composition" else ""
-            lines.append(f"| {claim['source']} | {claim['claim']} | {claim['measured']}{of} |")
-    lines += [
-        "",
-        "Printed figures are computed again from lengths, without training: "
-        "[each of them, with the reason where it does not come out](results/composition.md).",
-        "",
-        "## How many claims",
-        "",
-        "| claims | hold | do not | undecided at this size |",
-        "|---|---|---|---|",
-    ]
-    kinds = [_kind_of_claim(name, claim) for name, claim in claims]
-    for kind in (*dict.fromkeys(kinds), "all"):
-        verdicts = [
-            c["agrees"] for k, (_, c) in zip(kinds, claims, strict=True) if kind in (k, "all")
-        ]
-        counts = " | ".join(str(verdicts.count(v)) for v in ("yes", "no", "undecided"))
-        lines.append(f"| {kind} | {counts} |")
-    lines += ["", "## What these were measured with", "", *measured_with(runs)]
-    return "\n".join(lines) + "\n"
-
-
-def _kind_of_claim(recipe: str, claim: dict[str, Any]) -> str:
-    if recipe == "composition":
-        return "printed figures of the papers"
-    return "this project's" if claim["source"] == "this project" else "the papers', trained"
-
-
-def _tables(runs: Runs) -> str:
-    """Links to the pages that ``report`` writes."""
     names = ["papers", *(name for name in runs if not name.startswith(PAPERS))]
     links = ", ".join(f"[{name}](results/{name}.md)" for name in names)
-    return textwrap.fill(f"{links}.", width=100, break_on_hyphens=False)
+    questions = [
+        f"| {asked} | {answer.format(*(_figure(runs, *of) for of in figures))} | `{command_}` |"
+        for asked, answer, command_, figures in QUESTIONS
+    ]
+    wrong = [
+        f"| {claim['source']} | {claim['claim']} | {claim['measured']}"
+        + (f" of {claim['paper']} |" if name == "composition" else " |")
+        for name, claim in claims
+        if claim["agrees"] == "no"
+    ]
+    by_kind: dict[str, list[str]] = {}
+    for name, claim in claims:
+        own = "this project's" if claim["source"] == "this project" else "the papers', trained"
+        kind = "printed figures of the papers" if name == "composition" else own
+        by_kind.setdefault(kind, []).append(claim["agrees"])
+    by_kind["all"] = [claim["agrees"] for _, claim in claims]
+    counts = [
+        f"| {kind} | {' | '.join(str(of.count(v)) for v in ('yes', 'no', 'undecided'))} |"
+        for kind, of in by_kind.items()
+    ]
+    return HEAD.format(
+        tables=textwrap.fill(f"{links}.", width=100, break_on_hyphens=False),
+        questions="\n".join(questions),
+        plots="\n".join(plots),
+        wrong="\n".join(wrong),
+        counts="\n".join(counts),
+        measured_with="\n".join(measured_with(runs)),
+    )
 
 
 # ---- Pictures, readable in grey: lines are told apart by style, points by marker and words -------
@@ -471,10 +423,10 @@ def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["source"] == "every strategy":
             points.setdefault(row["item"], {})[row["quantity"]] = max(row["measured"], SMALLEST)
-    places: dict[tuple[float, float], list[int]] = {}
+    places: dict[tuple[float, ...], list[int]] = {}
     for number, of in enumerate(points.values(), start=1):
         place = tuple(round(math.log10(of[name]) * 4) / 4 for name in ("r_pad %", "r_tru %"))
-        places.setdefault((place[0], place[1]), []).append(number)
+        places.setdefault(place, []).append(number)
     for (x, y), numbers in places.items():
         text = ", ".join(map(str, numbers))
         axes.text(10**x, 10**y, text, ha="center", va="center", bbox={"fc": "0.9", "pad": 2.5})
@@ -487,42 +439,31 @@ def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def _speed(axes: Any, results: dict[str, Any]) -> None:
     """Useful tokens per second of the same small model."""
-    rows = results["strategies"]
-    names = [row["case"] for row in rows]
-    axes.barh(names, [row["useful_tokens_per_second"] for row in rows], color=GREYS[0], ec="black")
+    speeds = {row["case"]: row["useful_tokens_per_second"] for row in results["strategies"]}
+    axes.barh([*speeds], [*speeds.values()], color=GREYS[0], ec="black")
     axes.invert_yaxis()
     axes.set(xlabel=f"useful tokens/s, {results['setup']['device']}")
 
 
 def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Rates against megatron-core's plain GPTDataset: one call, a loader, inside Megatron."""
-    by_case = {row["case"]: row for row in rows if "case" in row}
+    case = {row["case"]: row for row in rows if "case" in row}
     inside = {(row["dataset"], row["loader"]): row for row in rows if "loader" in row}
-    levels = [
-        ("one call, one sample", by_case["ours, bucket, one sample"], by_case["GPTDataset, plain"]),
-        (
-            "a loader at its best setting",
-            by_case["ours, loader"],
-            by_case["GPTDataset, plain, loader"],
-        ),
-        *(
-            (
-                f"inside Megatron, {loader}",
-                inside["PackedGPTDataset", loader],
-                inside["GPTDataset", loader],
-            )
-            for loader in ("mbs 1, workers 0", "mbs 4, workers 0")
-        ),
-    ]
-    names, ratios, errors = [], [], []
-    for name, ours, theirs in levels:
+    plain, loader = "GPTDataset, plain", "a loader at its best setting"
+    levels = {
+        "one call, one sample": (case["ours, bucket, one sample"], case[plain]),
+        loader: (case["ours, loader"], case[f"{plain}, loader"]),
+    }
+    for how in ("mbs 1, workers 0", "mbs 4, workers 0"):
+        both = inside["PackedGPTDataset", how], inside["GPTDataset", how]
+        levels[f"inside Megatron, {how}"] = both
+    ratios, errors = [], []
+    for ours, theirs in levels.values():
         rate = "rows_per_second" if "rows_per_second" in ours else "samples_per_second"
-        names.append(name)
         ratios.append(ours[rate] / theirs[rate])
         # Quartiles of both sides, as if they were independent.
-        spread = (ours["spread_%"] ** 2 + theirs["spread_%"] ** 2) ** 0.5 / 200
-        errors.append(ratios[-1] * spread)
-    axes.barh(names, ratios, xerr=errors, color=GREYS[0], ec="black", capsize=3)
+        errors.append(ratios[-1] * math.hypot(ours["spread_%"], theirs["spread_%"]) / 200)
+    axes.barh([*levels], ratios, xerr=errors, color=GREYS[0], ec="black", capsize=3)
     axes.axvline(1, color="0.3", linestyle="--", linewidth=1)
     axes.invert_yaxis()
     axes.set(xlabel="times megatron-core's plain GPTDataset")
@@ -532,20 +473,12 @@ def _imbalance(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Attention work of the busiest rank over the mean, by samples per rank."""
     cases = [row for row in rows if str(row.get("case", "")).startswith("bucket ")]
     samples = [int(row["case"].split(", ")[1].split()[0]) for row in cases]
-    for (key, name), grey, style in zip(
-        (("random", "random assignment"), ("ours", "megapack"), ("worst", "megapack, worst step")),
-        GREYS,
-        ("--", "-", ":"),
-        strict=True,
-    ):
-        axes.plot(
-            samples, [row[key] for row in cases], style, color=grey, marker="o", ms=4, label=name
-        )
-    axes.set(
-        xscale="log",
-        xlabel="samples per rank and step (64 ranks)",
-        ylabel="attention work, busiest over mean",
-    )
+    names = {"random": "random assignment", "ours": "megapack", "worst": "megapack, worst step"}
+    for (key, name), grey, style in zip(names.items(), GREYS, ("--", "-", ":"), strict=True):
+        values, look = [row[key] for row in cases], {"color": grey, "marker": "o", "ms": 4}
+        axes.plot(samples, values, style, label=name, **look)
+    axes.set(xscale="log", xlabel="samples per rank and step (64 ranks)")
+    axes.set(ylabel="attention work, busiest over mean")
     axes.set_xticks(samples, [str(n) for n in samples])
     axes.minorticks_off()
     axes.grid(alpha=0.3)

@@ -3,23 +3,23 @@
 1. Attention work (sum of squared segment lengths) per rank, largest over mean, for steps of one
    bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
    schedule (random) and as megapack deals them.
-2. The same where every rank has one sample per step, which no dealing can balance: with samples in
-   order of cost inside a window (``cost_window``), of one source, of eight equal ones and of three
-   unlike ones; and its price, steps of like lengths: ``spread_of_steps`` is the standard deviation
-   over the mean of a step's mean cost.
+2. The same where every rank has one sample per step, which no dealing can balance: samples in order
+   of cost inside a window (``cost_window``), of one source, of eight equal ones and of three unlike
+   ones; and its price, ``spread_of_steps``: the standard deviation over the mean of a step's mean
+   cost.
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds (theirs grow with the square
    of the documents), and whether all ranks of a step have as many tokens and the same shape.
 4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and any one of them.
 5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
-   sources: seconds for the source and rank of every position (both in one thread, weights to
-   arrays), the largest |taken(n) - weight x n| over all sources and positions n, and what a step
-   of 4,096 samples costs ours at position 1e12, where Megatron's table would need 10 TB. Theirs
-   looks at every source for every position, so its time for more positions is in proportion.
+   sources: seconds for the source and rank of every position (one thread, weights to arrays), the
+   largest |taken(n) - weight x n| over all sources and positions, and what a step of 4,096 samples
+   costs ours at position 1e12, where Megatron's table would need 10 TB. Theirs looks at every
+   source for every position, so its time for more positions is in proportion.
 6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all of them one
-   index in memory, so that 1e9 samples fit): seconds to open it with 1 stage and with 4 (the blend
-   turned round, a fifth of the sources alone, 20 documents excluded); milliseconds of a step asked
-   for at random, "cold" with nothing kept of its epoch, and of each question of ``megapack-build
-   trace``; and memory beside the index.
+   index in memory): seconds to open it with 1 stage and with 4 (the blend turned round, a fifth of
+   the sources alone, 20 documents excluded); milliseconds of a step asked for at random, "cold"
+   with nothing kept of its epoch, and of each question of ``megapack-build trace``; memory beside
+   the index.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import in_child, quick, show, take_turns, timed, write_results
+from common import in_child, quick, take_turns, timed, write_results
 from lengths import BUCKETS, LAWS, RANKS, TOKENS_PER_RANK, Lengths
 from numpy.typing import NDArray
 
@@ -64,11 +65,8 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
         if len(own) < steps_per_bucket:
             own += sampler.imbalance(step)
     return [
-        {
-            "case": f"bucket {capacity}, {TOKENS_PER_RANK // capacity} per rank",
-            **_means(items),
-            "target": TARGET[capacity],
-        }
+        {"case": f"bucket {capacity}, {TOKENS_PER_RANK // capacity} per rank", **_means(items)}
+        | {"target": TARGET[capacity]}
         for capacity, items in found.items()
         if items
     ]
@@ -77,13 +75,9 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
 def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
     """One sample per rank and step: what ordering by cost inside a window does, and costs."""
     unlike = [LAWS[name](len(lengths) // 4, 1) for name in ("pubmed", "bbc_news")]
-    sources = {
-        "one source": [lengths],
-        "8 alike": np.array_split(lengths, 8),
-        "3 unlike": [lengths, *unlike],
-    }
+    sources = {"one source": [lengths], "8 alike": np.array_split(lengths, 8)}
     rows = []
-    for name, parts in sources.items():
+    for name, parts in (sources | {"3 unlike": [lengths, *unlike]}).items():
         indices = [pack(part, "best_fit_decreasing", buckets=[capacity]) for part in parts]
         options = {"weights": [1] * len(indices), "tokens_per_step": RANKS * capacity, "seed": 1}
         for window in (1, 4, 16, 64):
@@ -133,16 +127,15 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
     shapes = np.array([len(own) for own in members]).reshape(-1, ranks)
     our_shapes = np.array([[(len(b), b.capacity) for b in of_rank] for of_rank in ours()])
     our_loads = our_shapes.prod(axis=2)
+    their_seconds, our_seconds = found["theirs"].seconds, found["ours"].seconds
     return {
-        "documents": len(documents),
-        "deepspeed_seconds": found["theirs"].seconds,
-        "ours_seconds": found["ours"].seconds,
-        "ratio": found["theirs"].seconds / found["ours"].seconds,
+        "documents": len(documents), "deepspeed_seconds": their_seconds,
+        "ours_seconds": our_seconds, "ratio": their_seconds / our_seconds,
         "deepspeed_tokens_max_over_mean": float((loads.max(1) / loads.mean(1)).mean()),
         "deepspeed_equal_shapes": float((shapes.min(1) == shapes.max(1)).mean()),
         "ours_tokens_max_over_mean": float((our_loads.max(0) / our_loads.mean(0)).mean()),
         "ours_equal_shapes": float((our_shapes == our_shapes[0]).all(axis=(0, 2)).mean()),
-    }
+    }  # fmt: skip
 
 
 def speed(lengths: Lengths) -> list[dict[str, Any]]:
@@ -152,23 +145,18 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
     rows = []
     for order in ("proportional", "uniform", "grow-p2"):
         schedule = Schedule(index, tokens_per_step=BUCKETS[-1], order=order)
-        found = take_turns(
-            {
-                "all": lambda draws=schedule.stages[0].draws: draws.buckets(0, 1_000_000),
-                "one": lambda schedule=schedule: [schedule.step(i) for i in steps],
-                "shuffle": lambda: np.random.default_rng(0).permutation(1_000_000),
-            }
-        )
-        rows.append(
-            {
-                "order": order,
-                "epochs": 1_000_000 / schedule.num_steps(),
-                "seconds_1e6_steps": found["all"].seconds,
-                "over_a_shuffle": found["all"].seconds / found["shuffle"].seconds,
-                "goal": 10,
-                "milliseconds_per_step": 1000 * found["one"].seconds / len(steps),
-            }
-        )
+        sides = {
+            "all": lambda draws=schedule.stages[0].draws: draws.buckets(0, 1_000_000),
+            "one": lambda schedule=schedule: [schedule.step(i) for i in steps],
+            "shuffle": lambda: np.random.default_rng(0).permutation(1_000_000),
+        }
+        seconds = {name: timing.seconds for name, timing in take_turns(sides).items()}
+        rows.append({
+            "order": order, "epochs": 1_000_000 / schedule.num_steps(),
+            "seconds_1e6_steps": seconds["all"],
+            "over_a_shuffle": seconds["all"] / seconds["shuffle"], "goal": 10,
+            "milliseconds_per_step": 1000 * seconds["one"] / len(steps),
+        })  # fmt: skip
     return rows
 
 
@@ -186,9 +174,11 @@ def beside_megatron(num_positions: int, counts: Sequence[int]) -> list[dict[str,
             helpers.build_blending_indices(source, rank, weights, sources, num_positions, False)
             return source, rank
 
-        def ours(weights: Any = weights) -> Any:
-            parts = [int(weight * 2**100) for weight in weights.tolist()]
-            which, first, count, places = _core.Blend(whole_shares(parts)).range(0, num_positions)
+        def blend(weights: Any = weights) -> _core.Blend:
+            return _core.Blend(whole_shares([int(w * 2**100) for w in weights.tolist()]))
+
+        def ours(blend: Any = blend) -> Any:
+            which, first, count, places = blend().range(0, num_positions)
             source, rank = np.empty(num_positions, np.int32), np.empty(num_positions, np.int64)
             source[places] = np.repeat(which, count)
             starts = np.repeat(first - (np.cumsum(count) - count), count)
@@ -197,21 +187,15 @@ def beside_megatron(num_positions: int, counts: Sequence[int]) -> list[dict[str,
 
         found = take_turns({"megatron": megatron, "ours": ours})
         theirs, own = found["megatron"].seconds, found["ours"].seconds
-        blend = _core.Blend(whole_shares([int(weight * 2**100) for weight in weights.tolist()]))
-        far, _ = timed(lambda blend=blend: [blend.range(b, b + 4096) for b in FAR])
-        rows.append(
-            {
-                "sources": sources,
-                "positions": num_positions,
-                "nanoseconds": far / 409_600 * 1e9,
-                "megatron_seconds": theirs,
-                "ours_seconds": own,
-                "ratio": theirs / own,
-                "megatron_hours_1e9": theirs / num_positions * 1e9 / 3600,
-                "megatron_worst": worst_error(*megatron(), weights),
-                "ours_worst": worst_error(*ours(), weights),
-            }
-        )
+        made = blend()
+        far, _ = timed(lambda made=made: [made.range(b, b + 4096) for b in FAR])
+        rows.append({
+            "sources": sources, "positions": num_positions, "nanoseconds": far / 409_600 * 1e9,
+            "megatron_seconds": theirs, "ours_seconds": own, "ratio": theirs / own,
+            "megatron_hours_1e9": theirs / num_positions * 1e9 / 3600,
+            "megatron_worst": worst_error(*megatron(), weights),
+            "ours_worst": worst_error(*ours(), weights),
+        })  # fmt: skip
     return rows
 
 
@@ -242,14 +226,10 @@ def program(lengths: NDArray[np.int32], num_sources: int, num_steps: int) -> lis
             Stage(from_step=num_steps // 2, weights=dict.fromkeys(names[::5], 1.0)),
             Stage(from_step=num_steps * 3 // 4, exclude={names[5]: str(gone)}),
         ]
-
         options = {"names": names, "weights": weights, "tokens_per_step": STEP_TOKENS}
-
-        def opened(own: Sequence[Stage]) -> Schedule:
-            return Schedule([index] * num_sources, stages=own, **options)
-
+        open_it = partial(Schedule, [index] * num_sources, **options)
         return [
-            in_child(lambda own=own: measured(index, lambda: opened(own), num_steps))
+            in_child(partial(measured, index, partial(open_it, stages=own), num_steps))
             for own in ([], stages)
         ]
 
@@ -272,15 +252,10 @@ def measured(index: SampleIndex, open_it: Callable[[], Schedule], num_steps: int
     for i in steps[:5]:
         _cycle.cache_clear()
         cold.append(timed(lambda i=i: schedule.stage_at(i).step_draws(i))[0])
-    return {
-        "sources": len(schedule.samples.indices),
-        "samples": schedule.samples.num_samples,
-        "steps": num_steps,
-        "stages": len(schedule.stages),
-        "open_seconds": seconds,
-        "step_ms": 1000 * float(np.median(each)),
-        "cold_step_ms": 1000 * float(np.median(cold)),
-    } | {f"trace_{name}_ms": 1000 * float(np.median(value)) for name, value in found.items()}
+    ms = {"step": each, "cold_step": cold} | {f"trace_{name}": of for name, of in found.items()}
+    about = {"sources": len(schedule.samples.indices), "samples": schedule.samples.num_samples}
+    about |= {"steps": num_steps, "stages": len(schedule.stages), "open_seconds": seconds}
+    return about | {f"{name}_ms": 1000 * float(np.median(of)) for name, of in ms.items()}
 
 
 def main() -> None:
@@ -294,13 +269,15 @@ def main() -> None:
     fast = speed(lengths)
     counts = (3, 1_000, 10_000, 20_000)
     blended = beside_megatron(50_000 if quick() else 200_000, counts)
-    write_results("schedule", [*work, *priced, *beside, *fast, *blended, *staged])
-    show("DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens", beside)
-    show("which source of a blend", blended)
-    show("a program of many sources", staged)
-    show("the schedule itself", fast)
-    show("cost_window: the busiest rank over the mean, and the spread of the steps", priced)
-    show(f"attention work of {RANKS} ranks, largest over mean", work)
+    tables = {
+        "DeepSpeed's batch_by_seqlens beside ours, 8 ranks of 16,384 tokens": beside,
+        "which source of a blend": blended,
+        "a program of many sources": staged,
+        "the schedule itself": fast,
+        "cost_window: the busiest rank over the mean, and the spread of the steps": priced,
+        f"attention work of {RANKS} ranks, largest over mean": work,
+    }
+    write_results("schedule", [*work, *priced, *beside, *fast, *blended, *staged], **tables)
 
 
 if __name__ == "__main__":

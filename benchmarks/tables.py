@@ -37,7 +37,7 @@ def body(results: Any, title: str = "") -> Iterator[str]:
 
 def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
     """Rows as tables of at most eight columns: by what was measured, then by size, then cut."""
-    rows = [{**row, **per_document(row)} for row in rows]
+    rows = [{**row, **_per_document(row)} for row in rows]
     if title and any(_columns([row]) for row in rows):
         yield from (f"**{title}**", "")
     for kind in _kinds(rows):
@@ -47,7 +47,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
             yield from _narrow(block)
 
 
-def per_document(row: dict[str, Any]) -> dict[str, float]:
+def _per_document(row: dict[str, Any]) -> dict[str, float]:
     if not row.get("num_documents") or not isinstance(row.get("seconds"), float):
         return {}
     return {"ns_per_document": 1e9 * row["seconds"] / row["num_documents"]}
@@ -126,30 +126,24 @@ def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
     return keys
 
 
-def _parts(columns: list[str], most: int) -> Iterator[list[str]]:
+def _parts(columns: list[str], most: int) -> list[list[str]]:
     """As few parts as will do, of about equal width."""
-    count = math.ceil(len(columns) / most)
-    width = math.ceil(len(columns) / count)
-    for begin in range(0, len(columns), width):
-        yield columns[begin : begin + width]
+    width = math.ceil(len(columns) / math.ceil(len(columns) / most))
+    return [columns[begin : begin + width] for begin in range(0, len(columns), width)]
 
 
 def _spread_note(rows: list[dict[str, Any]], spreads: Sequence[str]) -> str:
     """Which rows are marked, and how far the others spread."""
+    owners = {c: c.removesuffix(SPREAD).rstrip("_") for c in spreads}
     found = [
-        (row.get(column) or 0.0, f"{next(iter(row.values()))}{_whose(column)}")
+        (row.get(c) or 0.0, next(iter(row.values())) + (f" ({owner})" if owner else ""))
         for row in rows
-        for column in spreads
+        for c, owner in owners.items()
     ]
     others = max((value for value, _ in found if value <= WIDE_SPREAD), default=0.0)
     text = f"Spread of the windows (quartiles over the median): at most {rounded(others)} %"
     marked = ", ".join(f"{name} {value:.0f} %" for value, name in found if value > WIDE_SPREAD)
     return f"{text}." if not marked else f"{text}, but for \\*: {marked}. Do not build on these."
-
-
-def _whose(column: str) -> str:
-    owner = column.removesuffix(SPREAD).rstrip("_")
-    return f" ({owner})" if owner else ""
 
 
 def _said(column: str) -> str:

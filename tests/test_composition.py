@@ -11,10 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+from composition import python_sources
 from lengths import LAWS, PUBMED
-from papers.composition import atom_size, blog, bucketllm, seamless
-from papers.composition.rows import Row, compared, python_sources
-from papers.composition.seamless import expect_seamless, measure_seamless
+from papers import blog
+from papers.claims import Row, compared
+from papers.recipes import atom_size, bucketllm, seamless
+from papers.recipes.seamless import expect_seamless, measure_seamless
 
 from megapack.packing import pack
 

@@ -113,6 +113,16 @@ def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
     assert run_all([other], pool)[0].perplexity("prose") == first.perplexity("prose")
 
 
+def test_length_of_a_run_may_be_said_in_epochs(work: Path) -> None:
+    """As recipes atom_size and seamless say it where they are more than a handful of steps."""
+    from papers import worker  # noqa: PLC0415  # what a process that trains imports
+
+    run = dataclasses.replace(RUN, config={**RUN.config, "num_steps": None, "num_epochs": 2})
+    task = runs.Task(run=run, folder=work, prepared={}, start=None, keep_model=False)
+    config = worker.configuration(task, work)
+    assert (config.num_steps, config.num_epochs) == (None, 2)
+
+
 def tiny(run: Run) -> Run:
     """A few steps of a run, every length an eighth."""
     small = Corpus(

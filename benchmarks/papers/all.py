@@ -26,10 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import composition
-from common import only, quick, show, write_results
+# Not torch, and no recipe: this file is read by every worker before its environment is set.
+from common import only, quick, show, timed, write_results
 from papers.claims import Claim, corrected
-from papers.composition.rows import Row
 from papers.corpus import WORK
 from papers.runs import SCALES, Scale, run_all, worker_pool
 
@@ -54,12 +53,19 @@ def main() -> None:
 
 
 def compose() -> tuple[dict[str, Any], list[Claim]]:
-    """What follows from lengths alone."""
-    begin = time.perf_counter()
-    rows = composition.measure(quick())
-    write_results("composition", [dataclasses.asdict(row) for row in rows])
-    seconds = round(time.perf_counter() - begin)
-    return {"title": "Data composition", "seconds": seconds}, composition_claims(rows)
+    """What follows from lengths alone: of every source how many of its figures are reproduced."""
+    seconds, rows = timed(importlib.import_module("composition").measure)
+    by_source: dict[str, list[bool]] = {}
+    for row in rows:
+        if row.agrees is not None:
+            by_source.setdefault(row.source, []).append(row.agrees)
+    why = "computed from lengths, no seeds; every figure and the reason of every disagreement: "
+    words = {"claim": "the printed figures of data composition", "why": f"{why}section composition"}
+    return {"title": "Data composition", "seconds": round(seconds)}, [
+        Claim(source=source, paper=f"{len(found)} figures", measured=f"{sum(found)} come out",
+              agrees="yes" if all(found) else "no", **words)
+        for source, found in by_source.items()
+    ]  # fmt: skip
 
 
 def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], list[Claim]]:
@@ -71,26 +77,17 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
     recipe.plots(results, IMAGES if scale.name in ("cpu", "long") else WORK / f"plots-{scale.name}")
     rows = recipe.rows(results)
     show(recipe.TITLE, rows)
+    device = f"CPU, {scale.workers} runs at a time, one thread each"
+    cuda = importlib.import_module("torch").cuda
     found = {
-        "title": recipe.TITLE,
-        "equal": recipe.EQUAL,
-        "scale": scale.name,
-        "device": device(scale),
+        "title": recipe.TITLE, "equal": recipe.EQUAL, "scale": scale.name,
+        "device": cuda.get_device_name() if scale.name == "gpu" else device,
         "parameters": sorted({result.summary["parameters"] for result in results}),
         "seeds": sorted({result.run.seed for result in results}),
         "seconds": round(sum(r.summary["seconds"] for r in results) / scale.workers),
         "rows": rows,
-    }
+    }  # fmt: skip
     return found, corrected(recipe.claims(results))
-
-
-def device(scale: Scale) -> str:
-    """What the models were trained on."""
-    if scale.name == "gpu":
-        import torch  # noqa: PLC0415
-
-        return str(torch.cuda.get_device_name())
-    return f"CPU, {scale.workers} runs at a time, one thread each"
 
 
 def chosen_scale() -> Scale:
@@ -100,11 +97,8 @@ def chosen_scale() -> Scale:
         raise SystemExit(f"SCALE is {name!r}; choose cpu, long or gpu (QUICK=1 is the smallest)")
     if quick():
         return SCALES["quick"]
-    if name == "gpu":
-        import torch  # noqa: PLC0415
-
-        if not torch.cuda.is_available():
-            raise SystemExit("SCALE=gpu needs a CUDA device, and torch finds none")
+    if name == "gpu" and not importlib.import_module("torch").cuda.is_available():
+        raise SystemExit("SCALE=gpu needs a CUDA device, and torch finds none")
     scale, seeds = SCALES[name], os.environ.get("SEEDS")
     if seeds is None:
         return scale
@@ -116,26 +110,6 @@ def chosen_scale() -> Scale:
 def chosen_recipes() -> list[str]:
     """ONLY=a,b, or all of them in a fixed order."""
     return only(["composition", *sorted(path.stem for path in HERE.glob("recipes/*.py"))])
-
-
-def composition_claims(rows: list[Row]) -> list[Claim]:
-    """One claim per source: how many of its printed figures are reproduced."""
-    by_source: dict[str, list[bool]] = {}
-    for row in rows:
-        if row.agrees is not None:
-            by_source.setdefault(row.source, []).append(row.agrees)
-    return [
-        Claim(
-            source=source,
-            claim="the printed figures of data composition",
-            paper=f"{len(found)} figures",
-            measured=f"{sum(found)} come out",
-            agrees="yes" if all(found) else "no",
-            why="computed from lengths, no seeds; every figure and the reason of every "
-            "disagreement: section composition",
-        )
-        for source, found in by_source.items()
-    ]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What a paper claims, beside what was measured, and the one rule that decides whether it agrees.
+"""What a paper claims, beside what was measured, and the rules that decide whether it agrees.
 
-Seeds are paired: run i of both sides has the same initial weights and the same documents. The rule:
-the 95 % confidence interval of the mean difference (Student's t over the seeds) must lie on one
-side. If it holds zero, or there is one seed only, the claim is undecided at this scale. A recipe
-makes many claims, so what the interval decides stands only if it does by Holm's correction over all
-claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a table has a chance of 5 %.
+``Row`` is a printed figure that follows from lengths alone: it agrees within a tolerance. ``Claim``
+is one about trained models. Seeds are paired: run i of both sides has the same initial weights and
+the same documents. The rule: the 95 % confidence interval of the mean difference (Student's t over
+the seeds) must lie on one side. If it holds zero, or there is one seed only, the claim is undecided
+at this scale. A recipe makes many claims, so what the interval decides stands only if it does by
+Holm's correction over all claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a
+table has a chance of 5 %.
 """
 
 from __future__ import annotations
@@ -18,32 +20,65 @@ from typing import Any, Literal
 from scipy import stats
 
 Verdict = Literal["yes", "no", "undecided"]
+Judged = tuple[Verdict, float]  # and p
 CONFIDENCE = 0.95
-Kind = Callable[..., "Claim"]  # below or same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of a paper."""
+
+    source: str  # paper and table, figure or section
+    corpus: str  # which lengths it was measured on
+    item: str  # the strategy or setting
+    quantity: str  # what the figure is, with its unit
+    paper: float | None  # the printed figure, None where there is none
+    measured: float
+    agrees: bool | None = None  # within the tolerance; None if there is nothing to compare
+    why: str = ""  # the reason of a disagreement, or a remark
+
+
+def compared(
+    source: str,
+    corpus: str,
+    item: str,
+    quantity: str,
+    figures: tuple[float | None, float],
+    *,
+    within: float = 0.05,
+    rounding: float = 0.0,
+    claimed: bool = True,
+    why: str = "",
+    why_not: str = "",
+) -> Row:
+    """A row of (paper's figure or None, measured one) that agrees if ``|measured - paper| <= within
+    * paper + rounding``; ``why_not`` is said only if they disagree. They stand side by side without
+    one claiming to be the other where not ``claimed``."""
+    paper, measured = figures[0], float(figures[1])  # not numpy's
+    agrees: bool | None = None
+    if claimed and paper is not None:
+        agrees = abs(measured - paper) <= within * abs(paper) + rounding
+    about = {"source": source, "corpus": corpus, "item": item, "quantity": quantity}
+    said = (why_not if agrees is False else "") or why
+    return Row(**about, paper=paper, measured=measured, agrees=agrees, why=said)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One row of the table of claims.
+    """One row of the table of claims."""
 
-    Attributes:
-        source: paper and table, figure or section.
-        claim: in words.
-        paper: the paper's figure, or what it says.
-        measured: ours, with spread and number of seeds.
-        agrees: by the rule of this module; None where there is nothing to compare.
-        why: why one should believe it, or what limits it.
-        p: chance of seeds that decide as much if there is nothing to decide; None where no seeds
-            are compared.
-    """
-
-    source: str
-    claim: str
-    paper: str
-    measured: str
-    agrees: Verdict | None
-    why: str
+    source: str  # paper and table, figure or section
+    claim: str  # in words
+    paper: str  # the paper's figure, or what it says
+    measured: str  # ours, with spread and number of seeds
+    agrees: Verdict | None  # by the rule of this module; None where there is nothing to compare
+    why: str  # why one should believe it, or what limits it
     p: float | None = None
+    """Chance of seeds that decide as much if there is nothing to decide; None where no seeds are
+    compared."""
+
+
+Kind = Callable[..., Claim]  # below or same
 
 
 @dataclass(frozen=True)
@@ -65,11 +100,10 @@ class Difference:
 
 def corrected(claims: Sequence[Claim]) -> list[Claim]:
     """Claims whose verdict does not stand by Holm's correction are undecided."""
-    tested = sorted((i for i, claim in enumerate(claims) if claim.p is not None), key=lambda i:
-                    claims[i].p or 0.0)  # fmt: skip
+    tested = sorted((claim.p, i) for i, claim in enumerate(claims) if claim.p is not None)
     found, stands = list(claims), True
-    for rank, i in enumerate(tested):
-        stands = stands and (claims[i].p or 0.0) <= (1 - CONFIDENCE) / (len(tested) - rank)
+    for rank, (p, i) in enumerate(tested):
+        stands = stands and p <= (1 - CONFIDENCE) / (len(tested) - rank)
         if not stands:
             found[i] = replace(claims[i], agrees="undecided")
     return found
@@ -100,9 +134,7 @@ def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _judged(
-    a: Sequence[float], b: Sequence[float], low: float, high: float
-) -> tuple[Verdict, float]:
+def _judged(a: Sequence[float], b: Sequence[float], low: float, high: float) -> Judged:
     """Whether the mean of ``a - b`` lies inside of (low, high): the interval must say so. And p,
     the two-sided chance that it is on this side of the nearest limit."""
     found = difference(a, b)
@@ -117,12 +149,12 @@ def _judged(
     return "yes" if inside else "no" if outside else "undecided", p
 
 
-def less(a: Sequence[float], b: Sequence[float]) -> tuple[Verdict, float]:
+def less(a: Sequence[float], b: Sequence[float]) -> Judged:
     """Whether "a is below b" holds, and p."""
     return _judged(a, b, -math.inf, 0.0)
 
 
-def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> tuple[Verdict, float]:
+def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Judged:
     """Whether "a and b differ by less than ``within`` of b" holds, and p."""
     limit = within * fmean(b)
     return _judged(a, b, -limit, limit)
@@ -133,7 +165,7 @@ def near(measured: float, printed: float, *, within: float) -> Verdict:
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
-def together(statements: Iterable[tuple[Verdict, float]]) -> dict[str, Any]:
+def together(statements: Iterable[Judged]) -> dict[str, Any]:
     """Fields of a claim that all of several statements hold, of which one that does not is enough.
 
     All hold with the largest of their p; that one does not, which is chosen among them, with the
@@ -180,7 +212,7 @@ def stated(
 def _compared(
     a: Sequence[float],
     b: Sequence[float],
-    judged: tuple[Verdict, float],
+    judged: Judged,
     *,
     what: str = "validation perplexity",
     digits: int = 2,

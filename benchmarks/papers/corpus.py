@@ -119,14 +119,9 @@ def prepare(corpus: Corpus) -> Prepared:
         return _ready[corpus]
     model, vocabulary = tokenizer()
     texts = _texts(corpus)
-    texts["train"] = [
-        (part, of) for text, of in texts["train"] for part in _parts(text, corpus.cut)
-    ]
-    content = [
-        asdict(corpus),
-        vocabulary,
-        *([_digest("".join(d)) for d in texts[s]] for s in texts),
-    ]
+    texts["train"] = [(t, of) for text, of in texts["train"] for t in _parts(text, corpus.cut)]
+    digests = [[_digest("".join(document)) for document in of] for of in texts.values()]
+    content = [asdict(corpus), vocabulary, *digests]
     key = _digest(json.dumps(content))
     grouped = ("--group-key", "folder") if corpus.folders else ()
     folder = WORK / "corpora" / key

@@ -12,7 +12,7 @@ again: the same tokens but its first, so what differs is that a was seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ from megapack.training.engine.world import World
 from megapack.training.model.training_model import TrainingModel, on_device
 
 Tokens = NDArray[np.int64]
-FORWARD_TOKENS = 8192  # several streams share a forward
+FORWARD_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,7 @@ def behind(model: TrainingModel, here: World, config: EngineConfig, run: Run) ->
             after.append(Part(context, before + 1, len(context)))
         else:
             context = document
-    return {
-        "alone": perplexity(model, here, config, alone),
-        "behind": perplexity(model, here, config, after),
-        "files": len(alone),
-        "tokens": sum(part.end - part.begin for part in alone),
-    }
+    return _scored(model, here, config, {"alone": alone, "behind": after})
 
 
 def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
@@ -99,34 +94,34 @@ def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) ->
         for name, all_before in given.items():
             stream = np.concatenate([*all_before, wanted])
             parts.setdefault(name, []).append(Part(stream, len(stream) - len(wanted), len(stream)))
-    scored = parts["prefix"]
-    return {
-        **{name: perplexity(model, here, config, some) for name, some in parts.items()},
-        "files": len(scored),
-        "tokens": sum(part.end - part.begin for part in scored),
-    }
+    return _scored(model, here, config, parts)
+
+
+def _scored(
+    model: TrainingModel, here: World, config: EngineConfig, parts: dict[str, list[Part]]
+) -> dict[str, Any]:
+    """Perplexities of the same tokens, given this and that, and how many they are."""
+    found: dict[str, Any] = {n: perplexity(model, here, config, of) for n, of in parts.items()}
+    some = next(iter(parts.values()))
+    return found | {"files": len(some), "tokens": sum(part.end - part.begin for part in some)}
 
 
 def perplexity(
     model: TrainingModel, here: World, config: EngineConfig, parts: Sequence[Part]
 ) -> float:
     """Of all tokens of all parts together."""
-    total = 0.0
-    for some in _forwards(parts):
+    total, room = 0.0, 0
+    forwards: list[list[Part]] = []
+    for part in parts:  # several streams share a forward
+        room -= len(part.stream)
+        if room < 0:
+            forwards.append([])
+            room = FORWARD_TOKENS - len(part.stream)
+        forwards[-1].append(part)
+    for some in forwards:
         loss, *_ = model(**on_device(_batch(some), here.device, config))
         total += float(loss)
     return math.exp(total / sum(part.end - part.begin for part in parts))
-
-
-def _forwards(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    some: list[Part] = []
-    for part in parts:
-        if some and sum(len(p.stream) for p in (*some, part)) > FORWARD_TOKENS:
-            yield some
-            some = []
-        some.append(part)
-    if some:
-        yield some
 
 
 def _batch(parts: Sequence[Part]) -> dict[str, Any]:

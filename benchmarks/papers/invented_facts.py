@@ -103,11 +103,10 @@ def measure(model: TrainingModel, here: World, config: EngineConfig, run: Run) -
     encode = vocabulary().encode
     pairs = [(encode(fact.prompt), encode(fact.answer)) for fact in facts()]
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-    device = here.device
+    device, dtype = here.device, next(model.parameters()).dtype
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     tokens = torch.tensor([t for pair in pairs for part in pair for t in part], device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    dtype = next(model.parameters()).dtype
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = model.hidden_states(tokens[None], positions[None], ends, max(lengths))
         head = model.model.get_output_embeddings().weight  # type: ignore[operator]

@@ -79,21 +79,12 @@ class _Bench:
         # A run of one step (QUICK) shows that this works, and no times.
         self.size = (SAMPLES if self.num_steps > 1 else 1) * max(run.buckets)
         self.dataset = IndexedDataset(prepare(run.corpus).train)
-        self.index = pack(
-            self.dataset.document_lengths,
-            run.strategy,
-            buckets=list(run.buckets),
-            seed=run.seed,
-            **run.parameters,
-        )
+        how = {"buckets": list(run.buckets), "seed": run.seed, **run.parameters}
+        self.index = pack(self.dataset.document_lengths, run.strategy, **how)
         # Not the trained one: DeepSpeed listens to its gradients.
-        fresh, _ = open_model(
-            from_dict(ModelConfig, dict(run.config["model"]), where="model"),
-            engine,
-            model.configuration,
-            device=here.device,
-            seed=run.seed,
-        )
+        config = from_dict(ModelConfig, dict(run.config["model"]), where="model")
+        own = {"device": here.device, "seed": run.seed}
+        fresh, _ = open_model(config, engine, model.configuration, **own)
         self.model = fresh.cast(compute_dtype(engine))
 
     def times(self, attention: Attention, same: bool, dealing: Dealing) -> list[list[float]]:
@@ -111,42 +102,31 @@ class _Bench:
 
     def loaders(self, attention: Attention, same: bool, dealing: Dealing) -> list[PackedLoader]:
         """One per rank: of a step of all ranks, or of a schedule of its own."""
-        data = PackedDataset(self.dataset, self.index, attention=attention)
-        if same:
-            common = Schedule(data, tokens_per_step=NUM_RANKS * self.size, seed=self.run.seed)
-            return [self.loader(data, common, r, NUM_RANKS, dealing) for r in range(NUM_RANKS)]
-        own = [
-            Schedule(data, tokens_per_step=self.size, seed=NUM_RANKS * self.run.seed + rank)
-            for rank in range(NUM_RANKS)
-        ]
-        return [self.loader(data, schedule, 0, 1, dealing) for schedule in own]
-
-    def loader(
-        self, data: PackedDataset, schedule: Schedule, rank: int, num_ranks: int, dealing: Dealing
-    ) -> PackedLoader:
-        return build_loader(
-            data,
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=num_ranks,
-            micro_batch_tokens=self.size,
-            num_steps=self.num_steps + 1,
-            dealing=dealing,
-            prefetch=0,
-        )
+        data, found = PackedDataset(self.dataset, self.index, attention=attention), []
+        how: dict[str, Any] = {"micro_batch_tokens": self.size, "num_steps": self.num_steps + 1}
+        how |= {"dealing": dealing, "prefetch": 0}
+        for rank in range(NUM_RANKS):
+            seed = self.run.seed if same else NUM_RANKS * self.run.seed + rank
+            place, ranks = (rank, NUM_RANKS) if same else (0, 1)
+            schedule = Schedule(data, tokens_per_step=ranks * self.size, seed=seed)
+            who = {"data_parallel_rank": place, "data_parallel_size": ranks}
+            found.append(build_loader(data, schedule, **who, **how))
+        return found
 
     def seconds(self, batch: Batch) -> float:
         """Of one forward and backward."""
         cuda = self.here.device.type == "cuda"
-        clock = time.perf_counter if cuda else time.thread_time
-        arguments = on_device(batch, self.here.device, self.engine)
-        if cuda:
+
+        def clock() -> float:
+            if not cuda:
+                return time.thread_time()
             torch.cuda.synchronize()
+            return time.perf_counter()
+
+        arguments = on_device(batch, self.here.device, self.engine)
         begin = clock()
         loss, *_ = self.model(**arguments, scale=1 / batch["num_step_label_tokens"])
         loss.backward()
-        if cuda:
-            torch.cuda.synchronize()
         return clock() - begin
 
     def gradient(self, dealing: Dealing) -> Tensor:

@@ -24,7 +24,6 @@ from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from papers.corpus import WORK, Corpus, Prepared, prepare
-from papers.figures import lines
 
 from megapack.training.engine.directory import read_jsonl
 from megapack.training.evaluation.comparison import Curve, read_curve
@@ -94,38 +93,25 @@ class Task:
 
     run: Run
     folder: Path
-    prepared: Prepared
-    other: Prepared | None
-    validate: Mapping[str, Prepared]
+    prepared: Mapping[Corpus, Prepared]
     start: Path | None
     keep_model: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the recipes are.
+    """How large the recipes are."""
 
-    Attributes:
-        name: cpu, long, quick or gpu.
-        num_seeds: of every arm; None: as many as the recipe has at this scale.
-        workers: runs at a time.
-    """
-
-    name: str
-    num_seeds: int | None = None
-    workers: int = 2
+    name: str  # cpu, long, quick or gpu
+    num_seeds: int | None = None  # of every arm; None: as many as the recipe has at this scale
+    workers: int = 2  # runs at a time
 
     def seeds(self, usual: int = 3) -> range:
         """The same for all arms of a recipe, which has ``usual`` where the scale does not say."""
         return range(usual if self.num_seeds is None else self.num_seeds)
 
     def pick(
-        self,
-        *,
-        cpu: Choice,
-        gpu: Choice,
-        quick: Choice | None = None,
-        long: Choice | None = None,
+        self, *, cpu: Choice, gpu: Choice, quick: Choice | None = None, long: Choice | None = None
     ) -> Choice:
         """The value for this scale; ``quick`` and ``long`` are as ``cpu`` unless they are given."""
         given = {"gpu": gpu, "quick": quick, "long": long}.get(self.name)
@@ -159,19 +145,14 @@ def paired(base: Run, arms: Mapping[str, Mapping[str, Any]], seeds: Iterable[int
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run.
-
-    Attributes:
-        run: what was run.
-        folder: log.jsonl, evaluation.jsonl, result.json, and model/ where it was kept.
-        summary: result.json: steps, steps_per_epoch, tokens, seconds, parameters, index (metrics of
-            the packing), valid (name -> loss, perplexity, ...), contexts (context -> the same),
-            probe.
-    """
+    """A finished run."""
 
     run: Run
     folder: Path
+    """log.jsonl, evaluation.jsonl, result.json, and model/ where it was kept."""
     summary: dict[str, Any]
+    """result.json: steps, steps_per_epoch, tokens, seconds, parameters, index (metrics of the
+    packing), valid (name -> loss, perplexity, ...), contexts (context -> the same), probe."""
 
     def log(self) -> list[dict[str, Any]]:
         """One line per step: step, epoch, epoch_end, capacity, tokens, loss, seconds."""
@@ -221,24 +202,45 @@ def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
     return [{name: fmean(line[name] for line in at) for name in names} for at in evaluations]
 
 
+def lines(
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+) -> None:
+    """Write one line per name; x and y name the axes."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, (xs, ys) in curves.items():
+        axes.plot(xs, ys, marker="o", markersize=3, linewidth=1.2, label=name)
+    if log_x:
+        ticks = sorted({value for xs, _ in curves.values() for value in xs})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def plot_over_steps(path: Path, results: Sequence[Result], *, y: str, first: int = 0) -> None:
     """Validation perplexities of every arm, from evaluation ``first`` on."""
-    points = {name: mean_evaluations(group)[first:] for name, group in by_name(results).items()}
-    curves = {
-        name: ([at["step"] for at in own], [at["perplexity"] for at in own])
-        for name, own in points.items()
-    }
+    curves = {}
+    for name, group in by_name(results).items():
+        points = mean_evaluations(group)[first:]
+        curves[name] = [at["step"] for at in points], [at["perplexity"] for at in points]
     lines(path, curves, x="step", y=y)
 
 
 def worker_pool(workers: int, *, cuda: bool = False) -> Executor:
     """Processes for ``run_all``; they start with the first run, and import torch once."""
-    return ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-        initargs=(cuda,),
-    )
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, initializer=_begin_worker, initargs=(cuda,))
 
 
 def run_all(runs: Sequence[Run], pool: Executor) -> list[Result]:
@@ -273,20 +275,21 @@ def _task(run: Run) -> Task:
     return Task(
         run=run,
         folder=_folder(run),
-        prepared=prepare(run.corpus),
-        other=None if run.other is None else prepare(run.other),
-        validate={name: prepare(corpus) for name, corpus in run.validate.items()},
+        prepared={corpus: prepare(corpus) for corpus in _corpora(run)},
         start=_folder(run.start) / "model" if run.start is not None else None,
         keep_model=run.keep_model,
     )
 
 
+def _corpora(run: Run) -> list[Corpus]:
+    return [run.corpus, *filter(None, [run.other]), *run.validate.values()]
+
+
 def _folder(run: Run) -> Path:
     content = dataclasses.asdict(dataclasses.replace(run, start=None, keep_model=False))
-    corpora = [run.corpus, *([] if run.other is None else [run.other]), *run.validate.values()]
     parts = [
         content,
-        [prepare(corpus).key for corpus in corpora],
+        [prepare(corpus).key for corpus in _corpora(run)],
         _folder(run.start).name if run.start is not None else None,
         *(_code_version(f.partition(":")[0] if f else None) for f in (run.probe, run.change)),
     ]

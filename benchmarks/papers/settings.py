@@ -79,23 +79,14 @@ class Setting:
 
     def config(self, *, steps: int, **data: Any) -> dict[str, Any]:
         """Fields of a ``PretrainConfig``: ``data`` over the sizes of this setting."""
-        small = {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "intermediate_size": 192,
-            "rope_theta": 10_000.0,
-            "initializer_range": 0.125,
-        }
-        large = self.scale.name == "gpu"
-        size = self.step_tokens
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 10_000.0}
+        small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192, **heads}
+        small["initializer_range"] = 0.125
+        large, size = self.scale.name == "gpu", self.step_tokens
+        model = {"preset": "llama_demo", "overrides": small}
         return {
             "num_steps": steps,
-            "model": {
-                "preset": "llama_350m" if large else "llama_demo",
-                "overrides": {} if large else small,
-            },
+            "model": {"preset": "llama_350m"} if large else model,
             "data": {"tokens_per_step": size, "micro_batch_tokens": min(size, 32768), **data},
             "optimizer": {"lr": 6e-4 if large else 5e-3},
             "learning_rate": {"warmup_fraction": 0.1, "min_ratio": 0.0},

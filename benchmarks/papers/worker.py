@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
-from papers.corpus import Prepared, complete, remember
+from papers.corpus import Corpus, complete, prepare, remember
 
 from megapack.config import from_dict, to_dict
 from megapack.packing import SampleIndex, pack
@@ -41,7 +41,7 @@ from megapack.training.model.opening import open_model
 from megapack.training.trainer import TimedBatches
 
 if TYPE_CHECKING:
-    from papers.runs import Run, Task
+    from papers.runs import Task
 
 _stack = ExitStack()
 _here: World | None = None
@@ -69,9 +69,8 @@ def train(task: Task) -> dict[str, Any]:
         What ``Result.summary`` is.
     """
     assert _here is not None, "begin() comes first"
-    remember(task.run.corpus, task.prepared)
-    for name, prepared in task.validate.items():
-        remember(task.run.validate[name], prepared)
+    for corpus, prepared in task.prepared.items():
+        remember(corpus, prepared)
     with complete(task.folder) as partial:
         summary = _Training(task, partial, _here).run()
         gc.collect()  # the engine and its parameters refer to each other
@@ -85,9 +84,9 @@ class _Training:
 
     def __init__(self, task: Task, folder: Path, here: World) -> None:
         self.task, self.run_, self.folder, self.here = task, task.run, folder, here
-        self.metrics = self._pack(task.prepared, folder / "train.samples").metrics()
-        if task.other is not None:
-            self._pack(task.other, folder / "other.samples")
+        self.metrics = self._pack(task.run.corpus, folder / "train.samples").metrics()
+        if task.run.other is not None:
+            self._pack(task.run.other, folder / "other.samples")
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
         self.inputs = open_inputs(self.config)
@@ -98,26 +97,17 @@ class _Training:
         self.engine = start_engine(model, self.config, here)
         self.seconds = 0.0
 
-    def _pack(self, prepared: Prepared, path: Path) -> SampleIndex:
-        dataset = IndexedDataset(prepared.train)
-        index = pack(
-            dataset.document_lengths,
-            self.run_.strategy,
-            buckets=list(self.run_.buckets),
-            seed=self.run_.seed,
-            groups=self._groups(dataset),
-            **self.run_.parameters,
-        )
+    def _pack(self, corpus: Corpus, path: Path) -> SampleIndex:
+        dataset = IndexedDataset(prepare(corpus).train)
+        groups = None
+        if self.run_.groups is not None:
+            groups = read_groups("auto", dataset.prefix, dataset.num_documents)
+        if self.run_.groups == "shuffled":
+            groups = np.random.default_rng(self.run_.seed).permutation(groups)
+        how = {"buckets": list(self.run_.buckets), "seed": self.run_.seed, **self.run_.parameters}
+        index = pack(dataset.document_lengths, self.run_.strategy, groups=groups, **how)
         index.save(path, source={"fingerprint": dataset.fingerprint}, overwrite=True)
         return index
-
-    def _groups(self, dataset: IndexedDataset) -> NDArray[np.int64] | None:
-        if self.run_.groups is None:
-            return None
-        ids = read_groups("auto", dataset.prefix, dataset.num_documents)
-        if self.run_.groups == "folder":
-            return ids
-        return np.random.default_rng(self.run_.seed).permutation(ids)
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, probe."""
@@ -129,93 +119,67 @@ class _Training:
             "seconds": self.seconds,
             "parameters": self.parameters,
             "index": {k: v for k, v in self.metrics.items() if isinstance(v, (int, float))},
-            "valid": {name: self._validate(name) for name in self.task.validate},
+            "valid": {name: self._validate(name) for name in self.run_.validate},
         }
-        if self.run_.contexts:
-            summary["contexts"] = self._contexts()
+        if contexts := self.run_.contexts:
+            long = IndexedDataset(prepare(self.run_.validate["long"]).valid)
+            by = perplexity_by_context(self.engine, long, contexts, **self._evaluation())
+            summary["contexts"] = {str(context): of.report() for context, of in by.items()}
         if self.run_.probe is not None:
-            summary["probe"] = self._probe(self.run_)
+            model, probe = self.engine.module.eval(), _named(self.run_.probe)
+            with torch.no_grad():
+                summary["probe"] = probe(model, self.here, self.config.engine, self.run_)
         if self.task.keep_model:
             export_model(self.engine, self.folder / "model", self.here)
         self.engine.destroy()
         return summary
 
     def _train(self) -> None:
-        config, inputs = self.config, self.inputs
+        config, inputs, every = self.config, self.inputs, self.run_.evaluate_every
         loader: Any = inputs.loader(config, self.here, 0, inputs.num_steps)
         if self.run_.change is not None:
             loader = map(_named(self.run_.change), loader)
-        batches = TimedBatches(loader)
-        with (self.folder / "log.jsonl").open("w", encoding="utf-8") as log:
+        rates = partial(
+            config.learning_rate.at, num_steps=inputs.num_steps, peak=config.optimizer.lr
+        )
+        how = {"world": self.here, "config": config.engine}
+        begin = time.perf_counter()
+        for step, of_step in TimedBatches(loader).steps():
+            micro_batches = list(of_step)
+            result = train_step(self.engine, micro_batches, lr=rates(step), **how)
+            # Counted, as ``change`` may have taken some away.
+            labels = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
+            # item() waits for the device, so that seconds are those of the step
+            loss = result.loss_sum.item() / max(1, labels)
+            seconds = time.perf_counter() - begin
+            self.seconds += seconds
+            self._note("log.jsonl", {
+                "step": step, "epoch": step / inputs.steps_per_epoch,
+                "epoch_end": (step + 1) / inputs.steps_per_epoch,
+                "capacity": inputs.schedule.step(step).capacity,
+                "tokens": config.data.tokens_per_step, "loss": loss, "seconds": seconds,
+            })  # fmt: skip
+            done = step + 1
+            if every is not None and (done % every == 0 or done == inputs.num_steps):
+                about = {"step": done, "tokens": done * config.data.tokens_per_step}
+                scored = self._validate(next(iter(self.run_.validate)))
+                self._note("evaluation.jsonl", {**about, **scored})
             begin = time.perf_counter()
-            for step, of_step in batches.steps():
-                micro_batches = list(of_step)
-                lr = config.learning_rate.at(
-                    step, num_steps=inputs.num_steps, peak=config.optimizer.lr
-                )
-                result = train_step(
-                    self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
-                )
-                # Counted, as ``change`` may have taken some away.
-                labels = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
-                # item() waits for the device, so that seconds are those of the step
-                loss = result.loss_sum.item() / max(1, labels)
-                seconds = time.perf_counter() - begin
-                self.seconds += seconds
-                line = {
-                    "step": step,
-                    "epoch": step / inputs.steps_per_epoch,
-                    "epoch_end": (step + 1) / inputs.steps_per_epoch,
-                    "capacity": inputs.schedule.step(step).capacity,
-                    "tokens": config.data.tokens_per_step,
-                    "loss": loss,
-                    "seconds": seconds,
-                }
-                log.write(json.dumps(line) + "\n")
-                every = self.run_.evaluate_every
-                if every is not None and ((step + 1) % every == 0 or step + 1 == inputs.num_steps):
-                    self._note_evaluation(step + 1)
-                begin = time.perf_counter()
 
-    def _note_evaluation(self, step: int) -> None:
-        line = {
-            "step": step,
-            "tokens": step * self.config.data.tokens_per_step,
-            **self._validate(next(iter(self.task.validate))),
-        }
-        with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+    def _note(self, name: str, line: dict[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _validate(self, name: str) -> dict[str, Any]:
         """Every held-out token once, given its own document."""
-        positions = self.config.data.positions
-        data = open_validation(
-            str(self.task.validate[name].valid),
-            None,
-            buckets=[self.run_.valid_bucket],
-            positions="document" if positions == "document" else "segment",
-        )
+        positions = "document" if self.config.data.positions == "document" else "segment"
+        how = {"buckets": [self.run_.valid_bucket], "positions": positions}
+        data = open_validation(str(prepare(self.run_.validate[name]).valid), None, **how)
         return evaluate(self.engine, data, **self._evaluation()).report()
 
-    def _contexts(self) -> dict[str, Any]:
-        long = IndexedDataset(self.task.validate["long"].valid)
-        found = perplexity_by_context(self.engine, long, self.run_.contexts, **self._evaluation())
-        return {str(context): evaluation.report() for context, evaluation in found.items()}
-
     def _evaluation(self) -> dict[str, Any]:
-        return {
-            "world": self.here,
-            "config": self.config.engine,
-            "micro_batch_tokens": self.config.data.micro_batch_tokens,
-        }
-
-    def _probe(self, run: Run) -> dict[str, Any]:
-        model = self.engine.module.eval()
-        with torch.no_grad():
-            found: dict[str, Any] = _named(str(run.probe))(
-                model, self.here, self.config.engine, run
-            )
-        return found
+        tokens = self.config.data.micro_batch_tokens
+        return {"world": self.here, "config": self.config.engine, "micro_batch_tokens": tokens}
 
 
 def _named(path: str) -> Any:
@@ -226,27 +190,25 @@ def _named(path: str) -> Any:
 
 def configuration(task: Task, folder: Path) -> PretrainConfig:
     """The configuration of a run, as ``megapack-pretrain`` would read it."""
-    given = {key: dict(v) if isinstance(v, dict) else v for key, v in task.run.config.items()}
-    given["run_dir"] = str(folder)
-    given["seed"] = task.run.seed
-    given["data"] = {**given["data"], **_sources(task, folder, int(given["num_steps"]))}
+    given = {**task.run.config, "run_dir": str(folder), "seed": task.run.seed}
+    given["data"] = {**given["data"], **_sources(task, folder)}
     if task.start is not None:
         given["model"] = {**given.get("model", {}), "pretrained": str(task.start)}
     return from_dict(PretrainConfig, given, where=f"{task.run.recipe}: {task.run.name}")
 
 
-def _sources(task: Task, folder: Path, num_steps: int) -> dict[str, str]:
+def _sources(task: Task, folder: Path) -> dict[str, str]:
     """Fields of ``data``: documents and samples, or a manifest where there is more to say."""
     run = task.run
-    one = {"prefix": str(task.prepared.train), "index": str(folder / "train.samples")}
-    if task.other is None and run.fim is None:
+    one = {"prefix": str(prepare(run.corpus).train), "index": str(folder / "train.samples")}
+    if run.other is None and run.fim is None:
         return one
     manifest: dict[str, Any] = {"sources": [{"name": "corpus", **one, "weight": 1}]}
     if run.fim is not None:
         manifest["fim"] = run.fim
-    if task.other is not None:
-        other = {"prefix": str(task.other.train), "index": str(folder / "other.samples")}
-        manifest["run_tokens"] = num_steps * run.config["data"]["tokens_per_step"]
+    if run.other is not None:
+        other = {"prefix": str(prepare(run.other).train), "index": str(folder / "other.samples")}
+        manifest["run_tokens"] = run.config["num_steps"] * run.config["data"]["tokens_per_step"]
         manifest["sources"][0]["max_epochs"] = run.max_epochs
         manifest["sources"].append({"name": "other", **other, "weight": 1, "max_epochs": 1})
     (folder / "blend.json").write_text(json.dumps(manifest), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import boto3
+import botocore.config
 import numpy as np
 import pytest
 from commands import build, printed
@@ -301,6 +304,16 @@ def put_many(folder: Path, size: int) -> tuple[RemoteObject, bytes]:
 def list_of_parts(folder: Path) -> int:
     """Requests besides those of the parts."""
     return int(folder_of(folder).startswith("az"))
+
+
+def test_client_that_waits_for_a_word_before_a_body_gets_it_from_the_line(line: Line) -> None:
+    """boto3 sends ``Expect: 100-continue`` with a stream; the server's word is no answer."""
+    short = botocore.config.Config(read_timeout=20, retries={"max_attempts": 0})
+    store = boto3.client("s3", config=short)
+    for size in (1, 100_000):
+        store.put_object(Bucket=BUCKET, Key="stream", Body=io.BytesIO(bytes(size)))
+        assert store.head_object(Bucket=BUCKET, Key="stream")["ContentLength"] == size
+    assert line.counts["PUT"] == line.counts["HEAD"] == 2
 
 
 @EVERY_STORE

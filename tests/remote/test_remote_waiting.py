@@ -92,9 +92,9 @@ def test_a_wait_says_for_which_block_of_which_object(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The store stalls in the middle of a run, then answers; the batches are the same."""
-    monkeypatch.setattr(pool, "WARN_SECONDS", 0.1)
     address = put_dataset(tmp_path / "docs")
     PackedDataset(address, f"{address}.samples")  # what is small is here now
+    monkeypatch.setattr(pool, "WARN_SECONDS", 0.1)
     line.latency = 0.5
     assert run(address, num_steps=4) == run(tmp_path / "docs", num_steps=4)
     said = [record.message for record in caplog.records if record.message.startswith("waiting")]

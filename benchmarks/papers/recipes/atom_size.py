@@ -15,16 +15,17 @@ What the paper leaves open or does otherwise, and how it is here:
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from papers.claims import Claim, below, less, near, shown, together
-from papers.composition.atom_size import STEPS
+from papers.claims import Claim, Row, below, compared, less, near, shown, together
 from papers.corpus import Corpus
 from papers.runs import Result, Run, Scale, by_name, paired, scores
 from papers.settings import WHOLE, engine
 
+from megapack.packing import pack
 from megapack.training.evaluation.comparison import Curve, plot_curves, standings
 
 TITLE = "Atom size (Chen et al.)"
@@ -40,6 +41,14 @@ TABLE_2 = {
 }
 # Table 3: MSL -> perplexity of concat and padding.
 TABLE_3 = {32: (91.01, 87.22), 64: (110.45, 99.79), 128: (102.42, 82.55)}
+
+NUM_DOCUMENTS = 803_000  # A.1: 1.81M rows less 55.62 %
+NUM_TOKENS = 114_400_095  # A.5: per epoch
+STEPS = {  # Table 3; MSL: batch, steps of concat, steps of padding
+    32: (256, 28_120, 31_816),
+    64: (256, 14_058, 17_308),
+    128: (128, 14_056, 20_496),
+}
 
 
 def arm(strategy: str, share: float = 1.0, *, capacity: int = MSL, shifted: bool = False) -> str:
@@ -70,40 +79,57 @@ def tables() -> list[dict[str, dict[str, Any]]]:
     ]
 
 
-def corpus(scale: Scale) -> Corpus:
-    """Short prose as in A.1: no document below about 50 words, 188 tokens in the mean."""
-    return Corpus(
-        domain="prose",
+def runs(scale: Scale) -> list[Run]:
+    """All arms times seeds, on short prose as in A.1: no document below about 50 words, 188 tokens
+    in the mean."""
+    documents = Corpus(
+        domain="prose", min_bytes=250, max_bytes=700,
         train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=2_000_000),
         valid_bytes=scale.pick(cpu=120_000, quick=10_000, gpu=300_000),
-        min_bytes=250,
-        max_bytes=700,
-    )
-
-
-def runs(scale: Scale) -> list[Run]:
-    """All arms times seeds."""
-    documents = corpus(scale)
+    )  # fmt: skip
     small = {"preset": "gpt2_tiny_alibi", "overrides": {"n_head": 2, "initializer_range": 0.125}}
     tokens = scale.pick(cpu=1024, quick=512, gpu=4096)
+    config = {
+        "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
+        "model": scale.pick(cpu=small, gpu={"preset": "gpt2_124m_alibi"}),
+        "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
+        "optimizer": {"lr": scale.pick(cpu=3e-3, gpu=6e-4)},
+        "learning_rate": {"kind": "constant", "warmup_steps": 20},
+        "engine": engine(scale),
+    }
     base = Run(
-        recipe="atom_size",
-        corpus=documents,
-        strategy="concat",
-        buckets=(MSL,),
-        config={
-            "num_steps": scale.pick(cpu=None, quick=4, gpu=None),
-            "model": scale.pick(cpu=small, gpu={"preset": "gpt2_124m_alibi"}),
-            "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
-            "optimizer": {"lr": scale.pick(cpu=3e-3, gpu=6e-4)},
-            "learning_rate": {"kind": "constant", "warmup_steps": 20},
-            "engine": engine(scale),
-        },
+        recipe="atom_size", corpus=documents, strategy="concat", buckets=(MSL,), config=config,
         validate={"prose": documents},
-    )
+    )  # fmt: skip
     arms = {name: changes for table in tables() for name, changes in table.items()}
     arms[arm("pad")]["evaluate_every"] = scale.pick(cpu=50, quick=4, gpu=50)
     return paired(base, arms, scale.seeds())
+
+
+def table_3_steps() -> list[Row]:
+    """Table 3: training steps of two epochs, concat and padding, atom size = MSL.
+
+    Padding there cuts a document in pieces of MSL - 1 tokens and ends each with EOS: a document of
+    n tokens becomes one of n + ceil(n / (MSL - 1)), cut at MSL. The paper prints the number and the
+    mean of the lengths; their shape here is a gamma law (shape 2) from 40 on.
+    """
+    generator = np.random.default_rng(0)
+    lengths = 40 + generator.gamma(2.0, (NUM_TOKENS / NUM_DOCUMENTS - 40) / 2, NUM_DOCUMENTS)
+    lengths = np.rint(lengths * NUM_TOKENS / lengths.sum()).astype(np.int32)
+    row = partial(compared, "Atom size Table 3", "WikiText-like, mean 142")
+    rows = []
+    for capacity, (batch, concat_steps, padding_steps) in STEPS.items():
+        pieces = -(-lengths // (capacity - 1))
+        joined = pack(lengths + 1, "concat", buckets=[capacity]).num_samples
+        padded = pack(lengths + pieces, "pad", buckets=[capacity]).num_samples
+        ratio = padding_steps / concat_steps
+        item = f"MSL {capacity}"
+        rows += [
+            row(f"{item}, concat", "steps, 2 epochs", (concat_steps, 2 * joined / batch)),
+            row(f"{item}, padding", "steps, 2 epochs", (padding_steps, 2 * padded / batch)),
+            row(item, "padding / concat", (ratio, padded / joined)),
+        ]
+    return rows
 
 
 class Figures:
@@ -122,18 +148,12 @@ class Figures:
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
 
-    def steps(self, name: str) -> int:
-        """Of an epoch."""
-        return int(self.results[name][0].summary["steps_per_epoch"])
-
     def at_equal_steps(self) -> list[float]:
         """Held-out perplexity of padding when concat is done, one per seed."""
         result = []
-        pairs = zip(self.results[arm("pad")], self.results[arm("concat")], strict=True)
-        for padded, joined in pairs:
-            points = padded.evaluations()
-            steps = [point["step"] for point in points]
-            losses = [point["loss"] for point in points]
+        arms = (self.results[arm(of)] for of in ("pad", "concat"))
+        for padded, joined in zip(*arms, strict=True):
+            steps, losses = ([at[key] for at in padded.evaluations()] for key in ("step", "loss"))
             result.append(float(np.exp(np.interp(joined.summary["steps"], steps, losses))))
         return result
 
@@ -153,16 +173,13 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
             printed.setdefault(arm(strategy, capacity=capacity), perplexity)
     return [
         {
-            "samples": name,
-            "steps": group[0].summary["steps"],
-            "final perplexity (training)": shown(figures.final[name]),
-            "paper": printed.get(name),
+            "samples": name, "steps": group[0].summary["steps"],
+            "final perplexity (training)": shown(figures.final[name]), "paper": printed.get(name),
             "ranking": shown(figures.rank[name]),
-            "held-out perplexity": shown(figures.held_out[name]),
-            "seeds": len(group),
+            "held-out perplexity": shown(figures.held_out[name]), "seeds": len(group),
         }
         for name, group in figures.results.items()
-    ]
+    ]  # fmt: skip
 
 
 def claims(results: list[Result]) -> list[Claim]:
@@ -191,12 +208,7 @@ _WHY = {
 
 
 def _atoms(
-    figures: Figures,
-    strategy: str,
-    shares: tuple[float, ...],
-    words: str,
-    *,
-    shifted: bool = False,
+    figures: Figures, strategy: str, shares: tuple[float, ...], words: str, shifted: bool = False
 ) -> list[Claim]:
     """Atoms of other sizes against 1 MSL, by each of three measures."""
     best, printed = arm(strategy, shifted=shifted), TABLE_2[strategy]
@@ -206,24 +218,15 @@ def _atoms(
     for quantity, measure in zip(_WHY, measures, strict=True):
         others = {share: measure[arm(strategy, share, shifted=shifted)] for share in shares}
         judged = {share: less(measure[best], of) for share, of in others.items()}
-        is_final = quantity == "final training perplexity"
-        found.append(
-            Claim(
-                source=f"{SOURCE} Table 2",
-                claim=f"{STRATEGIES[strategy]}, {labels}: atoms {words} than 1 MSL lose "
-                f"({quantity})",
-                paper=f"{printed[1.0]:g} against " + ", ".join(f"{printed[s]:g}" for s in shares)
-                if is_final
-                else "1 MSL wins",
-                measured=f"{shown(measure[best])} against "
-                + ", ".join(
-                    f"{shown(of)} ({share:g} MSL: {judged[share][0]})"
-                    for share, of in others.items()
-                ),
-                **together(judged.values()),
-                why=_WHY[quantity],
-            )
-        )
+        paper = f"{printed[1.0]:g} against " + ", ".join(f"{printed[s]:g}" for s in shares)
+        each = (f"{shown(of)} ({s:g} MSL: {judged[s][0]})" for s, of in others.items())
+        found.append(Claim(
+            source=f"{SOURCE} Table 2",
+            claim=f"{STRATEGIES[strategy]}, {labels}: atoms {words} than 1 MSL lose ({quantity})",
+            paper=paper if quantity == "final training perplexity" else "1 MSL wins",
+            measured=f"{shown(measure[best])} against {', '.join(each)}",
+            **together(judged.values()), why=_WHY[quantity],
+        ))  # fmt: skip
     return found
 
 
@@ -231,7 +234,8 @@ def _strategies(figures: Figures, capacity: int) -> list[Claim]:
     """Concat against padding at one MSL."""
     joined, padded = (arm(strategy, capacity=capacity) for strategy in STRATEGIES)
     (_, joined_steps, padded_steps), (low, high) = STEPS[capacity], TABLE_3[capacity]
-    ratio, paper_ratio = figures.steps(padded) / figures.steps(joined), padded_steps / joined_steps
+    epoch = [figures.results[name][0].summary["steps_per_epoch"] for name in (padded, joined)]
+    ratio, paper_ratio = epoch[0] / epoch[1], padded_steps / joined_steps
     equal = f"MSL {capacity}: padding has the lower"
     words = {"source": f"{SOURCE} Table 3", "what": "padding against concat"}
     return [

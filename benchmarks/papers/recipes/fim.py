@@ -41,27 +41,18 @@ def runs(scale: Scale) -> list[Run]:
     """Rates times seeds."""
     capacity = scale.pick(cpu=2048, gpu=8192)
     corpus = Corpus(
-        domain="code",
+        domain="code", min_bytes=100, max_bytes=scale.pick(cpu=2_000, gpu=16_000),
         train_bytes=scale.pick(cpu=1_500_000, quick=100_000, gpu=20_000_000),
         valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=500_000),
-        min_bytes=100,
-        max_bytes=scale.pick(cpu=2_000, gpu=16_000),
-    )
+    )  # fmt: skip
     steps = scale.pick(cpu=320, quick=4, gpu=300)
     config = Setting(scale).config(steps=steps, attention="document")
     config["model"]["vocab_size"] = VOCAB_SIZE + len(SENTINELS)
     base = Run(
-        recipe="fim",
-        corpus=corpus,
-        strategy="best_fit_decreasing",
-        buckets=(capacity,),
-        parameters={"fim_room": len(SENTINELS)},
-        config=config,
-        validate={"documents": corpus},
-        valid_bucket=capacity,
-        evaluate_every=max(1, steps // 3),
-        probe="papers.given:middle",
-    )
+        recipe="fim", corpus=corpus, strategy="best_fit_decreasing", buckets=(capacity,),
+        parameters={"fim_room": len(SENTINELS)}, config=config, validate={"documents": corpus},
+        valid_bucket=capacity, evaluate_every=max(1, steps // 3), probe="papers.given:middle",
+    )  # fmt: skip
     arms = {n: {"fim": {"rate": rate, "sentinels": SENTINELS}} for n, rate in RATES.items()}
     return paired(base, arms, scale.seeds(5))
 

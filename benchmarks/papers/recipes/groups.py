@@ -39,27 +39,18 @@ ARMS: dict[str, dict[str, Any]] = {
 def runs(scale: Scale) -> list[Run]:
     """Four ways to put files together times seeds."""
     corpus = Corpus(
-        domain="code",
-        train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
-        valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000),
-        min_bytes=100,
-        max_bytes=scale.pick(cpu=1_500, gpu=16_000),
-        folders=True,
-    )
+        domain="code", train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
+        valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000), min_bytes=100,
+        max_bytes=scale.pick(cpu=1_500, gpu=16_000), folders=True,
+    )  # fmt: skip
     steps = scale.pick(cpu=300, quick=4, gpu=200)
     capacity = scale.pick(cpu=1024, gpu=8192)
     sizes = {"tokens_per_step": STEP * capacity, "micro_batch_tokens": STEP * capacity}
     base = Run(
-        recipe="groups",
-        corpus=corpus,
-        strategy="best_fit_decreasing",
-        buckets=(capacity,),
-        config=Setting(scale).config(steps=steps, **sizes),
-        validate={"documents": corpus},
-        valid_bucket=capacity,
-        evaluate_every=max(1, steps // 3),
-        probe="papers.given:behind",
-    )
+        recipe="groups", corpus=corpus, strategy="best_fit_decreasing", buckets=(capacity,),
+        config=Setting(scale).config(steps=steps, **sizes), validate={"documents": corpus},
+        valid_bucket=capacity, evaluate_every=max(1, steps // 3), probe="papers.given:behind",
+    )  # fmt: skip
     return paired(base, ARMS, scale.seeds(5))
 
 
@@ -72,14 +63,10 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
         alone, behind = probed(group, "alone"), probed(group, "behind")
         gain = difference(behind, alone)
         found.append(
-            {
-                "arm": name,
-                **against(whole[name], whole[DEFAULT]),
-                "behind_others_alone": shown(alone),
-                "behind_others_in_view": shown(behind),
-                "view_changes_%": 100 * gain.mean / fmean(alone),
-                "padding_%": 100 * group[0].summary["index"]["padding_ratio"],
-            }
+            {"arm": name, **against(whole[name], whole[DEFAULT])}
+            | {"behind_others_alone": shown(alone), "behind_others_in_view": shown(behind)}
+            | {"view_changes_%": 100 * gain.mean / fmean(alone)}
+            | {"padding_%": 100 * group[0].summary["index"]["padding_ratio"]}
         )
     return found
 

@@ -37,7 +37,7 @@ ARMS = {
     CLASSIC: ("sample", "sample", "sample"),
     LEARNED: ("document", "document", "segment"),
     LEARNED_UNBROKEN: ("document", "document", "sample"),
-}
+}  # fmt: skip
 WITHOUT_ROPE = (LEARNED, LEARNED_UNBROKEN)  # learned position embeddings in place of it
 
 
@@ -49,29 +49,18 @@ def runs(scale: Scale) -> list[Run]:
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
     rotary = setting.config(steps=scale.pick(cpu=340, quick=4, gpu=30))
     small = {"n_head": 2, "initializer_range": 0.125}
-    model = {
-        "preset": scale.pick(cpu="gpt2_tiny", gpu="gpt2_124m"),
-        "overrides": {"n_positions": capacity, **scale.pick(cpu=small, gpu={})},
-    }
+    overrides = {"n_positions": capacity, **scale.pick(cpu=small, gpu={})}
+    model = {"preset": scale.pick(cpu="gpt2_tiny", gpu="gpt2_124m"), "overrides": overrides}
     learned = {**rotary, "model": model}
     base = Run(
-        recipe="masking",
-        corpus=setting.corpus,
-        strategy="concat",
-        buckets=(capacity,),
-        config=rotary,
-        validate={"documents": valid},
-        valid_bucket=capacity,
+        recipe="masking", corpus=setting.corpus, strategy="concat", buckets=(capacity,),
+        config=rotary, validate={"documents": valid}, valid_bucket=capacity,
         evaluate_every=scale.pick(cpu=100, quick=4, gpu=8),
-    )
-    fields = ("attention", "label_boundary", "positions")
-    arms = {
-        name: {
-            "data": dict(zip(fields, values, strict=True)),
-            "config": learned if name in WITHOUT_ROPE else rotary,
-        }
-        for name, values in ARMS.items()
-    }
+    )  # fmt: skip
+    fields, arms = ("attention", "label_boundary", "positions"), {}
+    for name, values in ARMS.items():
+        config = learned if name in WITHOUT_ROPE else rotary
+        arms[name] = {"data": dict(zip(fields, values, strict=True)), "config": config}
     return paired(base, arms, scale.seeds(4))
 
 

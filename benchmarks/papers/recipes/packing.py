@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
-from papers.figures import lines
 from papers.recipes.bucketllm import long_documents, mean_contexts, mean_speed, plot_contexts
-from papers.runs import Result, Run, Scale, by_name, mean_evaluations, paired, scores
+from papers.runs import Result, Run, Scale, by_name, lines, mean_evaluations, paired, scores
 from papers.settings import WHOLE, Setting
 
 TITLE = "Which packing, at equal tokens"
@@ -30,11 +29,8 @@ CONCAT, CONCAT_SHORT = "concat, 16k", "concat, 4k"
 FIT, FIT_SHORT = "best_fit, 16k", "best_fit, 4k"
 FIT_CUT = "best_fit, 16k, documents cut at random"
 ONE, MIXED = "bucket, one per step", "bucket, mix: micro_step"
-CLASSIC, CLASSIC_ONE, CLASSIC_LLM = (
-    "concat, 8k, without masks",
-    "bucket, one per step, without masks",
-    "BucketLLM, without masks",
-)
+CLASSIC, CLASSIC_ONE = "concat, 8k, without masks", "bucket, one per step, without masks"
+CLASSIC_LLM = "BucketLLM, without masks"
 STEP = 12  # samples of the longest bucket
 CUT = 0.2  # as many documents as concat of 16k cuts
 
@@ -51,32 +47,21 @@ def runs(scale: Scale) -> list[Run]:
     more = replace(usual_corpus, train_bytes=9_500_000)
     corpus = scale.pick(cpu=usual_corpus, gpu=usual_corpus, long=more)
     steps = scale.pick(cpu=40, quick=1, gpu=60, long=200)
+    sizes = {"tokens_per_step": STEP * ladder[-1], "micro_batch_tokens": micro}
     base = Run(
-        recipe="packing",
-        corpus=corpus,
-        strategy="bucket",
-        buckets=ladder,
-        config=setting.config(
-            steps=steps, tokens_per_step=STEP * ladder[-1], micro_batch_tokens=micro
-        ),
+        recipe="packing", corpus=corpus, strategy="bucket", buckets=ladder,
+        config=setting.config(steps=steps, **sizes),
         validate={"documents": usual_corpus, "long": long_documents(setting)},
-        valid_bucket=ladder[-1],
-        evaluate_every=max(1, steps // 5),
-        contexts=ladder,
-    )
+        valid_bucket=ladder[-1], evaluate_every=max(1, steps // 5), contexts=ladder,
+    )  # fmt: skip
     fit, classic = {"strategy": "best_fit_decreasing", "buckets": largest}, {"data": WHOLE}
     arms: dict[str, dict[str, Any]] = {
-        CONCAT: {"strategy": "concat", "buckets": largest},
-        FIT: fit,
-        ONE: {},
-        MIXED: {"data": mixed},
-        FIT_CUT: {**fit, "corpus": replace(corpus, cut=CUT)},
-        CLASSIC: {"strategy": "concat", "buckets": usual, **classic},
-        CLASSIC_ONE: classic,
+        CONCAT: {"strategy": "concat", "buckets": largest}, FIT: fit, ONE: {},
+        MIXED: {"data": mixed}, FIT_CUT: {**fit, "corpus": replace(corpus, cut=CUT)},
+        CLASSIC: {"strategy": "concat", "buckets": usual, **classic}, CLASSIC_ONE: classic,
         CONCAT_SHORT: {"strategy": "concat", "buckets": short},
-        FIT_SHORT: {**fit, "buckets": short},
-        CLASSIC_LLM: {"strategy": "bucket_llm", **classic},
-    }
+        FIT_SHORT: {**fit, "buckets": short}, CLASSIC_LLM: {"strategy": "bucket_llm", **classic},
+    }  # fmt: skip
     few = dict(list(arms.items())[:4]) if scale.name == "long" else arms
     return paired(base, few, scale.seeds())
 
@@ -141,13 +126,10 @@ def plots(results: list[Result], folder: Path) -> None:
     means = {name: mean_evaluations(group) for name, group in arms.items()}
     tokens = [at["tokens"] for at in means[CONCAT]]
     base = [at["perplexity"] for at in means[CONCAT]]
-    lines(
-        folder / "packing_tokens.png",
-        {
-            name: (tokens, [100 * (a["perplexity"] / b - 1) for a, b in zip(at, base, strict=True)])
-            for name, at in means.items()
-        },
-        x="tokens of training",
-        y=f"validation perplexity against {CONCAT} (%)",
-    )
+    curves = {
+        name: (tokens, [100 * (a["perplexity"] / b - 1) for a, b in zip(at, base, strict=True)])
+        for name, at in means.items()
+    }
+    axes = {"x": "tokens of training", "y": f"validation perplexity against {CONCAT} (%)"}
+    lines(folder / "packing_tokens.png", curves, **axes)
     plot_contexts(folder / "packing_contexts.png", arms)

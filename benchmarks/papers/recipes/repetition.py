@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, paired, scores
+from papers.runs import Result, Run, Scale, lines, paired, scores
 from papers.settings import Setting
 
 TITLE = "Files repeated, and fresh"
@@ -47,13 +46,9 @@ DECAY = 15.39  # the paper's r, of the fit to all its runs
 
 # name: (files in U, epochs)
 ARMS = {
-    FRESH: (16, 1),
-    ONCE: (1, 1),
-    FOUR: (1, 4),
-    SIXTEEN: (1, 16),
-    FRESH_FOUR: (4, 1),
+    FRESH: (16, 1), ONCE: (1, 1), FOUR: (1, 4), SIXTEEN: (1, 16), FRESH_FOUR: (4, 1),
     QUARTER: (4, 4),
-}
+}  # fmt: skip
 
 
 def runs(scale: Scale) -> list[Run]:
@@ -64,34 +59,20 @@ def runs(scale: Scale) -> list[Run]:
     unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U; 2.5 are a token
     sizes = {"min_bytes": 100, "max_bytes": 2 * capacity}
     files = Corpus(domain="code", train_bytes=unit, valid_bytes=100_000, **sizes)
-    prose = Corpus(
-        domain="prose", train_bytes=3 * 2 * MOST * unit // 2, valid_bytes=60_000, **sizes
-    )
+    prose = replace(files, domain="prose", train_bytes=3 * MOST * unit, valid_bytes=60_000)
     base = Run(
-        recipe="repetition",
-        corpus=files,
-        other=prose,
-        strategy="concat",
-        buckets=(capacity,),
+        recipe="repetition", corpus=files, other=prose, strategy="concat", buckets=(capacity,),
         config=setting.config(steps=steps, attention="document"),
-        validate={"files": files, "docstrings": prose},
-        valid_bucket=capacity,
-    )
-    return [
-        run
-        for seed in scale.seeds(5)
-        for run in paired(
-            base,
-            {
-                name: {
-                    "corpus": replace(files, train_bytes=units * unit, after_bytes=seed * unit),
-                    "max_epochs": epochs,
-                }
-                for name, (units, epochs) in ARMS.items()
-            },
-            [seed],
-        )
-    ]
+        validate={"files": files, "docstrings": prose}, valid_bucket=capacity,
+    )  # fmt: skip
+    found = []
+    for seed in scale.seeds(5):
+        arms = {}
+        for name, (units, epochs) in ARMS.items():
+            own = replace(files, train_bytes=units * unit, after_bytes=seed * unit)
+            arms[name] = {"corpus": own, "max_epochs": epochs}
+        found += paired(base, arms, [seed])
+    return found
 
 
 def paper_worth(epochs: int) -> float:
@@ -119,12 +100,8 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     found = []
     for name in files:
         units, epochs = ARMS[name]
-        row = {
-            "arm": name,
-            "files_of_the_run_%": 100 * units * epochs / (2 * MOST),
-            "files": shown(files[name]),
-            "docstrings": shown(prose[name]),
-        }
+        row = {"arm": name, "files_of_the_run_%": 100 * units * epochs / (2 * MOST)}
+        row |= {"files": shown(files[name]), "docstrings": shown(prose[name])}
         if epochs > 1:
             base = files[fresh[units * epochs]]
             gap = difference(files[name], base)
@@ -170,16 +147,10 @@ def plots(results: list[Result], folder: Path) -> None:
     files = scores(results, "files")
     curves = {"fresh": (ONCE, FRESH_FOUR, FRESH), "U repeated": (ONCE, FOUR, SIXTEEN)}
     curves |= {"4 U repeated": (FRESH_FOUR, QUARTER)}
-    lines(
-        folder / "repetition_files.png",
-        {
-            label: (
-                [ARMS[name][0] * ARMS[name][1] for name in names],
-                [fmean(files[name]) for name in names],
-            )
-            for label, names in curves.items()
-        },
-        x="tokens of files in the run, in U (the rest of 32 U are docstrings)",
-        y="perplexity of held-out files",
-        log_x=True,
-    )
+    points = {
+        label: ([math.prod(ARMS[name]) for name in names], [fmean(files[name]) for name in names])
+        for label, names in curves.items()
+    }
+    x = "tokens of files in the run, in U (the rest of 32 U are docstrings)"
+    y = "perplexity of held-out files"
+    lines(folder / "repetition_files.png", points, x=x, y=y, log_x=True)

@@ -16,20 +16,28 @@ strategy. What the paper leaves open or does otherwise, and how it is here:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from common import take_turns
+from lengths import LAWS, PUBMED
+from numpy.typing import NDArray
 from papers import invented_facts
-from papers.claims import Claim, alike, below, same, shown, together
+from papers.claims import Claim, Row, alike, below, compared, same, shown, together
 from papers.corpus import Corpus, prepare
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities, probed
+from papers.runs import Result, Run, Scale, by_name, lines, paired, perplexities, probed
 from papers.settings import WHOLE, engine
 
+from megapack import _core
 from megapack.data import Schedule
 from megapack.packing import pack
+from megapack.packing.strategies import exact_ratio, largest_overlap
 from megapack.storage import read_document_lengths
 
 TITLE = "Seamless Packing (Yin et al.)"
@@ -58,16 +66,12 @@ def seamless(**changed: Any) -> Arm:
 def variants() -> dict[str, Arm]:
     """Table 7, the placements, and the sweeps of Tables 10 and 11."""
     return {
-        "CT": arm("concat"),
-        LONGER: arm("concat"),
-        "FFD": arm("first_fit_decreasing"),
-        "BFD": arm("best_fit_decreasing"),
-        "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
-        SP: seamless(),
-        "SP, published": seamless(placement="published"),
+        "CT": arm("concat"), LONGER: arm("concat"), "FFD": arm("first_fit_decreasing"),
+        "BFD": arm("best_fit_decreasing"), "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
+        SP: seamless(), "SP, published": seamless(placement="published"),
         **{f"SP, r_max {r}": seamless(r_max=r) for r in R_MAX if r != 0.3},
         **{f"SP, c_extra {c}": seamless(extra_capacity=c) for c in C_EXTRA if c != 3},
-    }
+    }  # fmt: skip
 
 
 CASES = {
@@ -77,53 +81,36 @@ CASES = {
 }
 
 
-def code(scale: Scale) -> Corpus:
-    """The first domain."""
-    return Corpus(
-        domain="code",
-        train_bytes=scale.pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
-        valid_bytes=scale.pick(cpu=50_000, quick=10_000, gpu=400_000),
-    )
-
-
-def prose(scale: Scale, *, injected: tuple[str, ...] = ()) -> Corpus:
-    """The second: long documents, or for the case study short ones among invented facts."""
-    if injected:
-        size = scale.pick(cpu=40_000, quick=10_000, gpu=150_000)
-        return Corpus(domain="prose", train_bytes=size, valid_bytes=10_000, max_bytes=700,
-                      injected=injected)  # fmt: skip
-    return Corpus(
-        domain="prose",
-        train_bytes=scale.pick(cpu=300_000, quick=30_000, gpu=300_000),
-        valid_bytes=scale.pick(cpu=100_000, quick=10_000, gpu=400_000),
-        min_bytes=400,
-        max_bytes=1_700,
-    )
-
-
 def runs(scale: Scale) -> list[Run]:
-    """Per seed a base, every variant of continuing, and the case study."""
-    steps = scale.pick(cpu=None, quick=6, gpu=None)
-    documents = prose(scale)
+    """Per seed a base, every variant of continuing, and the case study: on code, then on long
+    documents of prose, or short ones among invented facts."""
+    steps, pick = scale.pick(cpu=None, quick=6, gpu=None), scale.pick
+    code = Corpus(
+        domain="code", train_bytes=pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
+        valid_bytes=pick(cpu=50_000, quick=10_000, gpu=400_000),
+    )  # fmt: skip
+    documents = Corpus(
+        domain="prose", train_bytes=pick(cpu=300_000, quick=30_000, gpu=300_000),
+        valid_bytes=pick(cpu=100_000, quick=10_000, gpu=400_000), min_bytes=400, max_bytes=1_700,
+    )  # fmt: skip
+    invented = Corpus(
+        domain="prose", train_bytes=pick(cpu=40_000, quick=10_000, gpu=150_000),
+        valid_bytes=10_000, max_bytes=700, injected=invented_facts.documents(),
+    )  # fmt: skip
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "initializer_range": 0.1}
+    small = {"hidden_size": 96, "intermediate_size": 256, **heads}
+    tiny, large = {"preset": "llama_tiny", "overrides": small}, {"preset": "llama_350m"}
+    config = _config(scale, epochs=1, steps=steps, lr=pick(cpu=3e-3, gpu=4e-4))
     first = Run(
-        recipe="seamless",
-        corpus=code(scale),
-        strategy="concat",
-        buckets=(CAPACITY,),
-        config={
-            **_config(scale, epochs=1, steps=steps, lr=scale.pick(cpu=3e-3, gpu=4e-4)),
-            "model": _model(scale),
-        },
-        validate={"prose": documents, "code": code(scale)},
-        valid_bucket=CAPACITY,
-        keep_model=True,
-    )
+        recipe="seamless", corpus=code, strategy="concat", buckets=(CAPACITY,),
+        config={**config, "model": pick(cpu=tiny, gpu=large)},
+        validate={"prose": documents, "code": code}, valid_bucket=CAPACITY, keep_model=True,
+    )  # fmt: skip
     config = _config(scale, epochs=EPOCHS, steps=steps, lr=scale.pick(cpu=2e-3, gpu=1e-4))
     arms, cases = variants(), {f"facts, {name}": case for name, case in CASES.items()}
     longer = steps or _num_steps(documents, config, **arms[SP])
     arms[LONGER]["config"] = {**config, "num_steps": longer}
     often = _config(scale, epochs=FACT_EPOCHS, steps=steps, lr=scale.pick(cpu=3e-3, gpu=1e-4))
-    invented = prose(scale, injected=invented_facts.documents())
     result = []
     for seed in scale.seeds():
         (base,) = paired(first, {"base, code": {}}, [seed])
@@ -131,42 +118,22 @@ def runs(scale: Scale) -> list[Run]:
             base, corpus=documents, config=config, start=base, keep_model=False
         )
         facts = dataclasses.replace(
-            further,
-            corpus=invented,
-            buckets=(invented_facts.CAPACITY,),
-            config=often,
-            validate={},
-            valid_bucket=1024,
-            probe="papers.invented_facts:measure",
-        )
+            further, corpus=invented, buckets=(invented_facts.CAPACITY,), config=often, validate={},
+            valid_bucket=1024, probe="papers.invented_facts:measure",
+        )  # fmt: skip
         result += [base, *paired(further, arms, [seed]), *paired(facts, cases, [seed])]
     return result
-
-
-def _model(scale: Scale) -> dict[str, Any]:
-    small = {
-        "preset": "llama_tiny",
-        "overrides": {
-            "hidden_size": 96,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 256,
-            "initializer_range": 0.1,
-        },
-    }
-    return scale.pick(cpu=small, gpu={"preset": "llama_350m"})
 
 
 def _config(scale: Scale, *, epochs: int, steps: int | None, lr: float) -> dict[str, Any]:
     tokens = scale.pick(cpu=1024, gpu=8192)
     return {
-        "num_epochs": epochs,
-        "num_steps": steps,
+        "num_epochs": epochs, "num_steps": steps,
         "data": {"tokens_per_step": tokens, "micro_batch_tokens": tokens, **WHOLE},
         "optimizer": {"lr": lr},
         "learning_rate": {"kind": "linear", "warmup_fraction": 0.05, "min_ratio": 0.0},
         "engine": engine(scale),
-    }
+    }  # fmt: skip
 
 
 def _num_steps(
@@ -184,13 +151,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     found = []
     for name, of in by_name(results).items():
         first = of[0].summary
-        row: dict[str, Any] = {
-            "strategy": name,
-            "steps": first["steps"],
-            "repeated %": 100 * first["index"]["repeated_ratio"],
-            "dropped %": 100 * first["index"]["dropped_ratio"],
-            "padding %": 100 * first["index"]["padding_ratio"],
-        }
+        row: dict[str, Any] = {"strategy": name, "steps": first["steps"]}
+        for what in ("repeated", "dropped", "padding"):
+            row[f"{what} %"] = 100 * first["index"][f"{what}_ratio"]
         if "probe" in first:
             row["loss per fact"] = shown(probed(of, "loss"))
             row["facts right %"] = shown([100 * x for x in probed(of, "right")], 1)
@@ -213,8 +176,8 @@ def claims(results: list[Result]) -> list[Claim]:
     return [
         *_orders(perplexity, groups),
         *_table_7(perplexity),
-        *_sweep(perplexity, "Table 10", "r_max", {f"{r}": r for r in R_MAX}, "0.3"),
-        *_sweep(perplexity, "Table 11", "c_extra", {f"{c}": c for c in C_EXTRA}, "3"),
+        *_sweep(perplexity, "Table 10", "r_max", 0.3, [r for r in R_MAX if r != 0.3]),
+        *_sweep(perplexity, "Table 11", "c_extra", 3, [c for c in C_EXTRA if c != 3]),
         *_case_study(groups),
     ]
 
@@ -224,15 +187,10 @@ def _orders(perplexity: dict[str, list[float]], groups: dict[str, list[Result]])
         pairs = zip(TABLE_2.get(low, ()), TABLE_2.get(high, ()), strict=False)
         printed = "PubMed: " + ", ".join(f"{a} against {b}" for a, b in pairs)
         return below(
-            perplexity[low],
-            perplexity[high],
-            source=f"{SOURCE} Table 2",
-            claim=f"{low} has the lower validation perplexity than {high}",
-            paper=paper or printed,
-            why=why,
-            what="",
-            digits=3,
-        )
+            perplexity[low], perplexity[high], source=f"{SOURCE} Table 2",
+            claim=f"{low} has the lower validation perplexity than {high}", paper=paper or printed,
+            why=why, what="", digits=3,
+        )  # fmt: skip
 
     ratio = groups[SP][0].summary["steps"] / groups["CT"][0].summary["steps"]
     equal = f"equal epochs, as in the paper; SP takes {ratio:.2f} times as many steps as CT"
@@ -259,44 +217,31 @@ def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
             why="the ablation; SP takes more steps than the others",
         ),
         same(
-            perplexity["SP, published"],
-            perplexity[SP],
-            within=0.01,
-            source=f"{SOURCE} eq. 3",
+            perplexity["SP, published"], perplexity[SP], within=0.01, source=f"{SOURCE} eq. 3",
             claim="the authors' placement of windows is as good as the exact one (within 1 %)",
             paper="not measured",
             why="what the published arithmetic loses (docs/papers.md) is a small share of tokens",
-            what="",
-            digits=3,
+            what="", digits=3,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _sweep(
-    perplexity: dict[str, list[float]],
-    table: str,
-    parameter: str,
-    values: dict[str, float],
-    best: str,
+    perplexity: dict[str, list[float]], table: str, parameter: str, best: float, others: list[float]
 ) -> list[Claim]:
-    """The middle value against the others; ``SP`` itself has the middle values."""
-    measured = {v: perplexity[SP if v == best else f"SP, {parameter} {v}"] for v in values}
-    return [
-        below(
-            measured[best],
-            measured[other],
-            source=f"{SOURCE} {table}",
-            claim=f"{parameter} {best} is better than {other}",
+    """The middle value, which ``SP`` has, against the others."""
+    claims = []
+    for other in others:
+        why = "perplexity in place of the accuracy of tasks"
+        if parameter == "c_extra":
+            why += f"; c_extra {other} is {C_EXTRA[int(other)]} at L 2048"
+        claims.append(below(
+            perplexity[SP], perplexity[f"SP, {parameter} {other}"], source=f"{SOURCE} {table}",
+            claim=f"{parameter} {best} is better than {other}", what="perplexity", digits=3,
             paper="accuracy of tasks: the middle one of three values is best by 0.4 to 2 points",
-            why="perplexity in place of the accuracy of tasks"
-            + (f"; c_extra {other} is {C_EXTRA[int(other)]} at L 2048"
-               if parameter == "c_extra" else ""),
-            what="perplexity",
-            digits=3,
-        )
-        for other in values
-        if other != best
-    ]  # fmt: skip
+            why=why,
+        ))  # fmt: skip
+    return claims
 
 
 def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
@@ -304,19 +249,14 @@ def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
         both = [groups[f"facts, {name}"] for name in (SP, other)]
         right = [[100 * x for x in probed(of, "right")] for of in both]
         return below(
-            *(probed(of, "loss") for of in both),
-            source=f"{SOURCE} 4.7",
+            *(probed(of, "loss") for of in both), source=f"{SOURCE} 4.7", paper=paper, what="",
             claim=f"facts that straddle the cut are learned with SP better than with {other}",
-            paper=paper,
             beside=f" nats per fact; {shown(right[0], 1)} % against {shown(right[1], 1)} % right",
             why=f"{invented_facts.NUM_FACTS} invented facts in place of one, L_seq 32",
-            what="",
-        )
+        )  # fmt: skip
 
-    return [
-        claim("BFD", "date 3/5 against 0/5, place 5/5 against 2/5"),
-        claim("CT", "not measured"),
-    ]
+    bfd = claim("BFD", "date 3/5 against 0/5, place 5/5 against 2/5")
+    return [bfd, claim("CT", "not measured")]
 
 
 def plots(results: list[Result], folder: Path) -> None:
@@ -325,9 +265,151 @@ def plots(results: list[Result], folder: Path) -> None:
     for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
         measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
         flat = {other: (values, [perplexity[other]] * len(values)) for other in ("CT", "BFD")}
-        lines(
-            folder / f"seamless_{name}.png",
-            {SP: (values, measured), **flat},
-            x=name,
-            y="validation perplexity",
+        curves = {SP: (values, measured), **flat}
+        lines(folder / f"seamless_{name}.png", curves, x=name, y="validation perplexity")
+
+
+# ---- Lengths only: what the paper expects of a corpus (its histograms, Tables 13 and 14, with
+# lengths uniform inside an interval), beside what the strategy does
+
+CORPORA = {  # documents, L_seq, c_extra
+    "pubmed": (11_268, 2048, 50),
+    "bbc_news": (11_966, 512, 10),
+    "finance": (15_527, 512, 10),
+}
+
+
+class SeamlessStageOne(NamedTuple):
+    num_sliding: float  # documents in overlapping windows (N_sw)
+    short_tokens: float  # left to stage two, of documents longer than a sample (N_token_short)
+
+
+def expect_seamless(
+    num_documents: NDArray[np.int64] | list[int], capacity: int, r_max: float
+) -> SeamlessStageOne:
+    """Equations 6 and 7.
+
+    Equation 6 is printed with both sums running over k = ceil(1 / r_max); its first sum must end
+    before that (k r_max, the share that slides, would exceed 1), which is also what reproduces the
+    paper's 6716. ``num_documents``: T_k, those with a length in (k capacity, (k + 1) capacity], k =
+    1, 2, ...; ``capacity``: L_seq, tokens; ``r_max``: largest repeated share.
+
+    Raises:
+        ValueError: r_max out of range.
+    """
+    if not 0 < r_max <= 1:
+        raise ValueError(f"r_max is {r_max}; it must be above 0 and at most 1")
+    all_slide_from = math.ceil(1 / Fraction(*exact_ratio(r_max)))
+    sliding = short = 0.0
+    for k, count in enumerate(num_documents, start=1):
+        share = k * r_max if k < all_slide_from else 1.0
+        sliding += share * float(count)
+        short += (1 - share) * float(count) * (1 - share) * capacity / 2
+    return SeamlessStageOne(sliding, short)
+
+
+def measure_seamless(
+    lengths: NDArray[np.int32], capacity: int, r_max: float
+) -> tuple[SeamlessStageOne, SeamlessStageOne]:
+    """(expected from the histogram of ``lengths``, what the strategy does with them).
+
+    Documents of at most ``capacity`` tokens are in neither: the theory leaves them out.
+    """
+    long = lengths[lengths > capacity]
+    counts = np.bincount((long - 1) // capacity)[1:]
+    share = largest_overlap(r_max, "exact", capacity)
+    checked = _core.DocumentLengths(np.ascontiguousarray(long))
+    rules = {"capacity": capacity, "r_max": share, "placement": "exact"}
+    stage = _core.seamless_stage_one(checked, rules)
+    done = SeamlessStageOne(stage["num_sliding"], stage["short_tokens"])
+    return expect_seamless(counts, capacity, r_max), done
+
+
+def section_4_8() -> list[Row]:
+    """Section 4.8: texts that slide and tokens in short chunks; PubMed, L 2048, r_max 0.3."""
+    lengths = LAWS["pubmed"](11_268)
+    printed = expect_seamless(PUBMED, 2048, 0.3)
+    _, done = measure_seamless(lengths, 2048, 0.3)
+    texts, tokens = done
+    share = 100 * tokens / lengths.sum(dtype=np.int64)
+    row = partial(compared, "Seamless 4.8", "pubmed law")
+    shape = "lengths inside an interval are uniform here, as eqs. 6 and 7 assume; "
+    shape += "the paper's are not"
+    return [
+        row("eq. 6 on Table 13", "texts that slide", (6716, printed.num_sliding), within=1e-3),
+        row("seamless", "texts that slide", (6988, texts), why_not=shape),
+        row("seamless", "texts that slide, %", (62, 100 * texts / len(lengths)), why_not=shape),
+        row("eq. 7 on Table 13", "short tokens, M", (2.6, printed.short_tokens / 1e6),
+            within=0, rounding=0.05),
+        row("seamless", "short tokens, M", (2.2, tokens / 1e6), why_not=shape),
+        row("seamless", "short tokens, % of all", (3.4, share), why_not=shape),
+    ]  # fmt: skip
+
+
+def figure_3(ratios: Iterable[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)) -> list[Row]:
+    """Figure 3: both counts over r_max. The figure prints no numbers; its shape is in the text.
+
+    More texts slide and fewer tokens are short as r_max grows, both ever more slowly.
+    """
+    lengths = LAWS["pubmed"](11_268)
+    row = partial(compared, "Seamless Figure 3", "pubmed law")
+    rows = []
+    for ratio in ratios:
+        expected = expect_seamless(PUBMED, 2048, ratio)
+        _, done = measure_seamless(lengths, 2048, ratio)
+        item = f"r_max {ratio:g}"
+        rows += [
+            row(item, "texts that slide", (None, done.num_sliding),
+                why=f"eq. 6: {expected.num_sliding:.0f}"),
+            row(item, "short tokens, M", (None, done.short_tokens / 1e6),
+                why=f"eq. 7: {expected.short_tokens / 1e6:.2f}"),
+        ]  # fmt: skip
+    return rows
+
+
+def dropping() -> list[Row]:
+    """Appendix I.1: tokens that Seamless drops against tokens that best fit decreasing pads."""
+    paper = {"pubmed": (51, 75), "bbc_news": (7, 140), "finance": (None, None)}
+    rows = []
+    for name, (count, capacity, extra) in CORPORA.items():
+        lengths = LAWS[name](count)
+        row = partial(compared, "Seamless I.1", f"{name} law")
+        seamless = partial(pack, lengths, "seamless", buckets=[capacity], r_max=0.3, last="drop")
+        best_fit = pack(lengths, "best_fit_decreasing", buckets=[capacity]).metrics()
+        dropped, padded = paper[name]
+        tokens = [seamless(extra_capacity=c).metrics()["dropped_tokens"] / 1e3 for c in (extra, 0)]
+        rows += [
+            row(f"seamless, c_extra {extra}", "dropped tokens, k", (dropped, tokens[0]),
+                why_not="c tokens of nearly every stage-2 bin, as in the paper; the number of bins "
+                "follows the short tokens of section 4.8"),
+            row("best_fit_decreasing", "padding tokens, k",
+                (padded, best_fit["padding_tokens"] / 1e3),
+                why_not="remainders are uniform here; where more lie above L / 2 than below, the "
+                "surplus is padded"),
+            row("seamless, c_extra 0", "dropped tokens, k", (None, tokens[1]),
+                why="the last partial sample alone: nothing here asks for c_extra"),
+        ]  # fmt: skip
+    return rows
+
+
+def table_9(num_documents: int = 1_000_000) -> list[Row]:
+    """Table 9: seconds of FFD and BFD on the three corpora; their ratio on a million documents."""
+    paper = {"pubmed": (1.26, 1.78), "bbc_news": (2.24, 2.63), "finance": (2.83, 3.61)}
+    rows = []
+    for name, (count, capacity, _) in CORPORA.items():
+        row = partial(compared, "Seamless Table 9", f"{name} law")
+        strategies = ("first_fit_decreasing", "best_fit_decreasing")
+        small, large = (
+            take_turns({s: partial(pack, lengths, s, buckets=[capacity]) for s in strategies})
+            for lengths in (LAWS[name](count), LAWS[name](num_documents))
         )
+        for item, printed, timing in zip(("FFD", "BFD"), paper[name], small.values(), strict=True):
+            seconds = timing.seconds
+            times = f"{printed / seconds:,.0f} times less than the paper's {printed} s"
+            rows.append(row(f"{item}, {count:,} documents", "seconds", (None, seconds), why=times))
+        ffd, bfd = large.values()
+        figures = paper[name][1] / paper[name][0], bfd.seconds / ffd.seconds
+        why_not = "a plan on the histogram of lengths costs both about the same; scanning lists of "
+        item, rule = f"BFD / FFD, {num_documents:,} documents", {"within": 0.1}
+        rows.append(row(item, "ratio", figures, **rule, why_not=f"{why_not}bins does not"))
+    return rows

@@ -15,8 +15,7 @@ from typing import Any
 
 from papers import ranks
 from papers.claims import Claim, against, below, same, shown, stated
-from papers.figures import lines
-from papers.runs import Result, Run, Scale, by_name, paired, perplexities
+from papers.runs import Result, Run, Scale, by_name, lines, paired, perplexities
 from papers.settings import Setting
 
 TITLE = "Steps: buckets, dealing, weights of the loss"
@@ -33,29 +32,19 @@ def runs(scale: Scale) -> list[Run]:
     setting = Setting(scale)
     largest = setting.ladder[-1]
     step = ranks.NUM_RANKS * largest
+    sizes = {"tokens_per_step": step, "micro_batch_tokens": largest}
     base = Run(
-        recipe="steps",
-        corpus=setting.corpus,
-        strategy="bucket",
-        buckets=setting.ladder,
-        config=setting.config(
-            steps=scale.pick(cpu=200, quick=1, gpu=30),
-            tokens_per_step=step,
-            micro_batch_tokens=largest,
-        ),
-        validate={"documents": setting.corpus},
-        valid_bucket=largest,
-    )
+        recipe="steps", corpus=setting.corpus, strategy="bucket", buckets=setting.ladder,
+        config=setting.config(steps=scale.pick(cpu=200, quick=1, gpu=30), **sizes),
+        validate={"documents": setting.corpus}, valid_bucket=largest,
+    )  # fmt: skip
     mixed = {"mix": "micro_step", "micro_step_tokens": largest}
     padded = {"strategy": "pad", "buckets": setting.ladder[-2:-1]}
     means = {"change": "papers.ranks:mean_of_ranks"}
     arms: dict[str, dict[str, Any]] = {
-        ON: {"probe": "papers.ranks:step_times"},
-        ANY: {"data": mixed},
-        MEANS: means,
-        PADDED: padded,
-        PADDED_MEANS: {**padded, **means},
-    }
+        ON: {"probe": "papers.ranks:step_times"}, ANY: {"data": mixed}, MEANS: means,
+        PADDED: padded, PADDED_MEANS: {**padded, **means},
+    }  # fmt: skip
     return paired(base, arms, scale.seeds())
 
 
@@ -80,12 +69,9 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
     arms = by_name(results)
     timed = arms[ON]
     found: list[dict[str, Any]] = [
-        {
-            "arm": arm,
-            "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3),
-            "step_seconds": shown([step_seconds(r, arm) for r in timed], 3),
-            "busiest_over_mean_attention": _work(timed, arm),
-        }
+        {"arm": arm, "slowest_over_mean_rank": shown([spread(r, arm) for r in timed], 3)}
+        | {"step_seconds": shown([step_seconds(r, arm) for r in timed], 3)}
+        | {"busiest_over_mean_attention": _work(timed, arm)}
         for arm in ranks.ARMS
     ]
     for name, group in arms.items():
@@ -166,9 +152,5 @@ def plots(results: list[Result], folder: Path) -> None:
     for arm, steps in times.items():
         ratios = sorted(max(step) / fmean(step) for step in steps)
         curves[arm] = ([100 * i / max(1, len(ratios) - 1) for i in range(len(ratios))], ratios)
-    lines(
-        folder / "steps_ranks.png",
-        curves,
-        x="steps, % (from the most even to the least)",
-        y="seconds of the slowest rank over the mean",
-    )
+    x, y = "steps, % (from the most even to the least)", "seconds of the slowest rank over the mean"
+    lines(folder / "steps_ranks.png", curves, x=x, y=y)

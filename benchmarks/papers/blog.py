@@ -6,11 +6,12 @@ here hold for any lengths of that mean.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from lengths import LAWS, Lengths
-from papers.composition.rows import Row, compared
+from papers.claims import Row, compared
 
 from megapack.compare import GPUS, MODELS
 from megapack.packing import pack
@@ -34,28 +35,20 @@ def padding_waste(num_documents: int = 200_000) -> list[Row]:
             why_not = impossible if printed < least else "the shape of this law"
             row = partial(compared, "Blog padding waste", law, f"no packing, {capacity}")
             rows.append(row("waste %", figures, within=0.02, rounding=0.5, why_not=why_not))
-    for capacity, code, books in zip(CAPACITIES, CODE, BOOKS, strict=True):
-        least = 100 * max(0.0, 1 - 300 / capacity)
+    return [*rows, *_bounds("code, mean 300", CODE, "least"), *_bounds("books, mean 50,000", BOOKS)]
+
+
+def _bounds(corpus: str, printed: tuple[int, ...], end: str = "most") -> list[Row]:
+    rows = []
+    for capacity, paper in zip(CAPACITIES, printed, strict=True):
         # Every document pads less than one capacity: waste < L / (L + mean).
-        most = 100 * capacity / (capacity + 50_000)
-        rows.append(_bound("code, mean 300", capacity, (code, least), "least"))
-        rows.append(_bound("books, mean 50,000", capacity, (books, most), "most"))
-    return sorted(rows, key=lambda row: ["web_b", "web_8", "code,", "books"].index(row.corpus[:5]))
-
-
-def _bound(corpus: str, capacity: int, figures: tuple[float, float], end: str) -> Row:
-    paper, bound = figures
-    fits = paper >= bound if end == "least" else paper <= bound
-    return Row(
-        source="Blog padding waste",
-        corpus=corpus,
-        item=f"no packing, {capacity}",
-        quantity=f"waste %; measured: the {end} possible",
-        paper=paper,
-        measured=bound,
-        agrees=fits,
-        why="" if fits else "no lengths of this mean give the blog's figure",
-    )
+        least, most = 100 * max(0.0, 1 - 300 / capacity), 100 * capacity / (capacity + 50_000)
+        fits, bound = (paper >= least, least) if end == "least" else (paper <= most, most)
+        why = "" if fits else "no lengths of this mean give the blog's figure"
+        item, quantity = f"no packing, {capacity}", f"waste %; measured: the {end} possible"
+        row = compared("Blog padding waste", corpus, item, quantity, (paper, bound), why=why)
+        rows.append(replace(row, agrees=fits))
+    return rows
 
 
 def strategies(num_documents: int = 100_000) -> list[Row]:
