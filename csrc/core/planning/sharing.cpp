@@ -152,6 +152,13 @@ class MicroBatch {
         return true;
     }
 
+    // Whether a document of this length may find room.
+    bool has_room(std::int64_t length) const {
+        return groups_.free_ranks(number_) > 0 ||
+               std::any_of(state_.begin(), state_.end(),
+                           [&](const State& state) { return state.room >= length; });
+    }
+
     void open_the_rest() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
@@ -204,9 +211,12 @@ class MicroBatch {
 
 std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& documents,
                                 std::int64_t least_degree) {
-    std::int64_t tokens_left = 0;
-    for (const Document& document : documents) tokens_left += document.length;
-    std::vector<Document> left = documents, later;
+    std::int64_t tokens_left = 0, shortest = std::numeric_limits<std::int64_t>::max();
+    for (const Document& document : documents) {
+        tokens_left += document.length;
+        shortest = std::min(shortest, document.length);
+    }
+    std::vector<Document> left = documents;
     for (std::int64_t m = 0; m < groups.num_micro_batches(); ++m) {
         const std::int64_t to_come = groups.num_micro_batches() - m;
         const std::int64_t share = (tokens_left + to_come - 1) / to_come;
@@ -216,18 +226,18 @@ std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& doc
             squares += left[i].square;
         }
         MicroBatch micro_batch(groups, m, squares / groups.rules().num_ranks, least_degree);
-        tokens = 0;
-        later.clear();
-        for (const Document& document : left) {
-            if (tokens < share && micro_batch.place(document)) {
-                tokens += document.length;
+        std::int64_t seen = 0, kept = 0;
+        for (tokens = 0; seen < ssize(left) && tokens < share && micro_batch.has_room(shortest);
+             ++seen) {
+            if (micro_batch.place(left[seen])) {
+                tokens += left[seen].length;
             } else {
-                later.push_back(document);
+                left[kept++] = left[seen];
             }
         }
+        left.erase(left.begin() + kept, left.begin() + seen);
         micro_batch.open_the_rest();
         tokens_left -= tokens;
-        left.swap(later);
     }
     return left;
 }
