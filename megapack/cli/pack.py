@@ -197,9 +197,11 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     if is_part(args, f"{counted(len(shards), 'dataset')} packed", str(plan.manifest)):
         return 0
     index = load_shards(plan.manifest)
-    new = len(index.shards) - len(plan.known)
+    new, kept = len(index.shards) - len(plan.known), len(index.shards) - len(prefixes)
     if not printed_as_json(args, {**describe_shards(index), "num_new_shards": new}):
-        print_shards(index, f", {count(new)} of them new" if plan.known else "")
+        remark = f", {count(new)} of them new" if plan.known else ""
+        remark += f" and {count(kept)} not named now (--overwrite leaves them out)" if kept else ""
+        print_shards(index, remark)
     return 0
 
 

@@ -175,6 +175,8 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     assert [shard.labels for shard in load_shards(manifest).shards] == [False, True, False]
     again = run(*command)
     assert "3 datasets, 0 of them new, 150 documents" in again.stdout, again.stderr
+    fewer = run(tmp_path / "a", *command[1:])
+    assert "3 datasets, 0 of them new and 2 not named now (--overwrite" in fewer.stdout
     several = run(tmp_path / "a", tmp_path / "b", "--buckets", "32")
     assert several.returncode == 2 and "--output NAME.shards.json" in several.stderr
     nothing = run(tmp_path / "x*", "--buckets", "32", "--output", manifest)
