@@ -515,7 +515,7 @@ def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) 
     assert PackedDataset(None, manifest, attention="group").samples.groups_of(0)
     arranged(manifest, output)
     for sources in ([output], [output, manifest]):
-        with pytest.raises(ConfigError, match=r"new.shards.json lost its groups of documents"):
+        with pytest.raises(ConfigError, match=r"new.shards.json lost its groups"):
             PackedDataset([None] * len(sources), sources, attention="group")
 
 

@@ -154,9 +154,8 @@ class MicroBatch {
 
     // Whether a document of this length may find room.
     bool has_room(std::int64_t length) const {
-        return groups_.free_ranks(number_) > 0 ||
-               std::any_of(state_.begin(), state_.end(),
-                           [&](const State& state) { return state.room >= length; });
+        const auto fits = [&](const State& state) { return state.room >= length; };
+        return groups_.free_ranks(number_) > 0 || std::any_of(state_.begin(), state_.end(), fits);
     }
 
     void open_the_rest() {
@@ -209,14 +208,16 @@ class MicroBatch {
     std::vector<State> state_;
 };
 
+// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
+// more are left. Those that are not dealt, and all behind them.
 std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& documents,
-                                std::int64_t least_degree) {
+                                std::int64_t count, std::int64_t least_degree) {
+    std::vector<Document> left(documents.begin(), documents.begin() + count);
     std::int64_t tokens_left = 0, shortest = std::numeric_limits<std::int64_t>::max();
-    for (const Document& document : documents) {
+    for (const Document& document : left) {
         tokens_left += document.length;
         shortest = std::min(shortest, document.length);
     }
-    std::vector<Document> left = documents;
     for (std::int64_t m = 0; m < groups.num_micro_batches(); ++m) {
         const std::int64_t to_come = groups.num_micro_batches() - m;
         const std::int64_t share = (tokens_left + to_come - 1) / to_come;
@@ -239,6 +240,7 @@ std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& doc
         micro_batch.open_the_rest();
         tokens_left -= tokens;
     }
+    left.insert(left.end(), documents.begin() + count, documents.end());
     return left;
 }
 
@@ -421,16 +423,6 @@ std::int64_t num_long(const Groups& groups, const std::vector<Document>& documen
     return count;
 }
 
-// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
-// more are left.
-bool deal(Groups& groups, const std::vector<Document>& documents, std::int64_t count,
-          std::int64_t least_degree) {
-    const auto split = documents.begin() + count;
-    std::vector<Document> rest = deal_long(groups, {documents.begin(), split}, least_degree);
-    rest.insert(rest.end(), split, documents.end());
-    return deal_short(groups, rest);
-}
-
 std::vector<Bin> bins_of(const Groups& groups) {
     std::vector<Bin> bins;
     for (std::int64_t g = 0; g < groups.size(); ++g)
@@ -455,7 +447,7 @@ bool deal_shared(Dealing& dealing) {
             Groups groups(items, rules, dealing.num_micro_batches(),
                           (tokens + places - 1) / places);
             const std::int64_t count = num_long(groups, documents, share);
-            if (!deal(groups, documents, count, least)) continue;
+            if (!deal_short(groups, deal_long(groups, documents, count, least))) continue;
             dealing.take(bins_of(groups));
             return true;
         }
