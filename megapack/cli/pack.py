@@ -351,16 +351,11 @@ def _add_parameter(
         for (meaning, default), strategies in meanings.items()
     ).replace("%", "%%")
     first = next(iter(parameters.values()))
-    option = "--" + name.replace("_", "-")
+    how: dict[str, Any] = {"type": first.kind, "metavar": "|".join(first.choices) or "X"}
     if first.kind is bool:
-        group.add_argument(
-            option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-        )
-    else:
-        metavar = "|".join(first.choices) or "X"
-        group.add_argument(
-            option, type=first.kind, metavar=metavar, default=argparse.SUPPRESS, help=text
-        )
+        how = {"action": argparse.BooleanOptionalAction}
+    option = "--" + name.replace("_", "-")
+    group.add_argument(option, default=argparse.SUPPRESS, help=text, **how)
 
 
 def _describe_strategies() -> str:
