@@ -197,9 +197,11 @@ def run_shards(args: argparse.Namespace, options: Mapping[str, Any]) -> int:
     if is_part(args, f"{counted(len(shards), 'dataset')} packed", str(plan.manifest)):
         return 0
     index = load_shards(plan.manifest)
-    new = len(index.shards) - len(plan.known)
+    new, kept = len(index.shards) - len(plan.known), len(index.shards) - len(prefixes)
     if not printed_as_json(args, {**describe_shards(index), "num_new_shards": new}):
-        print_shards(index, f", {count(new)} of them new" if plan.known else "")
+        remark = f", {count(new)} of them new" if plan.known else ""
+        remark += f" and {count(kept)} not named now (--overwrite leaves them out)" if kept else ""
+        print_shards(index, remark)
     return 0
 
 
@@ -349,16 +351,11 @@ def _add_parameter(
         for (meaning, default), strategies in meanings.items()
     ).replace("%", "%%")
     first = next(iter(parameters.values()))
-    option = "--" + name.replace("_", "-")
+    how: dict[str, Any] = {"type": first.kind, "metavar": "|".join(first.choices) or "X"}
     if first.kind is bool:
-        group.add_argument(
-            option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-        )
-    else:
-        metavar = "|".join(first.choices) or "X"
-        group.add_argument(
-            option, type=first.kind, metavar=metavar, default=argparse.SUPPRESS, help=text
-        )
+        how = {"action": argparse.BooleanOptionalAction}
+    option = "--" + name.replace("_", "-")
+    group.add_argument(option, default=argparse.SUPPRESS, help=text, **how)
 
 
 def _describe_strategies() -> str:

@@ -544,13 +544,13 @@ class SampleSource:
 
 
 def check_has_groups(indices: Sequence[SourceIndex]) -> None:
-    """Refuse attention ``group`` where no source was packed with groups. Raises ConfigError."""
-    if any(index.has_groups for index in indices):
-        return
-    raise ConfigError(
-        "attention is group, and no source was packed with groups of documents: pack again with "
-        "--groups (megapack-build pack), or choose attention: document"
-    )
+    """Refuse attention ``group`` where no source has groups, or one had. Raises ConfigError."""
+    lost = [i.path for i in indices if i.parameters.get("groups") and not i.has_groups]
+    if lost or not any(index.has_groups for index in indices):
+        why = "no source was packed with groups of documents: pack again with --groups"
+        if lost:
+            why = f"{lost[0]} lost its groups when it was arranged: take what it was made of"
+        raise ConfigError(f"attention is group, and {why}, or choose attention: document")
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:

@@ -90,7 +90,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         **options: Any,
     ) -> None:
         self.dataset, self.schedule = dataset, schedule
-        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens)
+        row_tokens = schedule.config.row_tokens
+        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)
         self.sampler = BucketBatchSampler(
             schedule,
             data_parallel_rank=data_parallel_rank,

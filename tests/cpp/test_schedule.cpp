@@ -75,6 +75,10 @@ std::vector<std::int32_t> sorted_draws(const std::vector<std::int64_t>& counts,
 
 void test_orders() {
     using Times = CycleOrder::Times;
+    const std::vector<std::int64_t> one{9};
+    for (const std::vector<double>& odds : std::vector<std::vector<double>>{{0}, {1e-300}, {1e300}})
+        require(refuses([&] { CycleOrder(one, odds, 1, Times::kSpread, false); }),
+                "odds at which draws have one time were accepted");
     for (const std::vector<std::int64_t>& counts : std::vector<std::vector<std::int64_t>>{
              {0, 300, 1, 31}, {1, 0, 0, 0}, {40, 1, 500, 7}, {0, 0, 0, 0}}) {
         for (const std::vector<double>& odds : std::vector<std::vector<double>>{

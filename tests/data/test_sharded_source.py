@@ -482,8 +482,9 @@ def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) 
     sharded(manifest, [tmp_path / "a"], groups=True)
     assert PackedDataset(None, manifest, attention="group").samples.groups_of(0)
     arranged(manifest, output)
-    with pytest.raises(ConfigError, match="no source was packed with groups"):
-        PackedDataset(None, output, attention="group")
+    for sources in ([output], [output, manifest]):
+        with pytest.raises(ConfigError, match=r"new.shards.json lost its groups"):
+            PackedDataset([None] * len(sources), sources, attention="group")
 
 
 def test_what_stays_true_of_the_meta_files_is_kept(tmp_path: Path) -> None:

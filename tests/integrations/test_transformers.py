@@ -150,6 +150,17 @@ def test_inputs_have_the_names_of_flash_attention_and_one_meaning_of_labels(fold
         batches[len(batches)]
 
 
+def test_items_lie_in_the_rows_of_the_schedule(folder: Path) -> None:
+    dataset = PackedDataset(folder / "text", folder / "text.samples")
+    schedule = Schedule(dataset, tokens_per_step=288, row_tokens=72)
+    batches = MicroBatches(dataset, schedule, micro_batch_tokens=72)
+    ranks = {"data_parallel_rank": 0, "data_parallel_size": 1}
+    loader = build_loader(dataset, schedule, micro_batch_tokens=72, **ranks)
+    for number, batch in enumerate(loader):
+        assert torch.equal(batches[number]["input_ids"], batch["tokens"])
+    assert number + 1 == len(batches)
+
+
 def documents_of_step(batches: MicroBatches, step: int) -> list[tuple[Tensor, Tensor]]:
     """(tokens, labels) of every segment with labels in the first ``MicroBatches`` of a step."""
     found = []

@@ -152,6 +152,12 @@ class MicroBatch {
         return true;
     }
 
+    // Whether a document of this length may find room.
+    bool has_room(std::int64_t length) const {
+        const auto fits = [&](const State& state) { return state.room >= length; };
+        return groups_.free_ranks(number_) > 0 || std::any_of(state_.begin(), state_.end(), fits);
+    }
+
     void open_the_rest() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
@@ -202,11 +208,16 @@ class MicroBatch {
     std::vector<State> state_;
 };
 
+// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
+// more are left. Those that are not dealt, and all behind them.
 std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& documents,
-                                std::int64_t least_degree) {
-    std::int64_t tokens_left = 0;
-    for (const Document& document : documents) tokens_left += document.length;
-    std::vector<Document> left = documents, later;
+                                std::int64_t count, std::int64_t least_degree) {
+    std::vector<Document> left(documents.begin(), documents.begin() + count);
+    std::int64_t tokens_left = 0, shortest = std::numeric_limits<std::int64_t>::max();
+    for (const Document& document : left) {
+        tokens_left += document.length;
+        shortest = std::min(shortest, document.length);
+    }
     for (std::int64_t m = 0; m < groups.num_micro_batches(); ++m) {
         const std::int64_t to_come = groups.num_micro_batches() - m;
         const std::int64_t share = (tokens_left + to_come - 1) / to_come;
@@ -216,19 +227,20 @@ std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& doc
             squares += left[i].square;
         }
         MicroBatch micro_batch(groups, m, squares / groups.rules().num_ranks, least_degree);
-        tokens = 0;
-        later.clear();
-        for (const Document& document : left) {
-            if (tokens < share && micro_batch.place(document)) {
-                tokens += document.length;
+        std::int64_t seen = 0, kept = 0;
+        for (tokens = 0; seen < ssize(left) && tokens < share && micro_batch.has_room(shortest);
+             ++seen) {
+            if (micro_batch.place(left[seen])) {
+                tokens += left[seen].length;
             } else {
-                later.push_back(document);
+                left[kept++] = left[seen];
             }
         }
+        left.erase(left.begin() + kept, left.begin() + seen);
         micro_batch.open_the_rest();
         tokens_left -= tokens;
-        left.swap(later);
     }
+    left.insert(left.end(), documents.begin() + count, documents.end());
     return left;
 }
 
@@ -411,16 +423,6 @@ std::int64_t num_long(const Groups& groups, const std::vector<Document>& documen
     return count;
 }
 
-// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
-// more are left.
-bool deal(Groups& groups, const std::vector<Document>& documents, std::int64_t count,
-          std::int64_t least_degree) {
-    const auto split = documents.begin() + count;
-    std::vector<Document> rest = deal_long(groups, {documents.begin(), split}, least_degree);
-    rest.insert(rest.end(), split, documents.end());
-    return deal_short(groups, rest);
-}
-
 std::vector<Bin> bins_of(const Groups& groups) {
     std::vector<Bin> bins;
     for (std::int64_t g = 0; g < groups.size(); ++g)
@@ -445,7 +447,7 @@ bool deal_shared(Dealing& dealing) {
             Groups groups(items, rules, dealing.num_micro_batches(),
                           (tokens + places - 1) / places);
             const std::int64_t count = num_long(groups, documents, share);
-            if (!deal(groups, documents, count, least)) continue;
+            if (!deal_short(groups, deal_long(groups, documents, count, least))) continue;
             dealing.take(bins_of(groups));
             return true;
         }

@@ -1,7 +1,6 @@
 #include "core/schedule/cycle_order.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -84,8 +83,8 @@ CycleOrder::CycleOrder(Span<const std::int64_t> counts, Span<const double> odds,
     for (std::int64_t b = 0; b < counts.size(); ++b) {
         check(counts[b] >= 0 && counts[b] <= kMostDraws - size_, "bucket ", b, " is drawn ",
               counts[b], " times; a cycle has from 0 to ", kMostDraws, " draws in all");
-        check(std::isfinite(odds[b]) && odds[b] > 0, "bucket ", b, " has odds ", odds[b],
-              "; they must be positive");
+        check(odds[b] >= 0x1p-900 && odds[b] <= 0x1p900, "bucket ", b, " has odds ", odds[b],
+              "; they must be from 2^-900 to 2^900, so that times of draws differ");
         size_ += counts[b];
         const auto count = static_cast<double>(counts[b]);
         Bucket bucket{counts[b], random_bits(key, b), 0.0, count * odds[b], {}};
