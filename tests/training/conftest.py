@@ -1,9 +1,11 @@
-"""A small dataset, once per test process."""
+"""A small dataset, once per test process, and runs on it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ from patience import PATIENCE_MINUTES
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training.engine.directory import read_jsonl
+
+from .processes import PRETRAIN, Ranks, Zygote, read_end
 
 VOCAB = 64
 BUCKETS = [32, 64, 128]
@@ -104,3 +109,73 @@ def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+class Run:
+    """A run of launch/pretrain.py: its configuration, its ranks, and what lies in its folder."""
+
+    def __init__(self, zygote: Zygote, folder: Path, config: Path) -> None:
+        self.zygote, self.dir, self.config = zygote, folder, config
+        self._num_starts = 0
+
+    def start(
+        self,
+        *overrides: str,
+        ranks: int = 2,
+        words: Sequence[str] = (),
+        faults: dict[int, dict[str, list[Any]]] | None = None,
+        launcher: bool = True,
+        **more: Any,
+    ) -> Ranks:
+        """Its ranks, some with faults of sabotage.py; without a launcher's variables one plain
+        process. ``more`` as in ``Zygote.start``."""
+        argv = [str(PRETRAIN), "--config", str(self.config), *words]
+        for override in overrides:
+            argv += ["--set", override]
+        self._num_starts += 1
+        log = self.config.with_name(f"{self.dir.name}-{self._num_starts}.log")
+        of_rank: dict[int, Any] = {rank: {"faults": of} for rank, of in (faults or {}).items()}
+        if not launcher:
+            ranks, of_rank = 1, {0: {"env": {}}}
+        return self.zygote.start(argv, ranks, log, of_rank, **more)
+
+    def succeed(self, *overrides: str, **more: Any) -> str:
+        """What a start said that went to its end."""
+        return self.start(*overrides, **more).succeed()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of NAME.jsonl."""
+        return list(read_jsonl(self.dir / f"{name}.jsonl"))
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return self.lines("log")
+
+    @property
+    def end(self) -> dict[str, Any]:
+        return read_end(self.dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.dir / "checkpoints"
+
+    def tags(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.glob("step_*"))
+
+    @property
+    def latest(self) -> str:
+        return (self.checkpoints / "latest").read_text()
+
+
+NewRun = Callable[..., Run]
+
+
+@pytest.fixture
+def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
+    """``new_run(NAME, **sections)``: on the corpus, in a folder of its own."""
+
+    def make(name: str = "run", **sections: object) -> Run:
+        folder = tmp_path / name
+        return Run(zygote, folder, corpus.config(folder, **sections))
+
+    return make

@@ -128,11 +128,17 @@ class Ranks:
         """Exit codes; negative: killed by that signal."""
         return [self.zygote.ask({"wait": pid}) for pid in self.pids]
 
-    def succeed(self) -> str:
-        """Wait, require success, return all output."""
-        codes = self.wait()
-        assert codes == [0] * len(codes), f"exit codes {codes}\n{self.output()[-4000:]}"
-        return self.output()
+    def succeed(self, *said: str) -> str:
+        """Wait, require success and that they said so, return all output."""
+        return self.end_with(0, *said)
+
+    def end_with(self, code: int, *said: str) -> str:
+        """Wait, require this exit code of all ranks and that they said so, return all output."""
+        codes, output = self.wait(), self.output()
+        assert codes == [code] * len(codes), f"exit codes {codes}\n{output[-4000:]}"
+        for text in said:
+            assert text in output, f"not said: {text}\n{output[-4000:]}"
+        return output
 
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in ranks if ranks is not None else range(len(self.pids)):
