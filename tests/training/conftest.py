@@ -106,6 +106,33 @@ def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path
     return folder / "blend.yaml"
 
 
+def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
+    """Two sources of equal weight, each with its held-out documents (of the other one)."""
+    pairs = {"web": (corpus.train, corpus.valid), "math": (corpus.valid, corpus.train)}
+    sources = [
+        {
+            "name": name,
+            "prefix": str(prefix),
+            "index": f"{prefix}.samples",
+            "weight": 1,
+            "valid_prefix": str(held_out),
+            "valid_index": f"{held_out}.samples",
+        }
+        for name, (prefix, held_out) in pairs.items()
+    ]
+    path.write_text(yaml.safe_dump({"sources": sources, **more}))
+    return path
+
+
+def drawn_from(blend: Path) -> dict[str, object]:
+    """The section ``data`` of a run of a blend."""
+    return {"prefix": None, "index": None, "valid_prefix": None, "blend": str(blend)}
+
+
+def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) -> Path:
+    return corpus.config(run_dir, data=drawn_from(path), **sections)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
@@ -179,3 +206,8 @@ def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
         return Run(zygote, folder, corpus.config(folder, **sections))
 
     return make
+
+
+@pytest.fixture
+def blend(corpus: Corpus, tmp_path: Path) -> Path:
+    return write_blend(tmp_path / "blend.yaml", corpus)

@@ -270,6 +270,7 @@ def test_rewriting_that_is_left_ends_its_converter(
 ) -> None:
     """By an interrupt, say; and that of a rank which is killed does not write into the next one's
     folder, as it did: what was loaded could be half of the one and half of the other."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 

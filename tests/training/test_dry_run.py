@@ -20,9 +20,8 @@ from megapack.training.engine.inputs import Inputs
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 
-from .conftest import Corpus
+from .conftest import Corpus, blend_config, write_blend
 from .packing_helpers import plain
-from .test_sources import blend_config, write_blend
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
