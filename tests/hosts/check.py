@@ -38,6 +38,10 @@ class Findings:
     longest: dict[int, int] = field(default_factory=dict)
     """Beside it the longest segment of its micro batch, tokens."""
 
+    def hold(self) -> None:
+        """There are no problems."""
+        assert not self.problems, "\n".join(self.problems[:20])
+
 
 def load_ranks(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]

@@ -20,10 +20,10 @@ from tests.hosts.layouts import (
     environment,
     release_of,
 )
-from tests.hosts.processes import last_line
+from tests.hosts.processes import last_line, marks_of
 from tests.hosts.test_megatron_lm import TREES
 
-pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
+pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # One process for all command lines: a checkout takes long to import.
 COMMANDS = """

@@ -52,7 +52,7 @@ def test_every_stage_is_handed_the_documents(
     ranks = load_ranks(tmp_path)
     found = check_run(ranks, corpus)
     matrix.note("Megatron-Bridge", "main", f"PP 3, {data}", found)
-    assert not found.problems, "\n".join(found.problems[:20])
+    found.hold()
     assert len(ranks) == 3 and found.calls == 3 * 24 and found.segments > found.calls
 
 
@@ -70,7 +70,7 @@ def test_pretrain_trains_on_the_documents(
     found.problems = [text for text in found.problems if not text.startswith("valid, micro step")]
     matrix.note("Megatron-Bridge", "main", f"pretrain, {ranks} ranks, {stages} stages", found)
     found.problems += wrong_losses(log, recorded, 0, ROW)
-    assert not found.problems, "\n".join(found.problems[:20])
+    found.hold()
     assert found.rows.keys() == set(range(STEPS * GLOBAL_BATCH))
     assert found.splits == {"train", "valid"} and found.segments > found.calls > 0
     assert len(iterations(log)) == STEPS

@@ -18,24 +18,15 @@ import torch
 import yaml
 
 from tests.hosts import matrix
-from tests.hosts.check import compare
-from tests.hosts.corpus import BUCKETS, Corpus
-from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
+from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus
+from tests.hosts.processes import environment_of, finish, is_refused, marks_of, torchrun, trees_of
 
 TREES = trees_of("NANOTRON")
 HOST = "nanotron"
-ROW = max(BUCKETS)
-STEP_ROWS = 12
-LAYERS = 2
 STEPS = 4
 TOLERANCE = 1e-5  # of a gradient's largest entry, float32
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not TREES, reason="NANOTRON names no checkout of nanotron"),
-]
-
-Rows = dict[int, tuple[int, ...]]
+pytestmark = marks_of(TREES, "NANOTRON", "nanotron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,16 +176,15 @@ def run(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    known = known_rows.setdefault(layout.data, {})
     told = (HOST, tree, layout.name, tmp_path / "run", corpus)
-    found = matrix.trained(*told, **sizes)
+    found = matrix.trained(*told, steps=layout.steps, known=known)
     assert found.attentions == LAYERS * found.calls
     assert len(re.findall(r"iteration: .*lm_loss: [\d.]+", log)) == layout.steps
     assert log.count("documents of a micro batch are kept apart: probed in") == layout.ranks
-    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
 
 
 def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
@@ -228,7 +218,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "then", saved=tmp_path / "first" / "saved")
     folders = (tmp_path / "first", tmp_path / "then")
-    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
+    matrix.resumed(HOST, tree, folders, corpus)
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,15 @@ import torch
 
 from megapack.errors import ConfigError
 from tests.hosts import matrix
-from tests.hosts.check import compare
-from tests.hosts.corpus import BUCKETS, Corpus, write_short
-from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
+from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus, write_short
+from tests.hosts.processes import environment_of, finish, is_refused, marks_of, torchrun, trees_of
 
 TREES = trees_of("OLMO_CORE")
 HOST = "OLMo-core"
-ROW = max(BUCKETS)
-STEP_ROWS = 12
-LAYERS = 2
 STEPS = 4
 TOLERANCE = 1e-5  # of a gradient's largest entry, float32
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not TREES, reason="OLMO_CORE names no checkout of OLMo-core"),
-]
-
-Rows = dict[int, tuple[int, ...]]
+pytestmark = marks_of(TREES, "OLMO_CORE", "OLMo-core")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +92,15 @@ def run(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    known = known_rows.setdefault(layout.data, {})
     told = (HOST, tree, layout.name, tmp_path / "run", corpus)
-    found = matrix.trained(*told, **sizes)
+    found = matrix.trained(*told, steps=layout.steps, known=known)
     assert found.attentions == LAYERS * found.calls
     assert f"step={layout.steps}/{layout.steps}" in log
     assert log.count("documents of a micro batch are kept apart: probed in") >= 1
-    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
 
 
 def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
@@ -158,7 +148,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "loaded", save=tmp_path / "saved")
     folders = (tmp_path / "saved", tmp_path / "loaded")
-    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
+    matrix.resumed(HOST, tree, folders, corpus)
 
 
 def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(

@@ -19,9 +19,10 @@ from ports import free_port
 
 from tests.hosts.helpers import compile_helpers
 from tests.hosts.layouts import environment, release_of
+from tests.hosts.processes import marks_of
 from tests.hosts.test_megatron_lm import TREES
 
-pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
+pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # Tests that build what no run would train on; of no other the outcome may differ.
 REFUSED = {

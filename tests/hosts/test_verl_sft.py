@@ -15,25 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
-from tests.hosts.chats import Chats, losses_one_by_one, write_chats
-from tests.hosts.processes import ROOT, environment_of, finish, torchrun, trees_of
+from tests.hosts.chats import ROW, ROWS_PER_STEP, STEPS, TOLERANCE, Chats, losses_one_by_one
+from tests.hosts.processes import ROOT, environment_of, finish, marks_of, torchrun, trees_of
 
 FOLDERS = trees_of("MEGAPACK_VERL")
-ROWS_PER_STEP, ROW, STEPS = 8, 256, 3
-TOLERANCE = 2e-5  # of losses of 5 or 6, float32 under another attention and other shapes
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not FOLDERS, reason="MEGAPACK_VERL names no folder with verl"),
-]
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
-    return write_chats(tmp_path_factory.mktemp("chats"))
+pytestmark = marks_of(FOLDERS, "MEGAPACK_VERL", "verl")
 
 
 def settings(chats: Chats) -> dict[str, Any]:
@@ -78,17 +65,11 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
     return finish(command, folder, environment, "verl's SFT trainer")
 
 
-@pytest.fixture(scope="module")
-def rows(chats: Chats) -> RowDataset:
-    options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=0)
-    manifest = Manifest.read(chats.path("chats.json"))
-    return open_rows(manifest, open_sources(manifest), options, num_rows=STEPS * ROWS_PER_STEP)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
-    ranks: int, chats: Chats, rows: RowDataset, tmp_path: Path
+    ranks: int, chats: Chats, tmp_path: Path
 ) -> None:
+    rows = chats.rows(0, STEPS * ROWS_PER_STEP)
     log = train(tmp_path / "run", chats, ranks)
     assert log.count("documents of a row are kept apart: probed in") == ranks
     told = [float(loss) for loss in re.findall(r"train/loss:([0-9.]+)", log)]
