@@ -285,11 +285,7 @@ def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
 
 
 def check_evaluation(
-    recorded: list[dict[str, Any]],
-    corpus: Corpus,
-    sets: list[range],
-    *,
-    shifted: bool = False,
+    recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range], *, shifted: bool = False
 ) -> tuple[Findings, list[float]]:
     """Evaluations in which every document of every set counts alike.
 

@@ -127,9 +127,7 @@ LAYOUTS = (
     ),
     Layout(name="MTP 2", ranks=1, flags="--mtp-num-layers 2"),
     Layout(
-        name="PP 2, MTP 1",
-        ranks=2,
-        flags="--pipeline-model-parallel-size 2 --mtp-num-layers 1",
+        name="PP 2, MTP 1", ranks=2, flags="--pipeline-model-parallel-size 2 --mtp-num-layers 1"
     ),
     Layout(
         name="CP 2, each document cut",

@@ -60,13 +60,7 @@ def trained(
 
 
 def resumed(
-    host: str,
-    tree: Path,
-    folders: Iterable[Path],
-    corpus: Corpus,
-    *,
-    remark: str = "",
-    **how: Any,
+    host: str, tree: Path, folders: Iterable[Path], corpus: Corpus, *, remark: str = "", **how: Any
 ) -> None:
     """Two steps, and behind them two steps of a run that went on."""
     before, after = (check_run(load_ranks(folder), corpus, **how) for folder in folders)

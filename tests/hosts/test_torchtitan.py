@@ -67,12 +67,7 @@ LAYOUTS = (
         options="--validator.enable --validator.freq 3 --validator.steps 2",
     ),
     Layout(name="DP 2, varlen", ranks=2, attention="varlen"),
-    Layout(
-        name="TP 2",
-        ranks=2,
-        options="--parallelism.tensor_parallel_degree 2",
-        probed=False,
-    ),
+    Layout(name="TP 2", ranks=2, options="--parallelism.tensor_parallel_degree 2", probed=False),
 )
 
 

@@ -15,12 +15,7 @@ from megapack.errors import ConfigError
 from megapack.integrations import open_rows as index_cache
 from megapack.integrations.index import main as build_indices
 from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import (
-    Recipe,
-    build_index,
-    cached_index,
-    open_data_path,
-)
+from megapack.integrations.open_rows import Recipe, build_index, cached_index, open_data_path
 from megapack.integrations.rows import RowOptions
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset

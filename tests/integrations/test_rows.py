@@ -135,9 +135,7 @@ def test_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, A
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
-def test_attention_window_cuts_boundaries_and_changes_nothing_else(
-    corpus: IndexedDataset,
-) -> None:
+def test_attention_window_cuts_boundaries_and_changes_nothing_else(corpus: IndexedDataset) -> None:
     """From the block on at which a stage has one, and not in the rows of an evaluation."""
     staged = {"stages": (Stage(from_step=2, attention_window=12),)}
     whole, cut = rows_of(corpus), rows_of(corpus, manifest=staged)

@@ -19,12 +19,7 @@ def _run(
 ) -> dict[str, Any]:
     """Three steps; without ``sequence_parallel_size`` every rank holds whole samples."""
     micro = engine.pop("micro_batch_tokens", 256)
-    config = corpus.config(
-        path,
-        num_steps=3,
-        data={"micro_batch_tokens": micro},
-        engine=engine,
-    )
+    config = corpus.config(path, num_steps=3, data={"micro_batch_tokens": micro}, engine=engine)
     return run_worker(zygote, config, ranks)
 
 
@@ -57,11 +52,7 @@ def test_losses_are_equal(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> Non
 def _stretch(
     zygote: Zygote, config: Path, name: str, ranks: int, group: int, micro: int, *more: str
 ) -> str:
-    settings = (
-        f"engine.sequence_parallel_size={group}",
-        f"data.micro_batch_tokens={micro}",
-        *more,
-    )
+    settings = (f"engine.sequence_parallel_size={group}", f"data.micro_batch_tokens={micro}", *more)
     output: str = start_run(zygote, config, name, *settings, ranks=ranks).succeed()
     return output
 

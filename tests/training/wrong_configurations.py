@@ -253,15 +253,9 @@ CASES = [
     *_cases("no_such_key", "engine.deepspeed.no_such_key=1", late=True),
     *_cases("stag", "engine.deepspeed.zero_optimization.stag=1", late=True),
     *_cases(
-        "reduce_bucket_size",
-        "engine.deepspeed.zero_optimization.reduce_bucket_size=x",
-        late=True,
+        "reduce_bucket_size", "engine.deepspeed.zero_optimization.reduce_bucket_size=x", late=True
     ),
-    *_cases(
-        "devise",
-        "engine.deepspeed.zero_optimization.offload_optimizer.devise=cpu",
-        late=True,
-    ),
+    *_cases("devise", "engine.deepspeed.zero_optimization.offload_optimizer.devise=cpu", late=True),
     *_cases("verbos", "engine.deepspeed.comms_logger.verbos=true", late=True),
     *_cases("profile_stp", "engine.deepspeed.flops_profiler.profile_stp=1", late=True),
     *_cases("tag_validation", "engine.deepspeed.checkpoint.tag_validation=Wran", late=True),
