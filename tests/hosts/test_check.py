@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.check import load_ranks
-from tests.hosts.corpus import Corpus
-from tests.hosts.layouts import (
-    GLOBAL_BATCH,
-    Host,
-    Layout,
-    arguments,
-    boundary_flag,
-    environment,
-    release_of,
-)
+from tests.hosts.corpus import STEP_ROWS, Corpus
+from tests.hosts.layouts import Host, Layout, arguments, boundary_flag, environment, release_of
 from tests.hosts.processes import last_line, marks_of
 from tests.hosts.test_megatron_lm import TREES
 
@@ -99,7 +91,7 @@ def test_what_is_printed_is_what_the_run_then_reads(
     ranks = load_ranks(tmp_path / "run")
     calls = [[call for call in rank["calls"] if call["training"]] for rank in ranks]
     for step, micro_step, capacity, begin, last, _, longest, labels in printed:
-        number = (step - 1) * GLOBAL_BATCH // 2 + micro_step - 1
+        number = (step - 1) * STEP_ROWS // 2 + micro_step - 1
         assert (begin, last) == (2 * number, 2 * number + 1)
         together = [rank[number] for rank in calls]
         assert labels == sum(int(call["loss_mask"].sum()) for call in together)

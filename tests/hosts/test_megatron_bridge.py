@@ -15,8 +15,8 @@ import pytest
 
 from tests.hosts import matrix
 from tests.hosts.check import check_run, load_ranks
-from tests.hosts.corpus import Corpus
-from tests.hosts.layouts import GLOBAL_BATCH, ROW, environment
+from tests.hosts.corpus import ROW, STEP_ROWS, Corpus
+from tests.hosts.layouts import environment
 from tests.hosts.losses import iterations, wrong_losses
 from tests.hosts.processes import LAUNCHERS, finish, torchrun, trees_of
 from tests.hosts.test_megatron_lm import TREES as CORES
@@ -71,7 +71,7 @@ def test_pretrain_trains_on_the_documents(
     matrix.note("Megatron-Bridge", "main", f"pretrain, {ranks} ranks, {stages} stages", found)
     found.problems += wrong_losses(log, recorded, 0, ROW)
     found.hold()
-    assert found.rows.keys() == set(range(STEPS * GLOBAL_BATCH))
+    assert found.rows.keys() == set(range(STEPS * STEP_ROWS))
     assert found.splits == {"train", "valid"} and found.segments > found.calls > 0
     assert len(iterations(log)) == STEPS
 

@@ -24,8 +24,8 @@ from tests.hosts.check import (
     compare,
     load_ranks,
 )
-from tests.hosts.corpus import NUM_FEW, NUM_WEB, Corpus
-from tests.hosts.layouts import FULL_VALIDATION, GLOBAL_BATCH, LAYOUTS, ROW, Host, Layout
+from tests.hosts.corpus import NUM_FEW, NUM_WEB, ROW, STEP_ROWS, Corpus
+from tests.hosts.layouts import FULL_VALIDATION, LAYOUTS, Host, Layout
 from tests.hosts.losses import VALIDATION, iterations, wrong_losses
 from tests.hosts.processes import marks_of, trees_of
 
@@ -78,18 +78,18 @@ def test_every_call_is_handed_the_documents(
     found.hold()
     consumed = found.steps[-1][0]
     if layout.train_samples:
-        assert 0 <= layout.train_samples - consumed < GLOBAL_BATCH
+        assert 0 <= layout.train_samples - consumed < STEP_ROWS
         sizes = np.diff([0, *(rows for rows, _, _ in found.steps)])
-        assert sizes[0] == 4 and sizes[-1] == GLOBAL_BATCH, "and the global batch grew"
+        assert sizes[0] == 4 and sizes[-1] == STEP_ROWS, "and the global batch grew"
     else:
-        assert consumed == layout.train_iters * GLOBAL_BATCH
+        assert consumed == layout.train_iters * STEP_ROWS
     assert found.rows.keys() == set(range(consumed)), "the run went to its end, row by row"
     assert found.splits == set(layout.splits)
     assert found.calls > 0 and found.segments > found.calls
     assert (found.ahead > 0) == ("MTP" in layout.name)
-    compare(known.setdefault(layout.rows or layout.data, {}), found, at_least=GLOBAL_BATCH)
+    compare(known.setdefault(layout.rows or layout.data, {}), found, at_least=STEP_ROWS)
     if layout.data == "program.json":
-        check_program(found, corpus, GLOBAL_BATCH)
+        check_program(found, corpus, STEP_ROWS)
     if layout.name.startswith("DP") and not layout.rows:
         _, loss, norm = found.steps[0]
         first = known.setdefault((host.tree, layout.data), (loss, norm))
@@ -146,9 +146,9 @@ def test_a_run_goes_on_with_other_ranks_and_micro_batches(
         whole.problems += found.problems
         note(host, "DP 2, then 3, then 1", whole)
         found.hold()
-        assert found.rows.keys() == set(range(rows, until * GLOBAL_BATCH))
+        assert found.rows.keys() == set(range(rows, until * STEP_ROWS))
         compare(known.setdefault("web.json", {}), found, at_least=0)
-        rows = until * GLOBAL_BATCH
+        rows = until * STEP_ROWS
 
 
 @pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
