@@ -40,22 +40,13 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
     folder.mkdir()
     settings = yaml.safe_load((ROOT / "examples" / "axolotl_packed.yaml").read_text())
     settings |= {
-        "base_model": chats.path("model"),
-        "attn_implementation": "sdpa",
-        "datasets": [{"path": chats.path("chats.json")}],
-        "test_datasets": [{"path": chats.path("chats.json")}],
-        "sequence_len": ROW,
-        "micro_batch_size": 2,
+        **{"base_model": chats.path("model"), "output_dir": str(folder / "out")},
+        **{key: [{"path": chats.path("chats.json")}] for key in ("datasets", "test_datasets")},
+        **{"sequence_len": ROW, "micro_batch_size": 2, "seed": SEED, "learning_rate": 0},
+        **dict.fromkeys(("max_steps", "eval_steps", "save_steps"), STEPS),
+        **{"attn_implementation": "sdpa", "bf16": False, "gradient_checkpointing": False},
+        **{"optimizer": "adamw_torch"},
         "gradient_accumulation_steps": ROWS_PER_STEP // (2 * ranks),
-        "max_steps": STEPS,
-        "seed": SEED,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "optimizer": "adamw_torch",
-        "learning_rate": 0,
-        "eval_steps": STEPS,
-        "save_steps": STEPS,
-        "output_dir": str(folder / "out"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | changed))
     environment = environment_of(FOLDERS[0], "hosts") | {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -39,29 +40,14 @@ runpy.run_path("train.py", run_name="__main__")
 PACKED = {"attention_config": [[["flash"], "all"]]}
 
 # A tiny model without fused kernels, which want a GPU; sm3 is NeoX's one optimizer in plain torch.
-MODEL = {
-    "num_layers": LAYERS,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": ROW,
-    "max_position_embeddings": ROW,
-    "pos_emb": "learned",
-    "no_weight_tying": True,
-    "hidden_dropout": 0,
-    "attention_dropout": 0,
-    "scaled_upper_triang_masked_softmax_fusion": False,
-    "bias_gelu_fusion": False,
-    "rope_fusion": False,
-    "layernorm_fusion": False,
-    "precision": "fp32",
-    "optimizer": {"type": "sm3", "params": {}},
-    "tokenizer_type": "HFTokenizer",
-    "num_workers": 0,
-    "use_wandb": False,
-    "log_interval": 1,
-    "eval_iters": 1,
-    "eval_interval": 3,
-}
+MODEL = yaml.safe_load(f"""
+{{num_layers: {LAYERS}, hidden_size: 32, num_attention_heads: 4, seq_length: {ROW},
+  max_position_embeddings: {ROW}, pos_emb: learned, no_weight_tying: true, hidden_dropout: 0,
+  attention_dropout: 0, scaled_upper_triang_masked_softmax_fusion: false, bias_gelu_fusion: false,
+  rope_fusion: false, layernorm_fusion: false, optimizer: {{type: sm3, params: {{}}}},
+  precision: fp32, tokenizer_type: HFTokenizer, num_workers: 0, use_wandb: false,
+  log_interval: 1, eval_iters: 1, eval_interval: 3}}
+""")
 
 
 @dataclass(frozen=True, kw_only=True)

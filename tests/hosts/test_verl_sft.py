@@ -23,37 +23,23 @@ FOLDERS = trees_of("MEGAPACK_VERL")
 pytestmark = marks_of(FOLDERS, "MEGAPACK_VERL", "verl")
 
 
-def settings(chats: Chats) -> dict[str, Any]:
-    """Those of the guide, and what a CPU and a tiny model want."""
-    return {
-        "data.train_files": chats.path("chats.json"),
-        "data.custom_cls.path": "pkg://megapack.integrations.verl",
-        "data.custom_cls.name": "SFTRows",
-        "data.max_length": ROW,
-        "data.train_batch_size": ROWS_PER_STEP,
-        "data.train_max_samples": STEPS * ROWS_PER_STEP + 3,
-        "data.max_token_len_per_gpu": 2 * ROW,
-        "data.num_workers": 1,
-        "trainer.total_epochs": 1,
-        "model.path": chats.path("model"),
-        "+model.override_config.attn_implementation": "sdpa",
-        "model.enable_gradient_checkpointing": False,
-        "engine.strategy": "fsdp2",
-        "engine.dtype": "float32",
-        "+engine.mixed_precision.param_dtype": "fp32",
-        "engine.use_torch_compile": False,
-        "optim.lr": 0,
-        "trainer.device": "cpu",
-        "trainer.logger": "[console]",
-        "trainer.resume_mode": "disable",
-        "checkpoint.save_contents": "[]",
-        "hydra.run.dir": "hydra",
-    }
+# Those of the guide, and what a CPU and a tiny model want.
+SETTINGS = f"""
+    data.custom_cls.path=pkg://megapack.integrations.verl data.custom_cls.name=SFTRows
+    data.max_length={ROW} data.train_batch_size={ROWS_PER_STEP} data.num_workers=1
+    data.train_max_samples={STEPS * ROWS_PER_STEP + 3} data.max_token_len_per_gpu={2 * ROW}
+    trainer.total_epochs=1 trainer.device=cpu trainer.logger=[console] trainer.resume_mode=disable
+    +model.override_config.attn_implementation=sdpa model.enable_gradient_checkpointing=False
+    engine.strategy=fsdp2 engine.dtype=float32 +engine.mixed_precision.param_dtype=fp32
+    engine.use_torch_compile=False optim.lr=0 checkpoint.save_contents=[] hydra.run.dir=hydra
+"""
 
 
 def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
     folder.mkdir()
-    options = settings(chats) | {key.replace("__", "."): value for key, value in changed.items()}
+    options: dict[str, Any] = dict(word.split("=", 1) for word in SETTINGS.split())
+    options |= {"data.train_files": chats.path("chats.json"), "model.path": chats.path("model")}
+    options |= {key.replace("__", "."): value for key, value in changed.items()}
     environment = environment_of(FOLDERS[0], "hosts") | {
         "PYTHONPATH": os.pathsep.join(map(str, [*FOLDERS, ROOT])),
         "VERL_ENGINE_DEVICE": "cuda",  # which engine; the platform says where it runs
