@@ -87,19 +87,11 @@ class Zygote:
         port = port or free_port()
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
         for rank in range(world_size):
-            of_launcher = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            request = {
-                "argv": argv,
-                "env": {**of_launcher, **(env or {})},
-                "log": str(ranks.logs[rank]),
-            }
-            ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
+            world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            request = {"argv": argv, "env": {**world, **place, **(env or {})}}
+            request |= {"log": str(ranks.logs[rank]), **(of_rank or {}).get(rank, {})}
+            ranks.pids.append(self.ask(request))
         return ranks
 
     def close(self) -> None:
@@ -192,8 +184,10 @@ def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
     wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in fed), "steps")
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def wait_for(
+    condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.02
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+        time.sleep(pause)

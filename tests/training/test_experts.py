@@ -29,18 +29,11 @@ from .packing_helpers import documents, pack_documents
 from .processes import Zygote, run_worker
 
 COEFFICIENT = 0.1
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": COEFFICIENT,
-    "output_router_logits": True,
-    "pad_token_id": None,
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+    **{"num_experts_per_tok": 2, "router_aux_loss_coef": COEFFICIENT},
+    **{"output_router_logits": True, "pad_token_id": None},
 }
 ARCHITECTURES = {
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24},
