@@ -60,17 +60,11 @@ def checked(tree: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
         "no data": line(flags="--data-path nothing"),
     }
     last_line(COMMANDS, environment(tree), json.dumps(lines), folder=folder)
-    return Checked(
-        tree,
-        {
-            name: (
-                int((folder / f"{name}.status").read_text()),
-                (folder / f"{name}.out").read_text(),
-                (folder / f"{name}.err").read_text(),
-            )
-            for name in lines
-        },
-    )
+    said = {
+        name: [(folder / f"{name}.{kind}").read_text() for kind in ("status", "out", "err")]
+        for name in lines
+    }
+    return Checked(tree, {name: (int(code), *texts) for name, (code, *texts) in said.items()})
 
 
 def boundary_flag_of(tree: Path) -> str:

@@ -42,7 +42,6 @@ def train(tree: Path, folder: Path, data: str, ranks: int, stages: int, fault: s
     return run(tree, folder, launch, data, "pretrain", str(stages), fault)
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize("data", ["web.json", "program.json"])
 def test_every_stage_is_handed_the_documents(
     tree: Path, data: str, corpus: Corpus, tmp_path: Path
@@ -56,7 +55,6 @@ def test_every_stage_is_handed_the_documents(
     assert len(ranks) == 3 and found.calls == 3 * 24 and found.segments > found.calls
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2)], ids=["DP 2", "PP 2"])
 def test_pretrain_trains_on_the_documents(
     tree: Path, ranks: int, stages: int, corpus: Corpus, tmp_path: Path
@@ -76,7 +74,6 @@ def test_pretrain_trains_on_the_documents(
     assert len(iterations(log)) == STEPS
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.parametrize("fault", ["boundaries shifted", "boundaries lost"])
 def test_the_probe_catches_what_is_put_in(
     tree: Path, fault: str, corpus: Corpus, tmp_path: Path
