@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,14 +213,14 @@ def flat_gradient(model: Any) -> Tensor:
 
 
 def print_one_by_one(
-    model: Any, told: dict[str, Tensor], bounds: list[int], loss_of: Callable[..., Tensor]
+    model: Any, told: dict[str, Any], bounds: list[int], loss_of: Callable[..., Tensor]
 ) -> None:
     """How far loss and gradient of a row are from those of its documents, each alone."""
     assert len(bounds) > 4, "a row of several documents was expected"
-    tokens = {key: x for key, x in told.items() if x.shape[1] == bounds[-1]}
-    parts = [{key: x[:, a:b] for key, x in tokens.items()} for a, b in pairwise(bounds)]
+    of_tokens = [name for name, x in told.items() if np.shape(x)[1:] == (bounds[-1],)]
+    parts = [{name: told[name][:, a:b] for name in of_tokens} for a, b in pairwise(bounds)]
 
-    def made(pieces: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    def made(pieces: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         model.zero_grad()
         total = torch.zeros(())
         for piece in pieces:
