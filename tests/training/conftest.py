@@ -197,15 +197,24 @@ class Run:
 NewRun = Callable[..., Run]
 
 
+def _runs_in(folder: Path, zygote: Zygote, corpus: Corpus) -> NewRun:
+    def make(name: str = "run", **sections: object) -> Run:
+        config = corpus.config(folder / name, **sections)
+        return Run(zygote, folder / name, config)
+
+    return make
+
+
 @pytest.fixture
 def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
     """``new_run(NAME, **sections)``: on the corpus, in a folder of its own."""
+    return _runs_in(tmp_path, zygote, corpus)
 
-    def make(name: str = "run", **sections: object) -> Run:
-        folder = tmp_path / name
-        return Run(zygote, folder, corpus.config(folder, **sections))
 
-    return make
+@pytest.fixture(scope="module")
+def module_run(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> NewRun:
+    """The same, for what all tests of a module look at."""
+    return _runs_in(tmp_path_factory.mktemp("module"), zygote, corpus)
 
 
 @pytest.fixture

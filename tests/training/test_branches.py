@@ -20,8 +20,7 @@ from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import RankProgress
 from megapack.training.start import check_branch, check_directory
 
-from .conftest import Corpus, NewRun, Run, drawn_from
-from .processes import Zygote
+from .conftest import NewRun, Run, drawn_from
 
 pytestmark = pytest.mark.multiprocess
 
@@ -47,9 +46,8 @@ def _written(directory: Path, **files: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def trunk(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("trunk") / "run"
-    run = Run(zygote, folder, corpus.config(folder, **_sections(keep_every=4, keep_steps=[5])))
+def trunk(module_run: NewRun) -> Run:
+    run = module_run(**_sections(keep_every=4, keep_steps=[5]))
     run.succeed()
     return run
 

@@ -32,9 +32,9 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import Corpus, NewRun, Run
+from .conftest import NewRun, Run
 from .packing_helpers import VOCAB, tiny_model
-from .processes import Zygote, wait_for, wait_for_step
+from .processes import wait_for, wait_for_step
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +197,9 @@ THIRD, SIXTH = "step_00000003_tokens_3072", "step_00000006_tokens_6144"
 
 
 @pytest.fixture(scope="module")
-def blocking(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def blocking(module_run: NewRun) -> Run:
     """A run that waits for its checkpoints."""
-    folder = tmp_path_factory.mktemp("blocking") / "run"
-    config = corpus.config(folder, checkpoint={**EVERY_THREE, "asynchronous": False})
-    run = Run(zygote, folder, config)
+    run = module_run(checkpoint={**EVERY_THREE, "asynchronous": False})
     run.succeed()
     return run
 

@@ -21,7 +21,7 @@ from megapack.training.monitoring.heartbeat import LOST_CONTACT
 from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus, NewRun, Run
-from .processes import FORKED, PRETRAIN, ROOT, Ranks, Zygote, wait_for_step
+from .processes import FORKED, PRETRAIN, ROOT, Ranks, wait_for_step
 
 FIRST, MIDDLE, LAST = (f"step_0000000{i}_tokens_{i * 1024}" for i in (3, 6, 8))
 
@@ -43,11 +43,9 @@ def _same_curve(run: Run, other: Run | list[dict[str, Any]], rel: float) -> None
 
 
 @pytest.fixture(scope="module")
-def whole(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(module_run: NewRun) -> Run:
     """A run of two ranks that nobody disturbed; checkpoints at steps 3, 6 and 8."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    config = corpus.config(folder, checkpoint={"every": 3, "keep": 3, "export": True})
-    run = Run(zygote, folder, config)
+    run = module_run(checkpoint={"every": 3, "keep": 3, "export": True})
     run.succeed()
     return run
 
