@@ -170,6 +170,18 @@ class Run:
         """What a start said that went to its end."""
         return self.start(*overrides, **more).succeed()
 
+    def worker(
+        self, ranks: int, name: str = "gradient_worker", more: Sequence[str] = (), env: Any = None
+    ) -> dict[Any, Any]:
+        """What the ranks of a script of this folder find for the configuration."""
+        import torch  # noqa: PLC0415
+
+        out = self.config.with_suffix(".pt")
+        argv = [str(Path(__file__).with_name(f"{name}.py")), str(self.config), str(out), *more]
+        self.zygote.start(argv, ranks, self.config.with_suffix(".log"), env=env).succeed()
+        found: dict[Any, Any] = torch.load(out)
+        return found
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Of NAME.jsonl."""
         return list(read_jsonl(self.dir / f"{name}.jsonl"))

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -148,24 +148,6 @@ def start_run(
     for override in overrides:
         argv += ["--set", override]
     return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
-
-
-def run_worker(
-    zygote: Zygote,
-    config: Path,
-    ranks: int,
-    worker: str = "gradient_worker",
-    more: Sequence[str] = (),
-    env: dict[str, str] | None = None,
-) -> dict[Any, Any]:
-    """What the ranks of a worker script of this folder found for a configuration."""
-    import torch  # noqa: PLC0415
-
-    out = config.with_suffix(".pt")
-    argv = [str(Path(__file__).with_name(f"{worker}.py")), str(config), str(out), *more]
-    zygote.start(argv, ranks, config.with_suffix(".log"), env=env).succeed()
-    found: dict[Any, Any] = torch.load(out)
-    return found
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:

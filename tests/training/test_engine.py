@@ -17,9 +17,8 @@ from megapack.training.engine.deepspeed_config import check_deepspeed, deepspeed
 from megapack.training.engine.engine import parameter_groups
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import Corpus
+from .conftest import Corpus, NewRun
 from .packing_helpers import check_gradients, losses_one_by_one, plain, tiny_model
-from .processes import Zygote, run_worker
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +48,13 @@ Trained = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def trained(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> Trained:
-    """``trained(RANKS, **engine)``: what gradient_worker.py finds."""
+def trained(new_run: NewRun) -> Trained:
+    """``trained(RANKS, **engine)``: what gradient_worker.py finds in three steps."""
 
-    def run(
-        ranks: int, *, steps: int = 3, model: Any = (), env: Any = None, **engine: object
-    ) -> dict[str, Any]:
-        name = "_".join([str(ranks), *map(str, engine.values())])
-        sections: dict[str, Any] = {"num_steps": steps, "model": dict(model), "engine": engine}
-        return run_worker(zygote, corpus.config(tmp_path / name, **sections), ranks, env=env)
+    def run(ranks: int, *, model: Any = (), env: Any = None, **engine: object) -> dict[str, Any]:
+        name = "_".join(map(str, [ranks, *engine.values()]))
+        made = new_run(name, num_steps=3, model=dict(model), engine=engine)
+        return made.worker(ranks, env=env)
 
     return run
 
@@ -99,7 +96,7 @@ def test_zero_3_loads_checkpoints_in_shares(trained: Trained, tmp_path: Path) ->
     saved.save(tmp_path / "saved")
     model = {"preset": None, "pretrained": str(tmp_path / "saved")}
     engine = {"precision": "bf16", "zero_stage": 3}
-    result = trained(2, steps=1, model=model, **engine)
+    result = trained(2, model=model, **engine)
     assert result["held"] == 0
     for name, weight in saved.named_parameters():
         assert torch.equal(result["initial"][name], weight.bfloat16().float()), name

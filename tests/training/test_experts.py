@@ -24,9 +24,8 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import VOCAB, Corpus, NewRun
+from .conftest import VOCAB, NewRun
 from .packing_helpers import documents, pack_documents
-from .processes import Zygote, run_worker
 
 COEFFICIENT = 0.1
 SIZES: dict[str, Any] = {
@@ -184,14 +183,13 @@ def balance_of(layers: Sequence[Tensor], chosen_per_token: int) -> Tensor:
     ],
 )
 def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stage(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, name: str, cases: list[Any]
+    new_run: NewRun, tmp_path: Path, name: str, cases: list[Any]
 ) -> None:
     of = {"preset": None, "pretrained": str(saved(name, tmp_path / "model"))}
     for ranks, engine in cases:
-        path = tmp_path / "_".join([str(ranks), *map(str, engine.values())])
-        config_path = corpus.config(path, num_steps=2, model=of, engine=engine)
-        found = run_worker(zygote, config_path, ranks)
-        config = load_config(PretrainConfig, config_path)
+        run = new_run("_".join(map(str, [ranks, *engine.values()])), model=of, engine=engine)
+        found = run.worker(ranks, more=["num_steps=2"])
+        config = load_config(PretrainConfig, run.config)
         model = opened(tmp_path / "model").model
         model.set_attn_implementation("eager")
         loss = plain_step(model, open_inputs(config), config, ranks)
@@ -205,21 +203,17 @@ def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stag
             assert error < 2e-3, f"{ranks} {engine} {key}: {error:.1e}"
 
 
-def test_slices_balance_the_whole_sample(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_slices_balance_the_whole_sample(new_run: NewRun, tmp_path: Path) -> None:
     """Two ranks that share long samples against one that holds them: the same micro batches."""
     of = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
     alone, shared = (
-        run_worker(
-            zygote,
-            corpus.config(
-                tmp_path / f"{ranks}",
-                num_steps=1,
-                model=of,
-                data={"micro_batch_tokens": micro},
-                engine={"sequence_parallel_size": ranks},
-            ),
-            ranks,
-        )
+        new_run(
+            f"{ranks}",
+            num_steps=1,
+            model=of,
+            data={"micro_batch_tokens": micro},
+            engine={"sequence_parallel_size": ranks},
+        ).worker(ranks)
         for ranks, micro in ((1, 128), (2, 64))
     )
     assert alone["capacities"] == {128}, "the first step has the longest bucket"

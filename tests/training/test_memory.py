@@ -27,9 +27,9 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import build_model
 
-from .conftest import Corpus
+from .conftest import Corpus, NewRun
 from .packing_helpers import documents, pack_documents, tiny_model
-from .processes import ROOT, Zygote, run_worker
+from .processes import ROOT, Zygote
 from .test_experts import saved
 
 WORKER = str(Path(__file__).with_name("memory_worker.py"))
@@ -194,17 +194,13 @@ def test_hooks_get_the_input_of_every_layer_and_nothing_else(preset: str) -> Non
     ids=lambda case: "_".join(map(str, case.values())) if isinstance(case, dict) else "",
 )
 def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, engine: dict[str, Any], itemsize: int
+    new_run: NewRun, engine: dict[str, Any], itemsize: int
 ) -> None:
     results = {}
+    data = {"micro_batch_tokens": 64 if "sequence_parallel_size" in engine else 256}
     for offload in (False, True):
-        config = corpus.config(
-            tmp_path / f"{offload}",
-            num_steps=3,
-            data={"micro_batch_tokens": 64 if "sequence_parallel_size" in engine else 256},
-            engine={"activation_checkpointing": True, "offload_activations": offload, **engine},
-        )
-        results[offload] = run_worker(zygote, config, 2)
+        kept = {"activation_checkpointing": True, "offload_activations": offload, **engine}
+        results[offload] = new_run(f"{offload}", num_steps=3, data=data, engine=kept).worker(2)
     plain, offloaded = results[False], results[True]
     assert plain["offloaded"] == 0
     tokens_of_rank = 3 * 1024 // 2

@@ -20,7 +20,7 @@ from megapack.training.engine.inputs import check_run, open_inputs
 
 from .conftest import Corpus, NewRun
 from .packing_helpers import losses_one_by_one, plain, tiny_model
-from .processes import ROOT, Zygote, run_worker
+from .processes import ROOT, Zygote
 
 STEPS, LR, Z_LOSS, DECAY = 3, 0.01, 0.02, 0.75
 OPTIMIZER: dict[str, Any] = {"lr": 0.003, "muon_lr": 0.006, "clip": 0.5, "ema_decay": DECAY}
@@ -86,7 +86,7 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 @pytest.mark.parametrize(("kind", "cases"), CASES.items())
 def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, kind: str, cases: list[Any]
+    new_run: NewRun, kind: str, cases: list[Any]
 ) -> None:
     sections: dict[str, Any] = {
         "num_steps": STEPS,
@@ -94,12 +94,12 @@ def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
         "optimizer": {**OPTIMIZER, "kind": kind},
     }
     engine = {"precision": "fp32", "zero_stage": 0}
-    plain = corpus.config(tmp_path / "plain", engine=engine, **sections)
-    expected = plain_loop(load_config(PretrainConfig, plain))
+    plain = new_run("plain", engine=engine, **sections)
+    expected = plain_loop(load_config(PretrainConfig, plain.config))
     for ranks, stage, precision in cases:
         case = f"{ranks}_{stage}_{precision}"
         engine = {"precision": precision, "zero_stage": stage}
-        found = run_worker(zygote, corpus.config(tmp_path / case, engine=engine, **sections), ranks)
+        found = new_run(case, engine=engine, **sections).worker(ranks)
         exact = precision == "fp32"
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4 if exact else 5e-2)
         for part in ("weights", "averages"):

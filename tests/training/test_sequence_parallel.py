@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import Corpus, NewRun
-from .processes import Zygote, run_worker
+from .conftest import NewRun
 
 
-def test_losses_are_equal(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_losses_are_equal(new_run: NewRun) -> None:
     """Buckets 32, 64, 128; what is longer than a rank's micro batch is shared, the rest is not."""
 
     def run(name: str, ranks: int, micro: int, **engine: object) -> dict[str, Any]:
         data = {"micro_batch_tokens": micro}
-        config = corpus.config(tmp_path / name, num_steps=3, data=data, engine=engine)
-        return run_worker(zygote, config, ranks)
+        return new_run(name, num_steps=3, data=data, engine=engine).worker(ranks)
 
     alone = run("alone", 1, 256)
     recomputed = {"zero_stage": 3, "activation_checkpointing": True}
@@ -82,17 +79,16 @@ def test_what_cannot_be_shared_is_refused_at_start(
     ("size", "micro", "stage"), [(2, 64, 3), (4, 32, 1)], ids=["2 x 2, ZeRO 3", "4 x 1"]
 )
 def test_losses_and_labels_are_those_of_whole_samples(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, size: int, micro: int, stage: int
+    new_run: NewRun, size: int, micro: int, stage: int
 ) -> None:
     """Three sets of documents: some buckets of one are shared, none of another, odd ones of the
     third; once all samples, and once so few that a group has none."""
-    config = corpus.config(
-        tmp_path / "run",
+    run = new_run(
         data={"micro_batch_tokens": micro, "tokens_per_step": 8 * micro},
         evaluation={"buckets": [32, 64, 128]},
         engine={"sequence_parallel_size": size, "zero_stage": stage},
     )
-    found = run_worker(zygote, config, 4, "validation_worker")
+    found = run.worker(4, "validation_worker")
     for max_tokens in (None, 128):
         whole, shared = found[False, max_tokens], found[True, max_tokens]
         _check_forwards(whole.pop("forwards"), shared.pop("forwards"), size, micro)

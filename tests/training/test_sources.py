@@ -40,7 +40,6 @@ from .conftest import (
     write_blend,
 )
 from .packing_helpers import check_gradients, losses_one_by_one, plain
-from .processes import Zygote, run_worker
 
 
 @contextmanager
@@ -116,7 +115,7 @@ def test_step_without_a_label_that_weighs_has_no_loss_and_the_run_goes_on(
     assert losses == (0, "losses", "all finite")
 
 
-def test_label_counts_like_loss_weight(zygote: Zygote, new_run: NewRun, blend: Path) -> None:
+def test_label_counts_like_loss_weight(new_run: NewRun, blend: Path) -> None:
     """The gradient is that of the weighted mean over single documents, on any number of ranks."""
     weights = {"web": 1.0, "math": 4.0}
     with edited(blend) as tree:
@@ -132,7 +131,7 @@ def test_label_counts_like_loss_weight(zygote: Zygote, new_run: NewRun, blend: P
     mean.backward()
 
     for ranks in (1, 2):
-        result = run_worker(zygote, run.config, ranks)
+        result = run.worker(ranks)
         assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-5)
         check_gradients(result["grads"], model)
 
@@ -161,7 +160,7 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 @pytest.mark.parametrize(("loss", "ranks", "stage", "shared"), WEIGHED)
 def test_weights_of_tokens_meet_their_losses(
-    zygote: Zygote, new_run: NewRun, blend: Path, loss: str, ranks: int, stage: int, shared: int
+    new_run: NewRun, blend: Path, loss: str, ranks: int, stage: int, shared: int
 ) -> None:
     """The gradient is that of documents one by one, every token with its weight and that of its
     source, over all tokens or over the means of sequences."""
@@ -191,7 +190,7 @@ def test_weights_of_tokens_meet_their_losses(
         terms = [factor[source] * sums / weight for source, sums, weight in found if weight]
     mean = torch.stack(terms).sum() / total
     mean.backward()
-    result = run_worker(zygote, run.config, ranks, more=more)
+    result = run.worker(ranks, more=more)
     assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-6)
     check_gradients(result["grads"], model, rel=1e-6)
 
