@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.engine.directory import read_jsonl
 
-from .processes import PRETRAIN, Ranks, Zygote, read_end
+from .processes import PRETRAIN, Ranks, Zygote
 
 VOCAB = 64
 BUCKETS = [32, 64, 128]
@@ -192,7 +193,9 @@ class Run:
 
     @property
     def end(self) -> dict[str, Any]:
-        return read_end(self.dir)
+        """What ``end.json`` says."""
+        found: dict[str, Any] = json.loads((self.dir / "end.json").read_text())
+        return found
 
     @property
     def checkpoints(self) -> Path:

@@ -154,12 +154,6 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(run_dir / "log.jsonl"))
 
 
-def read_end(run_dir: Path) -> dict[str, Any]:
-    """What ``end.json`` says."""
-    found: dict[str, Any] = json.loads((run_dir / "end.json").read_text())
-    return found
-
-
 def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
     """Until so many ranks are fed with a step."""
     fed = [run_dir / "batches" / f"rank_{rank:05d}.jsonl" for rank in range(ranks)]
