@@ -268,17 +268,16 @@ def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> Non
     assert single[0, 0] == 500 + int(np.argmax(costs))
 
 
-def test_blend_gives_sources_their_share_inside_every_bucket(
+def test_blend_gives_sources_their_share_of_the_tokens_of_all_buckets(
     tmp_path: Path, corpus: IndexedDataset
 ) -> None:
     rows = open_data_path(blend_of(corpus, tmp_path, 3.0, 1.0), OPTIONS, num_rows=2000)
-    first = rows.packed.samples.bases[1]
-    tokens = np.zeros((3, 2))
+    first, tokens = rows.packed.samples.bases[1], np.zeros(2)
     for number in range(2000):
-        bucket = rows.bucket_of(number)
+        capacity = (16, 32, 64)[rows.bucket_of(number)]
         others = rows.samples_of(number) >= first
-        tokens[bucket] += [(~others).sum(), others.sum()]
-    assert tokens[:, 1] / tokens.sum(1) == pytest.approx(np.full(3, 0.25), abs=0.01)
+        tokens += [(~others).sum() * capacity, others.sum() * capacity]
+    assert tokens[1] / tokens.sum() == pytest.approx(0.25, abs=0.01)
 
 
 def test_split_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -> None:
