@@ -1,4 +1,7 @@
-"""Documents whose tokens say where they stand: every token of the corpus has an id of its own."""
+"""Documents whose tokens say where they stand: every token of the corpus has an id of its own.
+
+So batches alone tell whether labels, masks, positions and boundaries are right.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """A real GPT-NeoX checkout: every call of the model in a training, on all ranks.
 
 ``GPT_NEOX=/path/to/checkout make test-hosts``. The guide's train_packed.py is started by NeoX's own
-deepy.py and DeepSpeed's launcher; DeepSpeed's engine trains on the CPU. Every token of the corpus
-has an id of its own, so batches alone tell whether labels, masks, positions and boundaries are
-right.
+deepy.py and DeepSpeed's launcher; DeepSpeed's engine trains on the CPU.
 """
 
 from __future__ import annotations

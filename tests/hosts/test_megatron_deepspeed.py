@@ -1,9 +1,7 @@
 """A real Megatron-DeepSpeed checkout: every call of the model in a training, on all ranks.
 
 ``MEGATRON_DEEPSPEED=/path/to/checkout make test-hosts``. The guide's pretrain_packed.py runs the
-host's pretrain_gpt.py under DeepSpeed's launcher; DeepSpeed's engine trains on the CPU. Every token
-of the corpus has an id of its own, so batches alone tell whether labels, masks, positions and
-boundaries are right.
+host's pretrain_gpt.py under DeepSpeed's launcher; DeepSpeed's engine trains on the CPU.
 """
 
 from __future__ import annotations

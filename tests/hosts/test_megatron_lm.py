@@ -2,8 +2,6 @@
 
 ``MEGATRON_LM=/path/to/checkout[:/path/to/another] make test-hosts``. The script is run unchanged,
 with the environment that torchrun gives it; CUDA is mapped to the CPU and nccl to gloo (cpu.py).
-Every token of the corpus has an id of its own, so batches alone tell whether labels, masks,
-positions and boundaries are right.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 ``NANOTRON=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
 trains on the CPU: nanotron's trainer, engine, Qwen2, optimizers, sanity checks and checkpoints.
-Every token of the corpus has an id of its own, so batches alone tell whether labels, positions and
-the boundaries of every layer are right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A real OLMo-core checkout: every call of the model in a training, on all ranks.
 
 ``OLMO_CORE=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
-trains on the CPU: OLMo-core's model, train module, trainer, FSDP2 or DDP, checkpoints. Every token
-of the corpus has an id of its own, so batches alone tell whether labels and boundaries are right.
+trains on the CPU: OLMo-core's model, train module, trainer, FSDP2 or DDP, checkpoints.
 """
 
 from __future__ import annotations
@@ -42,16 +41,12 @@ class Layout:
     steps: int = STEPS
 
 
+READERS = "--data-parallel ddp --num-workers 2"
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", steps=12),
     Layout(name="DP 2 (FSDP), blend", ranks=2, data="mix.json"),
     Layout(name="DP 2, micro batch 1", ranks=2, micro_batch=1),
-    Layout(
-        name="DP 2 (DDP), readers",
-        ranks=2,
-        micro_batch=6,
-        options="--data-parallel ddp --num-workers 2",
-    ),
+    Layout(name="DP 2 (DDP), readers", ranks=2, micro_batch=6, options=READERS),
     Layout(
         name="DP 3, stages and an attention window", ranks=3, micro_batch=2, data="program.json"
     ),

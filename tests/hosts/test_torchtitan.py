@@ -2,8 +2,7 @@
 
 ``TORCHTITAN=/path/to/checkout[:/another] make test-hosts``. torchtitan's own train.py is started by
 torchrun with the example's configuration and trains on the CPU under FSDP, its FlexAttention masks
-computed by torch. Every token of the corpus has an id of its own, so batches alone tell whether
-labels, positions and the masks of every layer are right.
+computed by torch.
 """
 
 from __future__ import annotations
@@ -50,22 +49,15 @@ class Layout:
     probed: bool = True
 
 
+READERS = """--parallelism.data_parallel_replicate_degree 2
+    --parallelism.data_parallel_shard_degree 1 --dataloader.num_workers 2"""
+EVALUATED = "--validator.enable --validator.freq 3 --validator.steps 2"
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", micro_batch=3, steps=12),
     Layout(name="DP 2 (FSDP), blend", ranks=2, data="mix.json"),
     Layout(name="DP 2, micro batch 3", ranks=2, micro_batch=3),
-    Layout(
-        name="DP 2 (replicated), readers",
-        ranks=2,
-        micro_batch=2,
-        options="--parallelism.data_parallel_replicate_degree 2 "
-        "--parallelism.data_parallel_shard_degree 1 --dataloader.num_workers 2",
-    ),
-    Layout(
-        name="DP 2, evaluation",
-        ranks=2,
-        options="--validator.enable --validator.freq 3 --validator.steps 2",
-    ),
+    Layout(name="DP 2 (replicated), readers", ranks=2, micro_batch=2, options=READERS),
+    Layout(name="DP 2, evaluation", ranks=2, options=EVALUATED),
     Layout(name="DP 2, varlen", ranks=2, attention="varlen"),
     Layout(name="TP 2", ranks=2, options="--parallelism.tensor_parallel_degree 2", probed=False),
 )
