@@ -68,10 +68,13 @@ def _map_cuda() -> None:
     properties = SimpleNamespace(
         major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1
     )
-    none = "current_device utilization memory_allocated max_memory_allocated memory_reserved "
+    zero = (
+        "current_device utilization memory_allocated max_memory_allocated memory_reserved "
+        "max_memory_reserved is_current_stream_capturing"
+    )
     answers = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-        **dict.fromkeys((none + "max_memory_reserved is_current_stream_capturing").split(), 0),
+        **dict.fromkeys(zero.split(), 0),
         **{"device_count": 8, "memory_stats": {}, "mem_get_info": (1 << 33, 1 << 34)},
         **{"get_device_capability": (9, 0), "get_device_name": "CPU"},
         "get_device_properties": properties,
