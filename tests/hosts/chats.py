@@ -14,9 +14,13 @@ import numpy as np
 import torch
 
 from megapack.cli.main import main as megapack_build
-from megapack.data import PackedDataset
+from megapack.integrations.manifest import Manifest
+from megapack.integrations.open_rows import open_rows, open_sources
+from megapack.integrations.rows import RowDataset, RowOptions
 
 BUCKETS = (64, 128, 256)
+ROWS_PER_STEP, ROW, STEPS = 8, 256, 3  # of every run
+TOLERANCE = 2e-5  # of losses of 5 or 6, float32 under another attention and other shapes
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<eos>' }}{% endgeneration %}"
@@ -33,8 +37,11 @@ class Chats:
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
-    def dataset(self) -> PackedDataset:
-        return PackedDataset(self.path("chats"), self.path("chats.samples"))
+    def rows(self, seed: int, num_rows: int | None = None) -> RowDataset:
+        """Those of a run of either host, read without it."""
+        options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=seed)
+        manifest = Manifest.read(self.path("chats.json"))
+        return open_rows(manifest, open_sources(manifest), options, num_rows=num_rows)
 
 
 def write_chats(folder: Path) -> Chats:
@@ -43,20 +50,18 @@ def write_chats(folder: Path) -> Chats:
     rng = np.random.default_rng(3)
     with (folder / "chats.jsonl").open("w") as file:
         for _ in range(150):
+            lengths = np.clip(rng.lognormal(2.2, 0.9, rng.integers(1, 4)), 2, 120).astype(int)
             turns = [
                 {"role": role, "content": "".join(rng.choice(list("abcdefgh "), length))}
-                for length in np.clip(rng.lognormal(2.2, 0.9, rng.integers(1, 4)), 2, 120).astype(
-                    int
-                )
+                for length in lengths
                 for role in ("user", "assistant")
             ]
             file.write(json.dumps({"messages": turns}) + "\n")
     chats = Chats(folder)
     tokenize = ["tokenize", "--input", chats.path("chats.jsonl"), "--messages-key", "messages"]
     tokenize += ["--chat-format", "template", "--tokenizer", chats.path("model")]
-    assert (
-        megapack_build([*tokenize, "--workers", "1", "--output-prefix", chats.path("chats")]) == 0
-    )
+    tokenize += ["--workers", "1", "--output-prefix", chats.path("chats")]
+    assert megapack_build(tokenize) == 0
     pack = ["pack", chats.path("chats"), "--buckets", ",".join(map(str, BUCKETS))]
     assert megapack_build([*pack, "--output", chats.path("chats.samples")]) == 0
     sources = [{"prefix": "chats", "index": "chats.samples"}]
@@ -75,31 +80,19 @@ def write_model(folder: Path) -> None:
     )
 
     letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
-    )
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        chat_template=TEMPLATE,
-    ).save_pretrained(folder)
+    ends = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **ends)
+    made.save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": len(letters), "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(letters),
-                num_attention_heads=4,
-                initializer_range=0.2,
-                pad_token_id=0,
-                bos_token_id=None,
-                eos_token_id=1,
-                **sizes,
-            )
-        )
+        model = LlamaForCausalLM(LlamaConfig(initializer_range=0.2, **sizes, **ids))
     model.save_pretrained(folder)
 
 

@@ -38,6 +38,10 @@ class Findings:
     longest: dict[int, int] = field(default_factory=dict)
     """Beside it the longest segment of its micro batch, tokens."""
 
+    def hold(self) -> None:
+        """There are no problems."""
+        assert not self.problems, "\n".join(self.problems[:20])
+
 
 def load_ranks(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
@@ -51,11 +55,9 @@ def check_run(
     workers: bool = False,
     shifted: bool = False,
 ) -> Findings:
-    """All ranks' records of one run.
+    """All ranks' records of one run (``load_ranks``).
 
     Args:
-        recorded: of every rank, ``load_ranks``.
-        corpus: what was trained on.
         align: 2 x context-parallel size where documents are cut between ranks, not whole rows.
         workers: of data loaders read ahead, and several in any order.
         shifted: the host makes labels by shifting its rows, so a segment that ends inside its
@@ -80,11 +82,10 @@ def check_run(
                 rank["reads"].sort(key=lambda read: read["rows"][0])
         found.problems += one_bucket_in_turn(at_stage, ahead=workers)
         for rank in at_stage:
-            found.reads += len(rank["reads"])
-            if len(rank["reads"]) < len(rank["calls"]) or (
-                not workers and len(rank["reads"]) != len(rank["calls"])
-            ):
-                found.problems.append(f"{len(rank['reads'])} reads, {len(rank['calls'])} calls")
+            reads, calls = len(rank["reads"]), len(rank["calls"])
+            found.reads += reads
+            if reads < calls or (not workers and reads != calls):
+                found.problems.append(f"{reads} reads, {calls} calls")
             remember_rows(rank, found)
     return found
 
@@ -107,11 +108,9 @@ def whole_rank(group: list[dict[str, Any]], align: int, found: Findings) -> dict
         for key in ("cu_seqlens", "max_seqlen", "training"):
             if any(repr(part[key]) != repr(parts[0][key]) for part in parts):
                 found.problems.append(f"call {k}: {key} differs in a context-parallel group")
-    for other in group:
-        if [read["rows"] for read in other["reads"]] != [
-            read["rows"] for read in group[0]["reads"]
-        ]:
-            found.problems.append("ranks of a context-parallel group read other rows")
+    rows = [[read["rows"] for read in rank["reads"]] for rank in group]
+    if any(of_rank != rows[0] for of_rank in rows):
+        found.problems.append("ranks of a context-parallel group read other rows")
     whole = [joined(list(parts), each_document=align > 1) for parts in calls]
     if align > 1 and group[0]["reads"]:
         for k, (call, read) in enumerate(zip(whole, group[0]["reads"], strict=True)):
@@ -215,8 +214,7 @@ def alike(ranks: list[dict[str, Any]]) -> Iterator[str]:
     groups: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
         groups.setdefault(rank["where"]["data"], []).append(rank)
-    for number, group in groups.items():
-        first, *others = group
+    for number, (first, *others) in groups.items():
         for other in others:
             if len(first["calls"]) != len(other["calls"]):
                 yield f"data-parallel rank {number}: stages have other numbers of calls"
@@ -281,11 +279,7 @@ def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
 
 
 def check_evaluation(
-    recorded: list[dict[str, Any]],
-    corpus: Corpus,
-    sets: list[range],
-    *,
-    shifted: bool = False,
+    recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range], *, shifted: bool = False
 ) -> tuple[Findings, list[float]]:
     """Evaluations in which every document of every set counts alike.
 
@@ -355,10 +349,7 @@ def joined(parts: list[dict[str, Any]], *, each_document: bool) -> dict[str, Any
     Every piece (a segment, or the whole micro batch) is cut into 2 x size chunks, of which rank r
     holds numbers r and 2 x size - 1 - r, one piece after the other.
     """
-    size = len(parts)
-    if size == 1:
-        return parts[0]
-    whole = dict(parts[0])
+    size, whole = len(parts), dict(parts[0])
     held = parts[0]["tokens"] if parts[0]["tokens"] is not None else parts[0]["labels"]
     bounds = parts[0]["cu_seqlens"].tolist() if each_document else [0, held.numel() * size]
     places = [_places(bounds, size, rank) for rank in range(size)]

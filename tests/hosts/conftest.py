@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.hosts.chats import Chats, write_chats
 from tests.hosts.corpus import Corpus, write_corpus
 from tests.hosts.layouts import Host
 from tests.hosts.matrix import MATRIX
@@ -32,6 +33,11 @@ def host(tree: Path) -> Iterator[Host]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return write_corpus(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    return write_chats(tmp_path_factory.mktemp("chats"))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""Documents whose tokens say where they stand: every token of the corpus has an id of its own."""
+"""Documents whose tokens say where they stand: every token of the corpus has an id of its own.
+
+So batches alone tell whether labels, masks, positions and boundaries are right.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from numpy.typing import NDArray
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 BUCKETS = (32, 64, 128)
+ROW = max(BUCKETS)
+STEP_ROWS = 12  # of every run
+LAYERS = 2  # of every model
 WINDOW = 24  # of attention, tokens, in the first two steps of program.json
 NUM_WEB = 150
 NUM_FEW = 3
@@ -51,10 +57,10 @@ def write_corpus(folder: Path) -> Corpus:
         for begin, end in pairwise(begins[NUM_WEB : NUM_WEB + NUM_FEW + 1]):
             builder.add_document(np.arange(begin, end))
     np.save(folder / "masked.npy", np.array(MASKED))
-    packing = {"buckets": BUCKETS, "rows_per_block": 12}
+    packing = {"buckets": BUCKETS, "rows_per_block": STEP_ROWS}
     blend = [
-        {"name": "web", "prefix": "web", "weight": 0.7},
-        {"name": "code", "prefix": "code", "weight": 0.3},
+        {"name": name, "prefix": name, "weight": weight}
+        for name, weight in (("web", 0.7), ("code", 0.3))
     ]
     stages = [
         {"from_step": 1, "weights": {"web": 0.2, "code": 0.8}},

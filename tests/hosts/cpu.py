@@ -68,23 +68,16 @@ def _map_cuda() -> None:
     properties = SimpleNamespace(
         major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1
     )
+    zero = (
+        "current_device utilization memory_allocated max_memory_allocated memory_reserved "
+        "max_memory_reserved is_current_stream_capturing"
+    )
     answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 8,
-        "current_device": 0,
-        "get_device_capability": (9, 0),
-        "get_device_name": "CPU",
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(zero.split(), 0),
+        **{"device_count": 8, "memory_stats": {}, "mem_get_info": (1 << 33, 1 << 34)},
+        **{"get_device_capability": (9, 0), "get_device_name": "CPU"},
         "get_device_properties": properties,
-        "is_current_stream_capturing": False,
-        "memory_stats": {},
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "mem_get_info": (1 << 33, 1 << 34),
-        "utilization": 0,
-        "is_bf16_supported": True,
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)

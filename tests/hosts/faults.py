@@ -52,14 +52,9 @@ def put_in(fault: str, model_class: Any) -> None:
             kw["packed_seq_params"] = None
         else:
             bounds = BOUNDS[fault](params.cu_seqlens_q, position_ids)
-            longest = int(bounds.diff().max())
-            kw["packed_seq_params"] = replace(
-                params,
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            )
+            cut = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), bounds)
+            longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), int(bounds.diff().max()))
+            kw["packed_seq_params"] = replace(params, **cut, **longest)
         return stock(model, input_ids, position_ids, *args, **kw)
 
     model_class.forward = forward

@@ -72,14 +72,13 @@ class GPTRecorder(Recorder):
 
         def read(dataset: Any, numbers: Any) -> Any:
             batch = stock(dataset, numbers)
-            names = ("cu_seqlens", "cu_seqlens_padded")
+            names = {"cu_seqlens", "cu_seqlens_padded"} & batch.keys()
             self.reads.append(
                 {
-                    "dataset": id(dataset),
-                    "split": dataset.index_split.name,
+                    **{"dataset": id(dataset), "split": dataset.index_split.name},
                     "rows": [int(i) for i in numbers],
                     "buckets": sorted({dataset.bucket_of(i) for i in numbers}),
-                    **{name: batch[name].clone() for name in names if name in batch},
+                    **{name: batch[name].clone() for name in names},
                 }
             )
             return batch
@@ -109,6 +108,19 @@ def _pads_between(params: Any) -> bool:
     """Transformer Engine's rule: padding is between segments if it is told so by two objects."""
     padded = getattr(params, "cu_seqlens_q_padded", None)
     return padded is not None and padded is not params.cu_seqlens_q
+
+
+def watched(fault: str | None = None) -> GPTRecorder:
+    """Of calls, rows and the probe; with a fault of faults.py put into the host."""
+    recorder = GPTRecorder()
+    model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
+    recorder.watch_model(model_class)
+    if fault is not None:
+        put_in(fault, model_class)
+    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
+    recorder.watch_rows(dataset.PackedGPTDataset)
+    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
+    return recorder
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -159,16 +171,9 @@ def run_rank(
         fault: of faults.py, put into the host before it runs.
     """
     torch.set_num_threads(1)
-    recorder = GPTRecorder()
-    model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
-    recorder.watch_model(model_class)
-    if fault is not None:
-        put_in(fault, model_class)
+    recorder = watched(fault)
     if "--mtp-num-layers" in arguments:
         recorder.watch_tokens_ahead()
-    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
-    recorder.watch_rows(dataset.PackedGPTDataset)
-    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
     prepare(arguments)
     with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
         if helpers is not None:

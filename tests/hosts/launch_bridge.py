@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cpu import on_cpu
-from faults import put_in
 from recorder import Recorder
 
-from launch import GPTRecorder, prepare
+from launch import prepare, watched
 
 ROW, ROWS, STAGES = 128, 24, 3
 GLOBAL_BATCH, STEPS = 12, 3
@@ -73,22 +72,18 @@ def import_bridge() -> None:
     importlib.import_module("megatron.bridge.training.gpt_step")
 
 
+def dataset_config(manifest: str, cache: str, **more: Any) -> Any:
+    bridge: Any = importlib.import_module("megatron.bridge.training.config")
+    no = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
+    given = {"seq_length": ROW, "data_path": manifest, "path_to_cache": cache, "random_seed": 1234}
+    return bridge.GPTDatasetConfig(**given, split="90,10,0", **no, **more)
+
+
 def make_rows(manifest: str, cache: str) -> Any:
     """The training rows, as Bridge builds them."""
-    config_module: Any = importlib.import_module("megatron.bridge.training.config")
     utils: Any = importlib.import_module("megatron.bridge.data.utils")
     tokenizer = SimpleNamespace(eod=0, pad=0, vocab_size=1 << 20, unique_identifiers={"name": "0"})
-    config = config_module.GPTDatasetConfig(
-        seq_length=ROW,
-        data_path=manifest,
-        random_seed=1234,
-        split="90,10,0",
-        path_to_cache=cache,
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
+    config = dataset_config(manifest, cache, tokenizer=tokenizer)
     config.finalize()
     train, _, _ = utils.get_dataset_provider(config)([ROWS, ROWS, 0], config)
     return config, train
@@ -133,9 +128,8 @@ def main(folder: str, manifest: str) -> None:
                 cu_seqlens_padded=getattr(params, "cu_seqlens_q_padded", None),
                 max_seqlen=getattr(params, "max_seqlen_q", None),
             )
-            recorder.reads.append(
-                {"split": "train", "rows": [row], "buckets": [train.bucket_of(row)]}
-            )
+            read = {"split": "train", "rows": [row], "buckets": [train.bucket_of(row)]}
+            recorder.reads.append(read)
         recorder.save(Path(folder), data=0, tensor=0, pipeline=stage, context=0)
 
 
@@ -152,6 +146,13 @@ class _Stage:
         return STAGES
 
 
+NOT_HERE = (  # fused kernels, and biases
+    *("gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
+    *("masked_softmax_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion"),
+    *("persist_layer_norm", "add_bias_linear"),
+)
+
+
 def configuration(manifest: str, cache: str, stages: int) -> Any:
     """As docs/guides/megatron_bridge.md has it, for a tiny model without fused kernels."""
     bridge: Any = importlib.import_module("megatron.bridge.training.config")
@@ -166,16 +167,9 @@ def configuration(manifest: str, cache: str, stages: int) -> Any:
         vocab_size=1 << 14,
         position_embedding_type="rope",
         normalization="RMSNorm",
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
+        **dict.fromkeys(NOT_HERE, False),
         calculate_per_token_loss=True,
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
@@ -197,15 +191,9 @@ def configuration(manifest: str, cache: str, stages: int) -> Any:
             weight_decay_incr_style="constant",
         ),
         ddp=bridge.DistributedDataParallelConfig(use_distributed_optimizer=False),
-        dataset=bridge.GPTDatasetConfig(
-            seq_length=ROW,
-            data_path=manifest,
-            random_seed=1234,
-            split="90,10,0",
-            path_to_cache=cache,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
+        dataset=dataset_config(
+            manifest,
+            cache,
             dataloader_type="single",
             skip_getting_attention_mask_from_dataset=True,
             num_workers=0,
@@ -222,14 +210,7 @@ def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     torch.set_num_threads(1)
     import_bridge()
     importlib.import_module("megapack.integrations.megatron").install_bridge()
-    recorder = GPTRecorder()
-    model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
-    recorder.watch_model(model_class)
-    if fault != "none":
-        put_in(fault, model_class)
-    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
-    recorder.watch_rows(dataset.PackedGPTDataset)
-    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
+    recorder = watched(None if fault == "none" else fault)
     prepare([])
     for name in ("train", "eval"):  # modelopt's, for a model that is distilled
         loop: Any = importlib.import_module(f"megatron.bridge.training.{name}")
@@ -248,12 +229,12 @@ def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
     make_loss = step._create_loss_function
 
-    def watched(loss_mask: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss_of(loss_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if loss_mask is not None:  # of the last stage, where the model is not told
             recorder.calls[-1]["loss_mask"] = loss_mask.clone()
         return make_loss(loss_mask, *args, **kwargs)
 
-    step._create_loss_function = watched
+    step._create_loss_function = loss_of
     config = configuration(manifest, str(Path(folder) / "cache"), int(stages))
     training.pretrain(config, step.forward_step)
     recorder.save(Path(folder), **where, tensor=0, context=0, stages=int(stages))

@@ -6,10 +6,8 @@ and writes what the model was handed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,15 +22,15 @@ from recorder import TextRecorder
 def watch_model(recorder: TextRecorder) -> None:
     recorder.watch_embedding(importlib.import_module("megatron.model.language_model").Embedding)
     gpt_model = importlib.import_module("megatron.model.gpt_model")
-    of_tokens = importlib.import_module(
-        "megatron.core.tensor_parallel"
-    ).vocab_parallel_cross_entropy
+    parallel = importlib.import_module("megatron.core.tensor_parallel")
     stock_loss, stock_head = gpt_model.CrossEntropy, gpt_model.post_language_model_processing
 
     def cross_entropy(output: Any, labels: Any) -> Any:
         """With DeepSpeed's pipeline engine."""
         recorder.note_loss(*labels)
-        losses = of_tokens(output.detach().float().clone(), labels[0].transpose(0, 1).contiguous())
+        targets = labels[0].transpose(0, 1).contiguous()
+        logits = output.detach().float().clone()
+        losses = parallel.vocab_parallel_cross_entropy(logits, targets)
         recorder.note_losses(losses.transpose(0, 1))
         return stock_loss(output, labels)
 
@@ -51,15 +49,13 @@ def watch_loss_mask(recorder: TextRecorder) -> None:
     training = importlib.import_module("megatron.training")
     stock = training.pretrain
 
-    def pretrain(
-        datasets: Any, model: Any, model_type: Any, forward_step: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
         def step(*step_args: Any) -> Any:
-            output, loss = forward_step(*step_args)
+            output, loss = args[3](*step_args)
             recorder.note_loss(recorder.calls[-1]["labels"], loss.args[0])
             return output, loss
 
-        return stock(datasets, model, model_type, step, *args, **kwargs)
+        return stock(*args[:3], step, *args[4:], **kwargs)
 
     training.pretrain = pretrain
 
@@ -77,13 +73,9 @@ def main() -> None:
     torch.set_num_threads(1)
     recorder = TextRecorder()
     put_flash_attn(recorder.note_attention)
-    recorder.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
-    integration: Any = importlib.import_module("megapack.integrations.megatron_deepspeed")
-    stock = integration.install
+    leave_out_vision()
 
-    def install(**kwargs: Any) -> None:
-        leave_out_vision()
-        stock(**kwargs)
+    def watch() -> None:
         # DeepSpeed has no such kernels for CUDA either; for a CPU it raises instead of saying so.
         importlib.import_module("megatron.model.transformer").FlashAttentionBuilder = None
         watch_model(recorder)
@@ -91,9 +83,7 @@ def main() -> None:
         # It compiles into its own tree, which is not ours to write to, what its datasets need.
         importlib.import_module("megatron.data.dataset_utils").compile_helper = lambda: None
 
-    integration.install = install
-    with contextlib.suppress(SystemExit):  # so --exit-interval ends a run
-        runpy.run_path("pretrain_packed.py", run_name="__main__")
+    recorder.run_script("megatron_deepspeed", "pretrain_packed.py", watch)
     state = importlib.import_module("megatron.core.parallel_state")
     recorder.save(
         Path(os.environ["HOST_RECORDS"]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from cpu import on_cpu
 from flash import _module, flash_attn_varlen_func, put_flash_attn
-from recorder import LoaderRecorder
+from recorder import LoaderRecorder, flat_gradient, print_one_by_one
 from torch import Tensor, nn
 
 from megapack.integrations.dialects import emit
@@ -125,8 +124,7 @@ def keep_gradient(trainer: Any, folder: Path) -> None:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not (folder / "gradient.pt").exists():
-            gradients = [weight.grad.flatten() for weight in trainer.unwrapped_model.parameters()]
-            torch.save(torch.cat(gradients), folder / "gradient.pt")
+            torch.save(flat_gradient(trainer.unwrapped_model), folder / "gradient.pt")
         return stock(*args, **kwargs)
 
     trainer.optimizer.step = step
@@ -166,27 +164,13 @@ def sabotage(ours: Any) -> None:
         ours.PackedBatches.probe_at_first = lambda *_: None
 
 
-def one_by_one(trainer: Any, batches: Any) -> tuple[float, float]:
-    """How far loss and gradients of a row are from those of its documents, each alone."""
+def one_by_one(trainer: Any, batches: Any) -> None:
     model, ranks = trainer.unwrapped_model, batches.ranks
     told = emit(ranks.rows.micro_batch([ranks._with_most_documents(0)]), ranks.dialect)
     begins = (told["position_ids"][0] == 0).nonzero().flatten().tolist()
-    assert len(begins) > 3, "a row of several documents was expected"
-    ends = [*begins, told["position_ids"].shape[1]]
-    parts = [{key: x[:, a:b] for key, x in told.items()} for a, b in pairwise(ends)]
     batches.labels = float(told["label_mask"].sum())
-
-    def made(pieces: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        model.zero_grad()
-        losses = [model(**piece)["loss"] for piece in pieces]
-        loss = torch.stack(losses).sum()
-        loss.backward()
-        gradients = [weight.grad.flatten() for weight in model.parameters()]
-        return loss.detach(), torch.cat(gradients)
-
-    (loss, gradient), (losses, gradients) = made([told]), made(parts)
-    scale = gradients.abs().max()
-    return float((loss - losses).abs() / losses), float((gradient - gradients).abs().max() / scale)
+    bounds = [*begins, told["position_ids"].shape[1]]
+    print_one_by_one(model, told, bounds, lambda **piece: model(**piece)["loss"])
 
 
 def main() -> None:
@@ -216,7 +200,7 @@ def main() -> None:
         if os.environ.get("HOST_ONE_BY_ONE"):
             recorder.paused = True
             (batches,) = dataloaders.values()
-            print("one by one: {:.2e} {:.2e}".format(*one_by_one(trainer, batches)))
+            one_by_one(trainer, batches)
 
     trainer_class.train = trained
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -7,7 +7,6 @@ train_packed.py and writes what the model was handed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import runpy
@@ -36,19 +35,12 @@ def watch_model(recorder: TextRecorder) -> None:
 
 
 def train(recorder: TextRecorder) -> None:
-    recorder.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
-    integration: Any = importlib.import_module("megapack.integrations.gpt_neox")
-    stock = integration.install
-
-    def install(**kwargs: Any) -> None:
-        stock(**kwargs)
+    def watch() -> None:
         watch_model(recorder)
         # It compiles into its own tree, which is not ours to write to, what only its datasets need.
         importlib.import_module("megatron.data.data_utils").compile_helper = lambda: None
 
-    integration.install = install
-    with contextlib.suppress(SystemExit):  # so exit_interval ends a run
-        runpy.run_path("train_packed.py", run_name="__main__")
+    recorder.run_script("gpt_neox", "train_packed.py", watch)
     mpu = importlib.import_module("megatron.mpu")
     recorder.save(
         Path(os.environ["HOST_RECORDS"]),

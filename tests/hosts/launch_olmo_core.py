@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from flash import put_flash_attn
-from recorder import LoaderRecorder
+from recorder import LoaderRecorder, flat_gradient, print_one_by_one, print_validated
 from torch import Tensor
 
 from megapack.integrations.dialects import emit
 from megapack.integrations.rank_rows import RankRows
-from megapack.storage import IndexedDataset
-from tests.hosts.corpus import BUCKETS
+from tests.hosts.corpus import ROW
 
-ROW = max(BUCKETS)
 SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
 
 
@@ -77,55 +75,34 @@ def keep_gradient(folder: Path) -> None:
     stock = module.optim_step
 
     def step(self: Any) -> None:
-        gradients = [weight.grad for weight in self.model.parameters()]
-        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in gradients]
-        torch.save(torch.cat([part.flatten() for part in whole]), folder / "gradient.pt")
+        torch.save(flat_gradient(self.model), folder / "gradient.pt")
         module.optim_step = stock
         stock(self)
 
     module.optim_step = step
 
 
-def one_by_one(trainer: Any) -> tuple[float, float]:
-    """How far the loss and the gradients of a row are from those of its documents, each alone."""
+def one_by_one(trainer: Any) -> None:
     module, ranks = trainer.train_module, trainer.data_loader.ranks
     told = emit(ranks.rows.micro_batch([ranks._with_most_documents(0)]), ranks.dialect)
-    lengths = told["doc_lens"][0].tolist()
-    assert len(lengths) > 3, "a row of several documents was expected"
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    parts = [
-        {
-            "input_ids": told["input_ids"][:, end - n : end],
-            "labels": told["labels"][:, end - n : end],
-        }
-        for n, end in zip(lengths, ends, strict=True)
-    ]
+    bounds = [0, *told["doc_lens"][0].cumsum(0).tolist()]
 
-    def made(batches: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-        module.zero_grads()
-        sums = []
-        for batch in batches:
-            out = module.model_forward(**batch, loss_reduction="sum")
-            out.loss.backward()
-            sums.append(out.loss.detach())
-        gradients = [weight.grad.flatten() for weight in module.model.parameters()]
-        return torch.stack(sums).sum(), torch.cat(gradients)
+    def loss_of(**batch: Any) -> Tensor:
+        loss: Tensor = module.model_forward(**batch, loss_reduction="sum").loss
+        return loss
 
-    (loss, gradient), (losses, gradients) = made([told]), made(parts)
-    scale = gradients.abs().max()
-    return float((loss - losses).abs() / losses), float((gradient - gradients).abs().max() / scale)
+    print_one_by_one(module.model, told, bounds, loss_of)
 
 
-def documents_one_by_one(trainer: Any, prefix: str) -> Tensor:
-    """The losses of documents, each on its own, of all their labels."""
-    module, dataset, losses = trainer.train_module, IndexedDataset(prefix), []
-    for i in range(len(dataset)):
-        tokens = torch.from_numpy(dataset[i].astype("int64"))[None]
-        labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-        with torch.no_grad():
-            out = module.model_forward(tokens, labels=labels, loss_reduction="none")
-        losses.append(out.ce_loss[0, :-1])
-    return torch.cat(losses).double()
+def validated(trainer: Any, prefix: str) -> None:
+    def losses_of(text: Tensor) -> Tensor:
+        labels = torch.nn.functional.pad(text[None, 1:], (0, 1), value=-100)
+        out = trainer.train_module.model_forward(text[None], labels=labels, loss_reduction="none")
+        losses: Tensor = out.ce_loss[0, :-1]
+        return losses
+
+    (evaluator,) = trainer.callbacks["held out"].evaluators
+    print_validated(float(evaluator.compute_metrics()["CE loss"]), prefix, losses_of)
 
 
 def sabotage(ours: Any) -> None:
@@ -182,15 +159,11 @@ def main() -> None:
         fit(trainer)
         rank = trainer.data_loader.dp_rank
         recorder.save(folder, data=rank, tensor=0, pipeline=0)
+        recorder.paused = True
         if os.environ.get("HOST_ONE_BY_ONE"):
-            recorder.paused = True
-            print("one by one: {:.2e} {:.2e}".format(*one_by_one(trainer)))
+            one_by_one(trainer)
         if prefix := os.environ.get("HOST_VALIDATED"):
-            recorder.paused = True
-            losses = documents_one_by_one(trainer, prefix)
-            (evaluator,) = trainer.callbacks["held out"].evaluators
-            found = float(evaluator.compute_metrics()["CE loss"])
-            print(f"validated: {found:.9f} {float(losses.mean()):.9f} {len(losses)}", flush=True)
+            validated(trainer, prefix)
 
     training.Trainer.fit = fitted
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

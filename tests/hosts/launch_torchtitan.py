@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from flash import flash_attn_varlen_func
-from recorder import LoaderRecorder
+from recorder import LoaderRecorder, print_validated
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megapack.integrations.dialects import emit
-from megapack.storage import IndexedDataset
 
 SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
 
@@ -145,46 +144,38 @@ def one_by_one(trainer: Any) -> float:
     return float((torch.cat(parts) - whole).abs().max())
 
 
-def documents_one_by_one(trainer: Any, prefix: str) -> Tensor:
-    """The losses of documents, each on its own, of all their labels."""
-    dataset, losses = IndexedDataset(prefix), []
-    for i in range(len(dataset)):
-        tokens = torch.from_numpy(dataset[i].astype("int64"))
-        states = states_of(trainer, tokens, torch.arange(len(tokens)))
-        with torch.no_grad():
-            logits = trainer.loss_fn.lm_head(states[:-1])
-        losses.append(cross_entropy(logits, tokens[1:], reduction="none"))
-    return torch.cat(losses).double()
+def losses_of(trainer: Any, text: Tensor) -> Tensor:
+    """Of a document, on its own."""
+    states = states_of(trainer, text, torch.arange(len(text)))
+    logits = trainer.loss_fn.lm_head(states[:-1])
+    return cross_entropy(logits, text[1:], reduction="none")
 
 
 def sabotage(ours: Any) -> None:
     """Something between the loader and the model that is wrong, as a user's change might be."""
     decoder = importlib.import_module("torchtitan.models.common.decoder").Decoder
     masks, process = decoder.get_attention_masks, ours.PackedTitanTrainer.post_dataloading_process
+    iterate = ours.PackedDataLoader.__iter__
 
-    def processed(change: Any) -> Any:
-        def post_dataloading_process(trainer: Any, told: Any, labels: Any) -> Any:
-            return process(trainer, *change(told, labels))
+    def processed(trainer: Any, told: Any, labels: Any) -> Any:
+        return process(trainer, told, labels.roll(1, dims=-1))
 
-        return post_dataloading_process
+    def iterated(loader: Any) -> Any:
+        return ((told, labels.roll(1, dims=-1)) for told, labels in iterate(loader))
 
-    if SABOTAGE == "boundary":  # every boundary wrong by one
-        decoder.get_attention_masks = lambda model, positions: masks(
-            model, positions.roll(1, dims=-1).clone().index_fill_(-1, torch.tensor([0]), 0)
-        )
-    elif SABOTAGE == "no boundary":
-        decoder.get_attention_masks = lambda model, positions: masks(
-            model, torch.arange(positions.shape[-1]).expand_as(positions)
-        )
+    def masked(model: Any, positions: Tensor) -> Any:
+        if SABOTAGE == "boundary":  # every boundary wrong by one
+            moved = positions.roll(1, dims=-1).clone().index_fill_(-1, torch.tensor([0]), 0)
+        else:
+            moved = torch.arange(positions.shape[-1]).expand_as(positions)
+        return masks(model, moved)
+
+    if "boundary" in SABOTAGE:
+        decoder.get_attention_masks = masked
     elif SABOTAGE == "labels":
-        ours.PackedTitanTrainer.post_dataloading_process = processed(
-            lambda told, labels: (told, labels.roll(1, dims=-1))
-        )
+        ours.PackedTitanTrainer.post_dataloading_process = processed
     elif SABOTAGE == "loader":
-        stock = ours.PackedDataLoader.__iter__
-        ours.PackedDataLoader.__iter__ = lambda loader: (
-            (told, labels.roll(1, dims=-1)) for told, labels in stock(loader)
-        )
+        ours.PackedDataLoader.__iter__ = iterated
 
 
 def main() -> None:
@@ -210,20 +201,14 @@ def main() -> None:
             log(loss, step, *more),
         )
         stock(trainer)
-        mesh, tensor = (trainer.parallel_dims.get_optional_mesh(name) for name in ("batch", "tp"))
-        recorder.save(
-            Path(os.environ["HOST_RECORDS"]),
-            data=mesh.get_local_rank() if mesh is not None else 0,
-            tensor=tensor.get_local_rank() if tensor is not None else 0,
-            pipeline=0,
-        )
+        meshes = [trainer.parallel_dims.get_optional_mesh(name) for name in ("batch", "tp")]
+        data, tensor = (0 if mesh is None else mesh.get_local_rank() for mesh in meshes)
+        recorder.save(Path(os.environ["HOST_RECORDS"]), data=data, tensor=tensor, pipeline=0)
+        recorder.paused = True
         if os.environ.get("HOST_ONE_BY_ONE"):
-            recorder.paused = True
             print(f"one by one: {one_by_one(trainer):.2e}")
         if prefix := os.environ.get("HOST_VALIDATED"):
-            recorder.paused = True
-            losses = documents_one_by_one(trainer, prefix)
-            print(f"validated: {validated[-1]:.9f} {float(losses.mean()):.9f} {len(losses)}")
+            print_validated(validated[-1], prefix, functools.partial(losses_of, trainer))
 
     ours.PackedTitanTrainer.train = train
     importlib.import_module("torchtitan.train").main()

@@ -36,18 +36,12 @@ class Device(types.ModuleType):
 
 def use_cpu() -> None:
     platform: Any = importlib.import_module("verl.plugin.platform")
-    answers = {
-        "is_available": True,
-        "is_platform_available": True,
-        "current_device": "cpu",
-        "device_count": 1,
-        "get_device_capability": (None, None),
-        "communication_backend_name": "gloo",
-        "visible_devices_envvar": "NO_DEVICES",
+    answers: dict[str, Any] = {
+        **{"is_available": True, "is_platform_available": True, "is_ipc_supported": False},
+        **{"current_device": "cpu", "device_count": 1, "get_device_capability": (None, None)},
+        **{"communication_backend_name": "gloo", "visible_devices_envvar": "NO_DEVICES"},
+        **{"ray_resource_name": "CPU", "ray_noset_envvars": []},
         "nvtx_range": contextlib.nullcontext(),
-        "ray_resource_name": "CPU",
-        "ray_noset_envvars": [],
-        "is_ipc_supported": False,
     }
     names: dict[str, Any] = {
         name: lambda *_, _name=name, **__: answers.get(_name)

@@ -11,12 +11,9 @@ from pathlib import Path
 from patience import PATIENCE
 from ports import free_port
 
-from tests.hosts.corpus import Corpus
+from tests.hosts.corpus import ROW, STEP_ROWS, Corpus
 from tests.hosts.processes import environment_of
 from tests.hosts.ranks import Ranks
-
-ROW = 128
-GLOBAL_BATCH = 12
 
 # A tiny model, on Megatron's local implementation: the fused kernels want a GPU.
 MODEL = f"""
@@ -28,12 +25,8 @@ MODEL = f"""
     --clip-grad 0 --lr 1e-3 --distributed-backend gloo --tokenizer-type NullTokenizer
 """.split()
 # What docs/guides/megatron.md asks for.
-PACKED = [
-    "--dataloader-type",
-    "single",
-    "--no-create-attention-mask-in-dataloader",
-    "--calculate-per-token-loss",
-]
+PACKED = ["--dataloader-type", "single", "--calculate-per-token-loss"]
+PACKED += ["--no-create-attention-mask-in-dataloader"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +57,9 @@ class Layout:
 
 ONE_ROW_ONLY = ((0, 18),)
 ALL_SPLITS = ("train", "valid", "test")
+TP, PP, CP = (f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context"))
+PER_STAGE = "--num-layers 4 --sft --num-layers-per-virtual-pipeline-stage 1"
+RAMP = {"ranks": 2, "data": "web", "rows": "blocks of 4"}
 
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", ranks=1, train_iters=12),
@@ -76,21 +72,17 @@ LAYOUTS = (
     Layout(name="DP 2, stages and a window", ranks=2, data="program.json"),
     Layout(
         name="DP 2, ramp-up 4, 8, 12",
-        ranks=2,
-        data="web",
-        rows="blocks of 4",
         flags="--rampup-batch-size 4 4 24 --global-batch-size 12",
         train_samples=52,
         until=(0, 17),  # later ones take the flag and keep to the global batch size
+        **RAMP,
     ),
     Layout(
         name="DP 2, batch schedule 4, 12",
-        ranks=2,
-        data="web",
-        rows="blocks of 4",
         flags="--step-batch-size-schedule '0:4 2048:12'",
         train_samples=40,
         since=(0, 18),
+        **RAMP,
     ),
     Layout(
         name="DP 2, split 70,20,10, tested",
@@ -100,43 +92,16 @@ LAYOUTS = (
         splits=ALL_SPLITS,
     ),
     Layout(name="DP 2, paths per split", ranks=2, data="apart", splits=ALL_SPLITS),
-    Layout(name="TP 2", ranks=2, flags="--tensor-model-parallel-size 2"),
-    Layout(
-        name="TP 2, sequence parallel",
-        ranks=2,
-        flags="--tensor-model-parallel-size 2 --sequence-parallel",
-    ),
-    Layout(name="PP 2", ranks=2, flags="--pipeline-model-parallel-size 2"),
-    Layout(
-        name="TP 2 x PP 2",
-        ranks=4,
-        flags="--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        train_iters=3,
-    ),
-    Layout(
-        name="PP 3, --sft",
-        ranks=3,
-        flags="--pipeline-model-parallel-size 3 --num-layers 3 --sft",
-        since=(0, 18),
-    ),
-    Layout(
-        name="PP 2 x VP 2",
-        ranks=2,
-        flags="--pipeline-model-parallel-size 2 --num-layers 4 --sft "
-        "--num-layers-per-virtual-pipeline-stage 1",
-    ),
+    Layout(name="TP 2", ranks=2, flags=f"{TP} 2"),
+    Layout(name="TP 2, sequence parallel", ranks=2, flags=f"{TP} 2 --sequence-parallel"),
+    Layout(name="PP 2", ranks=2, flags=f"{PP} 2"),
+    Layout(name="TP 2 x PP 2", ranks=4, flags=f"{TP} 2 {PP} 2", train_iters=3),
+    Layout(name="PP 3, --sft", ranks=3, flags=f"{PP} 3 --num-layers 3 --sft", since=(0, 18)),
+    Layout(name="PP 2 x VP 2", ranks=2, flags=f"{PP} 2 {PER_STAGE}"),
     Layout(name="MTP 2", ranks=1, flags="--mtp-num-layers 2"),
+    Layout(name="PP 2, MTP 1", ranks=2, flags=f"{PP} 2 --mtp-num-layers 1"),
     Layout(
-        name="PP 2, MTP 1",
-        ranks=2,
-        flags="--pipeline-model-parallel-size 2 --mtp-num-layers 1",
-    ),
-    Layout(
-        name="CP 2, each document cut",
-        ranks=2,
-        rows="aligned to 4",
-        flags="--context-parallel-size 2 --sft",
-        align=4,
+        name="CP 2, each document cut", ranks=2, rows="aligned to 4", flags=f"{CP} 2 --sft", align=4
     ),
     Layout(
         name="evaluation by 3",
@@ -148,23 +113,15 @@ LAYOUTS = (
 
 
 # Of one set Megatron's evaluation indexes a number (`eval_iters[0]`) and ends, with any dataset.
-FULL_VALIDATION = (
-    Layout(name="full validation of two sets", ranks=2, data="sets"),
-    Layout(
-        name="full validation of two sets, micro batch 2",
-        ranks=2,
-        data="sets",
-        flags="--micro-batch-size 2",
-        but=ONE_ROW_ONLY,
-    ),
-    Layout(name="full validation of two sets, --sft", ranks=2, data="sets", flags="--sft"),
-    Layout(
-        name="full validation of two sets, PP 2",
-        ranks=2,
-        data="sets",
-        flags="--pipeline-model-parallel-size 2",
-    ),
-    Layout(name="full validation of two sets, DP 3", ranks=3, data="sets"),
+FULL_VALIDATION = tuple(
+    Layout(name=f"full validation of two sets{name}", data="sets", ranks=ranks, flags=flags, **more)
+    for name, ranks, flags, more in (
+        ("", 2, "", {}),
+        (", micro batch 2", 2, "--micro-batch-size 2", {"but": ONE_ROW_ONLY}),
+        (", --sft", 2, "--sft", {}),
+        (", PP 2", 2, f"{PP} 2", {}),
+        (", DP 3", 3, "", {}),
+    )
 )
 
 
@@ -202,7 +159,7 @@ def arguments(release: tuple[int, int], layout: Layout, corpus: Corpus) -> list[
     length = ("--train-iters", str(layout.train_iters))
     if layout.train_samples:
         length = ("--train-samples", str(layout.train_samples))
-    sizes = ["--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH)]
+    sizes = ["--micro-batch-size", "1", "--global-batch-size", str(STEP_ROWS)]
     if "--step-batch-size-schedule" in layout.flags:
         sizes = sizes[:2]
     return [

@@ -26,11 +26,8 @@ def wrong_losses(log: str, ranks: list[dict[str, Any]], first_row: int, row: int
         first_row: consumed before the run began.
         row: tokens of a row.
     """
-    computing = [
-        _losses(rank)
-        for rank in ranks
-        if rank["where"]["tensor"] == 0 and any("losses" in call for call in rank["calls"])
-    ]
+    first = [rank for rank in ranks if rank["where"]["tensor"] == 0]
+    computing = [_losses(rank) for rank in first if any("losses" in call for call in rank["calls"])]
     if not computing:
         yield "no rank has computed a loss"
         return

@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hosts.check import Findings, check_run, evaluated_labels, load_ranks
-from tests.hosts.corpus import Corpus
+from tests.hosts.check import (
+    Findings,
+    check_evaluation,
+    check_program,
+    check_run,
+    compare,
+    evaluated_labels,
+    load_ranks,
+)
+from tests.hosts.corpus import LAYERS, NUM_WEB, STEP_ROWS, Corpus
 
 MATRIX: dict[str, dict[tuple[str, str], str]] = {}
 """Host -> (release, layout) -> calls, segments, violations."""
@@ -32,36 +40,34 @@ def trained(
     folder: Path,
     corpus: Corpus,
     *,
-    rows: int,
-    layers: int,
+    steps: int,
+    known: dict[int, tuple[int, ...]],
+    program: bool = False,
     **how: Any,
 ) -> Findings:
-    """Every call was right, rows 0 to ``rows`` were read, and attention was seen in all layers."""
+    """Every call was right, the rows of all steps were read, those that are known as they are
+    known, and attention was seen in all layers."""
     found = check_run(load_ranks(folder), corpus, **how)
     note(host, tree.name, layout, found)
-    assert not found.problems, "\n".join(found.problems[:20])
-    assert found.rows.keys() == set(range(rows))
+    found.hold()
+    assert found.rows.keys() == set(range(steps * STEP_ROWS))
     assert found.segments > found.calls > 0
-    assert found.attentions >= layers * found.calls, "attention of every layer was noted"
+    assert found.attentions >= LAYERS * found.calls, "attention of every layer was noted"
+    compare(known, found, at_least=STEP_ROWS)
+    if program:
+        check_program(found, corpus, STEP_ROWS)
     return found
 
 
 def resumed(
-    host: str,
-    tree: Path,
-    folders: Iterable[Path],
-    corpus: Corpus,
-    *,
-    rows: int,
-    remark: str = "",
-    **how: Any,
+    host: str, tree: Path, folders: Iterable[Path], corpus: Corpus, *, remark: str = "", **how: Any
 ) -> None:
-    """Two steps, and behind them two steps of a run that went on; ``rows`` of a step."""
+    """Two steps, and behind them two steps of a run that went on."""
     before, after = (check_run(load_ranks(folder), corpus, **how) for folder in folders)
     note(host, tree.name, f"DP 2 to DP 1, resumed{remark}", after)
     assert not before.problems + after.problems
-    assert before.rows.keys() == set(range(2 * rows))
-    assert after.rows.keys() == set(range(2 * rows, 4 * rows))
+    assert before.rows.keys() == set(range(2 * STEP_ROWS))
+    assert after.rows.keys() == set(range(2 * STEP_ROWS, 4 * STEP_ROWS))
 
 
 def evaluated(
@@ -80,7 +86,7 @@ def evaluated(
     recorded = load_ranks(folder)
     found = check_run(recorded, corpus)
     note(host, tree.name, name, found)
-    assert not found.problems, "\n".join(found.problems[:20])
+    found.hold()
     labels = evaluated_labels(recorded)
     assert labels == sorted(np.concatenate([text[1:] for text in texts]).tolist())
     told = re.findall(r"validated: (\S+) (\S+) (\d+)", log)
@@ -88,3 +94,21 @@ def evaluated(
     for loss, expected, count in told:
         assert int(count) == len(labels)
         assert float(loss) == pytest.approx(float(expected), rel=tolerance)
+
+
+# Documents of web that a split of 70, 20, 10 has for validation and for the test.
+SETS = [range(int(0.7 * NUM_WEB), int(0.9 * NUM_WEB)), range(int(0.9 * NUM_WEB), NUM_WEB)]
+
+
+def validated(
+    host: str, tree: Path, name: str, folders: Sequence[Path], corpus: Corpus, logs: Iterable[str]
+) -> None:
+    """A run to step 2, which validates there, and one to its end, which validates at step 3 and at
+    the end, and tests: what was logged is the mean over all labels of the documents."""
+    for folder, log, count in zip(folders, logs, (1, 3), strict=True):
+        found, means = check_evaluation(load_ranks(folder), corpus, SETS, shifted=True)
+        note(host, tree.name, name, found)
+        found.hold()
+        assert len(means) == count
+        logged = re.findall(r" (?:validation|test) \w+ at .*?lm.?loss value: (\S+)", log)
+        assert [float(value) for value in logged] == pytest.approx(means, rel=2e-6)

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +18,12 @@ LAUNCHERS = ROOT / "tests" / "hosts"
 def trees_of(variable: str) -> list[Path]:
     """Checkouts named by an environment variable: ``/path[:/another]``."""
     return [Path(path) for path in os.environ.get(variable, "").split(os.pathsep) if path]
+
+
+def marks_of(trees: list[Path], variable: str, host: str) -> list[Any]:
+    """Of a module whose tests start processes, where the variable names a checkout of the host."""
+    reason = f"{variable} names no checkout of {host}"
+    return [pytest.mark.multiprocess, pytest.mark.skipif(not trees, reason=reason)]
 
 
 def environment_of(tree: Path, packages: str) -> dict[str, str]:
@@ -48,15 +56,8 @@ def run(
     command: list[str], folder: Path | None, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in the folder to its end, however it ends."""
-    return subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-        env=environment,
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE}
+    return subprocess.run(command, check=False, cwd=folder, env=environment, **how)
 
 
 def finish(command: list[str], folder: Path, environment: dict[str, str], subject: str) -> str:

@@ -34,9 +34,8 @@ def main(tree: str, file: str, multiple: str, out: str) -> None:
     )
     for i in range(len(dataset)):
         columns = dataset._ensure_reader(0).read().slice(i, 1).to_pydict()
-        dataset.validate_row(
-            i, *(columns[n][0] for n in ("input_ids", "loss_mask", "seq_start_id"))
-        )
+        row = (columns[name][0] for name in ("input_ids", "loss_mask", "seq_start_id"))
+        dataset.validate_row(i, *row)
     torch.save([dataset.collate_fn([dataset[i]]) for i in range(len(dataset))], out)
 
 

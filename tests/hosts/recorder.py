@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import runpy
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from megapack.storage import IndexedDataset
 
 SPLITS = ("train", "valid", "test")  # in the order in which they are first read
 
@@ -64,14 +73,8 @@ class TextRecorder(Recorder):
         stock = module_class.forward
 
         def forward(module: Any, input_ids: Any, position_ids: Any, *args: Any, **kw: Any) -> Any:
-            self.note_call(
-                training=module.training,
-                tokens=input_ids,
-                position_ids=position_ids,
-                labels=None,
-                loss_mask=None,
-                attention=[],
-            )
+            given = {"training": module.training, "tokens": input_ids, "position_ids": position_ids}
+            self.note_call(**given, labels=None, loss_mask=None, attention=[])
             return stock(module, input_ids, position_ids, *args, **kw)
 
         module_class.forward = forward
@@ -89,13 +92,9 @@ class TextRecorder(Recorder):
 
     def note_read(self, rows: Any, numbers: Any) -> None:
         """Rows of a ``RowDataset``, one row or more."""
-        self.reads.append(
-            {
-                "dataset": id(rows),
-                "rows": [int(i) for i in numbers],
-                "buckets": sorted({rows.bucket_of(i) for i in numbers}),
-            }
-        )
+        buckets = sorted({rows.bucket_of(i) for i in numbers})
+        read = {"dataset": id(rows), "rows": [int(i) for i in numbers], "buckets": buckets}
+        self.reads.append(read)
 
     def watch_rows(self, text_class: Any) -> None:
         """``TextRowDataset``."""
@@ -119,10 +118,23 @@ class TextRecorder(Recorder):
         self.reads += rows
         super().save(folder, context=0, **where)
 
+    def run_script(self, host: str, script: str, watch: Callable[[], None]) -> None:
+        """The guide's script of the working folder; its model is watched when it is installed."""
+        self.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
+        integration: Any = importlib.import_module(f"megapack.integrations.{host}")
+        stock = integration.install
+
+        def install(**kwargs: Any) -> None:
+            stock(**kwargs)
+            watch()
+
+        integration.install = install
+        with contextlib.suppress(SystemExit):  # so an exit interval ends a run
+            runpy.run_path(script, run_name="__main__")
+
     def _name_splits_and_bounds(self) -> None:
-        splits = dict(
-            zip(dict.fromkeys(row["dataset"] for row in self.reads), SPLITS, strict=False)
-        )
+        datasets = dict.fromkeys(row["dataset"] for row in self.reads)
+        splits = dict(zip(datasets, SPLITS, strict=False))
         for read in self.reads:
             read["split"] = splits[read["dataset"]]
         for call in self.calls:
@@ -189,3 +201,43 @@ def _together(reads: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": [row for read in reads for row in read["rows"]],
         "buckets": sorted({bucket for read in reads for bucket in read["buckets"]}),
     }
+
+
+# ---- What a run of a host is held to when it has trained: its documents, each alone
+
+
+def flat_gradient(model: Any) -> Tensor:
+    gradients = [weight.grad for weight in model.parameters()]
+    whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in gradients]
+    return torch.cat([part.flatten() for part in whole])
+
+
+def print_one_by_one(
+    model: Any, told: dict[str, Any], bounds: list[int], loss_of: Callable[..., Tensor]
+) -> None:
+    """How far loss and gradient of a row are from those of its documents, each alone."""
+    assert len(bounds) > 4, "a row of several documents was expected"
+    of_tokens = [name for name, x in told.items() if np.shape(x)[1:] == (bounds[-1],)]
+    parts = [{name: told[name][:, a:b] for name in of_tokens} for a, b in pairwise(bounds)]
+
+    def made(pieces: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        total = torch.zeros(())
+        for piece in pieces:
+            loss = loss_of(**piece)
+            loss.backward()
+            total += loss.detach()
+        return total, flat_gradient(model)
+
+    (loss, gradient), (losses, gradients) = made([told]), made(parts)
+    far = (gradient - gradients).abs().max() / gradients.abs().max()
+    print(f"one by one: {float((loss - losses).abs() / losses):.2e} {float(far):.2e}")
+
+
+def print_validated(found: float, prefix: str, losses_of: Callable[[Tensor], Tensor]) -> None:
+    """A loss of validation, and that of the documents, each alone, over all their labels."""
+    dataset = IndexedDataset(prefix)
+    texts = [torch.from_numpy(dataset[i].astype("int64")) for i in range(len(dataset))]
+    with torch.no_grad():
+        losses = torch.cat([losses_of(text) for text in texts]).double()
+    print(f"validated: {found:.9f} {float(losses.mean()):.9f} {len(losses)}", flush=True)

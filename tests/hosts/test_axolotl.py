@@ -26,25 +26,13 @@ import pytest
 import torch
 import yaml
 
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
-from tests.hosts.chats import Chats, write_chats
-from tests.hosts.processes import ROOT, environment_of, finish, torchrun, trees_of
+from tests.hosts.chats import ROW, ROWS_PER_STEP, STEPS, TOLERANCE, Chats
+from tests.hosts.processes import ROOT, environment_of, finish, marks_of, torchrun, trees_of
 
 FOLDERS = trees_of("AXOLOTL")
-ROW, ROWS_PER_STEP, STEPS, SEED = 256, 8, 3, 7
-TOLERANCE = 2e-5  # relative; float32 under another attention and other shapes
+SEED = 7
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not FOLDERS, reason="AXOLOTL names no folder with axolotl"),
-]
-
-
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
-    return write_chats(tmp_path_factory.mktemp("chats"))
+pytestmark = marks_of(FOLDERS, "AXOLOTL", "axolotl")
 
 
 def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
@@ -52,22 +40,13 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
     folder.mkdir()
     settings = yaml.safe_load((ROOT / "examples" / "axolotl_packed.yaml").read_text())
     settings |= {
-        "base_model": chats.path("model"),
-        "attn_implementation": "sdpa",
-        "datasets": [{"path": chats.path("chats.json")}],
-        "test_datasets": [{"path": chats.path("chats.json")}],
-        "sequence_len": ROW,
-        "micro_batch_size": 2,
+        **{"base_model": chats.path("model"), "output_dir": str(folder / "out")},
+        **{key: [{"path": chats.path("chats.json")}] for key in ("datasets", "test_datasets")},
+        **{"sequence_len": ROW, "micro_batch_size": 2, "seed": SEED, "learning_rate": 0},
+        **dict.fromkeys(("max_steps", "eval_steps", "save_steps"), STEPS),
+        **{"attn_implementation": "sdpa", "bf16": False, "gradient_checkpointing": False},
+        **{"optimizer": "adamw_torch"},
         "gradient_accumulation_steps": ROWS_PER_STEP // (2 * ranks),
-        "max_steps": STEPS,
-        "seed": SEED,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "optimizer": "adamw_torch",
-        "learning_rate": 0,
-        "eval_steps": STEPS,
-        "save_steps": STEPS,
-        "output_dir": str(folder / "out"),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | changed))
     environment = environment_of(FOLDERS[0], "hosts") | {
@@ -80,14 +59,6 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
     }
     command = [*torchrun(ranks, "launch_axolotl.py"), fault, str(folder / "config.yaml")]
     return finish(command, folder, environment, "axolotl")
-
-
-@pytest.fixture(scope="module")
-def rows(chats: Chats) -> RowDataset:
-    """Those of the run, read without axolotl."""
-    options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=SEED)
-    manifest = Manifest.read(chats.path("chats.json"))
-    return open_rows(manifest, open_sources(manifest), options)
 
 
 def mean_loss(model: Any, samples: Iterator[dict[str, Any]]) -> torch.Tensor:
@@ -106,10 +77,11 @@ def mean_loss(model: Any, samples: Iterator[dict[str, Any]]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("ranks", "adapter"), [(1, "lora"), (2, None)])
 def test_axolotl_trains_with_the_losses_of_the_documents(
-    ranks: int, adapter: str | None, chats: Chats, rows: RowDataset, tmp_path: Path
+    ranks: int, adapter: str | None, chats: Chats, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
+    rows = chats.rows(SEED)
     log = train(tmp_path / "run", chats, ranks, adapter=adapter)
     assert log.count("documents of a micro batch are kept apart: probed in") == ranks
     state = tmp_path / "run" / "out" / f"checkpoint-{STEPS}" / "trainer_state.json"

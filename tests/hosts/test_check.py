@@ -10,20 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.check import load_ranks
-from tests.hosts.corpus import Corpus
-from tests.hosts.layouts import (
-    GLOBAL_BATCH,
-    Host,
-    Layout,
-    arguments,
-    boundary_flag,
-    environment,
-    release_of,
-)
-from tests.hosts.processes import last_line
+from tests.hosts.corpus import STEP_ROWS, Corpus
+from tests.hosts.layouts import Host, Layout, arguments, boundary_flag, environment, release_of
+from tests.hosts.processes import last_line, marks_of
 from tests.hosts.test_megatron_lm import TREES
 
-pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
+pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # One process for all command lines: a checkout takes long to import.
 COMMANDS = """
@@ -68,17 +60,11 @@ def checked(tree: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
         "no data": line(flags="--data-path nothing"),
     }
     last_line(COMMANDS, environment(tree), json.dumps(lines), folder=folder)
-    return Checked(
-        tree,
-        {
-            name: (
-                int((folder / f"{name}.status").read_text()),
-                (folder / f"{name}.out").read_text(),
-                (folder / f"{name}.err").read_text(),
-            )
-            for name in lines
-        },
-    )
+    said = {
+        name: [(folder / f"{name}.{kind}").read_text() for kind in ("status", "out", "err")]
+        for name in lines
+    }
+    return Checked(tree, {name: (int(code), *texts) for name, (code, *texts) in said.items()})
 
 
 def boundary_flag_of(tree: Path) -> str:
@@ -99,7 +85,7 @@ def test_what_is_printed_is_what_the_run_then_reads(
     ranks = load_ranks(tmp_path / "run")
     calls = [[call for call in rank["calls"] if call["training"]] for rank in ranks]
     for step, micro_step, capacity, begin, last, _, longest, labels in printed:
-        number = (step - 1) * GLOBAL_BATCH // 2 + micro_step - 1
+        number = (step - 1) * STEP_ROWS // 2 + micro_step - 1
         assert (begin, last) == (2 * number, 2 * number + 1)
         together = [rank[number] for rank in calls]
         assert labels == sum(int(call["loss_mask"].sum()) for call in together)

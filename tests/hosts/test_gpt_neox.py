@@ -1,48 +1,31 @@
 """A real GPT-NeoX checkout: every call of the model in a training, on all ranks.
 
 ``GPT_NEOX=/path/to/checkout make test-hosts``. The guide's train_packed.py is started by NeoX's own
-deepy.py and DeepSpeed's launcher; DeepSpeed's engine trains on the CPU. Every token of the corpus
-has an id of its own, so batches alone tell whether labels, masks, positions and boundaries are
-right.
+deepy.py and DeepSpeed's launcher; DeepSpeed's engine trains on the CPU.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ports import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.hosts import matrix
-from tests.hosts.check import (
-    check_evaluation,
-    check_program,
-    compare,
-    load_ranks,
-)
-from tests.hosts.corpus import NUM_WEB, Corpus
-from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, trees_of
+from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus
+from tests.hosts.processes import LAUNCHERS, ROOT, environment_of, finish, marks_of, trees_of
 
 TREES = trees_of("GPT_NEOX")
 HOST = "GPT-NeoX"
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not TREES, reason="GPT_NEOX names no checkout of GPT-NeoX"),
-]
-
-Rows = dict[int, tuple[int, ...]]
-
-ROW = 128
-GLOBAL_BATCH = 12
-LAYERS = 2
+pytestmark = marks_of(TREES, "GPT_NEOX", "GPT-NeoX")
 
 # As docs/guides/gpt_neox.md has it.
 SCRIPT = """import runpy
@@ -55,29 +38,14 @@ runpy.run_path("train.py", run_name="__main__")
 PACKED = {"attention_config": [[["flash"], "all"]]}
 
 # A tiny model without fused kernels, which want a GPU; sm3 is NeoX's one optimizer in plain torch.
-MODEL = {
-    "num_layers": LAYERS,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": ROW,
-    "max_position_embeddings": ROW,
-    "pos_emb": "learned",
-    "no_weight_tying": True,
-    "hidden_dropout": 0,
-    "attention_dropout": 0,
-    "scaled_upper_triang_masked_softmax_fusion": False,
-    "bias_gelu_fusion": False,
-    "rope_fusion": False,
-    "layernorm_fusion": False,
-    "precision": "fp32",
-    "optimizer": {"type": "sm3", "params": {}},
-    "tokenizer_type": "HFTokenizer",
-    "num_workers": 0,
-    "use_wandb": False,
-    "log_interval": 1,
-    "eval_iters": 1,
-    "eval_interval": 3,
-}
+MODEL = yaml.safe_load(f"""
+{{num_layers: {LAYERS}, hidden_size: 32, num_attention_heads: 4, seq_length: {ROW},
+  max_position_embeddings: {ROW}, pos_emb: learned, no_weight_tying: true, hidden_dropout: 0,
+  attention_dropout: 0, scaled_upper_triang_masked_softmax_fusion: false, bias_gelu_fusion: false,
+  rope_fusion: false, layernorm_fusion: false, optimizer: {{type: sm3, params: {{}}}},
+  precision: fp32, tokenizer_type: HFTokenizer, num_workers: 0, use_wandb: false,
+  log_interval: 1, eval_iters: 1, eval_interval: 3}}
+""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +69,12 @@ class Layout:
         return self.stages == 0
 
 
+TENSOR = {"model_parallel_size": 2}
+RECOMPUTED = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
+ZERO_1 = {
+    "zero_optimization": {"stage": 1},
+    "deepspeed_extra_args": {"zero_allow_untested_optimizer": True},
+}
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", ranks=1, train_iters=12),
     Layout(name="DP 2, blend", ranks=2, data="mix.json"),
@@ -108,46 +82,29 @@ LAYOUTS = (
     Layout(name="DP 3, weighted paths", ranks=3, data="paths"),
     # With one row per micro batch some have no label, since their documents are excluded.
     Layout(name="DP 2, stages and a window", ranks=2, micro_batch=2, data="program.json"),
-    Layout(
-        name="DP 2, recomputation, ZeRO 1",
-        ranks=2,
-        settings={
-            "checkpoint_activations": True,
-            "checkpoint_num_layers": 1,
-            "zero_optimization": {"stage": 1},
-            "deepspeed_extra_args": {"zero_allow_untested_optimizer": True},
-        },
-    ),
-    Layout(name="TP 2", ranks=2, settings={"model_parallel_size": 2}),
-    Layout(
-        name="DP 2, pipeline engine",
-        ranks=2,
-        micro_batch=2,
-        stages=1,
-        settings={"checkpoint_activations": True, "checkpoint_num_layers": 1},
-    ),
-    Layout(name="TP 2, pipeline engine", ranks=2, stages=1, settings={"model_parallel_size": 2}),
+    Layout(name="DP 2, recomputation, ZeRO 1", ranks=2, settings={**RECOMPUTED, **ZERO_1}),
+    Layout(name="TP 2", ranks=2, settings=TENSOR),
+    Layout(name="DP 2, pipeline engine", ranks=2, micro_batch=2, stages=1, settings=RECOMPUTED),
+    Layout(name="TP 2, pipeline engine", ranks=2, stages=1, settings=TENSOR),
 )
 
-SPLIT = {"split": "70,20,10"}
-FULL_VALIDATION = (
-    Layout(name="full validation, DP 2", ranks=2, settings=SPLIT, full_validation=True),
+FULL_VALIDATION = tuple(
     Layout(
-        name="full validation, TP 2",
+        name=f"full validation, {name}",
         ranks=2,
-        settings={"model_parallel_size": 2, **SPLIT},
+        settings={"split": "70,20,10", **settings},
         full_validation=True,
-    ),
+    )
+    for name, settings in (("DP 2", {}), ("TP 2", TENSOR))
 )
 
 
 def data_settings(corpus: Corpus, layout: Layout) -> dict[str, Any]:
     if layout.data == "paths":
         web, code = corpus.path("web"), corpus.path("code")
-        return {
-            **{f"{split}_data_paths": [web, code] for split in ("train", "valid", "test")},
-            **{f"{split}_data_weights": [0.7, 0.3] for split in ("train", "valid", "test")},
-        }
+        given = {"paths": [web, code], "weights": [0.7, 0.3]}
+        splits = ("train", "valid", "test")
+        return {f"{split}_data_{key}": of for split in splits for key, of in given.items()}
     split = "90,10,0" if layout.evaluates else "100,0,0"
     return {"data_path": corpus.path(layout.data), "split": split}
 
@@ -162,7 +119,7 @@ def settings(corpus: Corpus, layout: Layout, **more: Any) -> dict[str, Any]:
         "master_port": free_port(),
         "pipe_parallel_size": layout.stages,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": GLOBAL_BATCH * tensor // layout.micro_batch // layout.ranks,
+        "gradient_accumulation_steps": STEP_ROWS * tensor // layout.micro_batch // layout.ranks,
         "train_iters": layout.train_iters,
         "lr_decay_iters": layout.train_iters,
         "checkpoint_factor": 1000,
@@ -179,25 +136,14 @@ def write_tokenizer(corpus: Corpus, path: Path) -> None:
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(path))
 
 
-def script(layout: Layout) -> str:
-    if not layout.full_validation:
-        return SCRIPT
-    return SCRIPT.replace("install()", "install(full_validation=True)")
-
-
 def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, **more: Any) -> str:
-    """Run the layout through deepy.py; what it logged. Raises AssertionError where it fails.
-
-    Args:
-        tree: the checkout.
-        layout, corpus: what is run, on which documents.
-        folder: is made; the records lie in it.
-        more: settings beside the layout's.
-    """
+    """Run the layout through deepy.py, with more settings; what it logged. Records are in the
+    folder."""
     folder.mkdir(parents=True)
     for name in ("deepy.py", "train.py"):
         (folder / name).symlink_to(tree / name)
-    (folder / "train_packed.py").write_text(script(layout))
+    whole = f"install({'full_validation=True' if layout.full_validation else ''})"
+    (folder / "train_packed.py").write_text(SCRIPT.replace("install()", whole))
     write_tokenizer(corpus, folder / "tokenizer.json")
     config = settings(corpus, layout, vocab_file=str(folder / "tokenizer.json"), **more)
     (folder / "config.yml").write_text(json.dumps(config))
@@ -220,22 +166,19 @@ def test_the_guide_has_the_script_that_is_run() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    sizes = {"rows": layout.train_iters * GLOBAL_BATCH, "layers": LAYERS}
+    # Where all documents train, rows are others.
+    known = known_rows.setdefault(f"{layout.data}, {layout.evaluates}", {})
     told = (HOST, tree, layout.name, tmp_path / "run", corpus)
-    found = matrix.trained(*told, **sizes, shifted=True)
+    how = {"shifted": True, "program": layout.data == "program.json"}
+    found = matrix.trained(*told, steps=layout.train_iters, known=known, **how)
     recomputed = bool(layout.settings.get("checkpoint_activations"))
     assert (found.attentions > LAYERS * found.calls) == recomputed
     assert log.count("| lm_loss:") == layout.train_iters, "and the run went to its end"
     assert "nan |" not in log.lower()
     assert ("validation results" in log) == layout.evaluates
-    # Where all documents train, rows are others.
-    data = layout.data if layout.evaluates else f"{layout.data}, all"
-    compare(known_rows.setdefault(data, {}), found, at_least=GLOBAL_BATCH)
-    if layout.data == "program.json":
-        check_program(found, corpus, GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize("stages", [0, 1], ids=["", "pipeline engine"])
@@ -250,14 +193,8 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", ranks=1, micro_batch=3, stages=stages)
     run(tree, first, corpus, tmp_path / "saved", **keep, exit_interval=2)
     run(tree, then, corpus, tmp_path / "loaded", **keep, load=keep["save"])
-    told = {"rows": GLOBAL_BATCH, "remark": ", pipeline engine" if stages else ""}
-    folders = (tmp_path / "saved", tmp_path / "loaded")
-    matrix.resumed(HOST, tree, folders, corpus, **told, shifted=True)
-
-
-VALUE = re.compile(r" (?:validation|test) results at .*?lm_loss value: (\S+)")
-# Documents of web that --split 70,20,10 has for validation and for the test.
-SETS = [range(int(0.7 * NUM_WEB), int(0.9 * NUM_WEB)), range(int(0.9 * NUM_WEB), NUM_WEB)]
+    folders, remark = (tmp_path / "saved", tmp_path / "loaded"), ", pipeline engine" * stages
+    matrix.resumed(HOST, tree, folders, corpus, remark=remark, shifted=True)
 
 
 @pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
@@ -269,10 +206,4 @@ def test_full_validation_is_the_documents_one_by_one(
     keep: dict[str, Any] = {"save": str(tmp_path / "checkpoint"), "checkpoint_factor": 2}
     saved = run(tree, layout, corpus, folders[0], **keep, eval_interval=2, exit_interval=2)
     logs = [saved, run(tree, layout, corpus, folders[1], **keep, load=keep["save"])]
-    for folder, log, count in zip(folders, logs, (1, 3), strict=True):
-        found, means = check_evaluation(load_ranks(folder), corpus, SETS, shifted=True)
-        matrix.note(HOST, tree.name, layout.name, found)
-        assert not found.problems, "\n".join(found.problems[:20])
-        assert len(means) == count, "at step 2; at step 3, and of validation and test at the end"
-        logged = [float(value) for value in VALUE.findall(log)]
-        assert logged == pytest.approx(means, rel=2e-6)
+    matrix.validated(HOST, tree, layout.name, folders, corpus, logs)

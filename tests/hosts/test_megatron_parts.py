@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.layouts import environment, release_of
-from tests.hosts.processes import LAUNCHERS, is_refused, last_line
+from tests.hosts.processes import LAUNCHERS, is_refused, last_line, marks_of
 from tests.hosts.test_megatron_lm import TREES
 
-pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
+pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # ---- Mamba layers
 

@@ -2,8 +2,6 @@
 
 ``NANOTRON=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
 trains on the CPU: nanotron's trainer, engine, Qwen2, optimizers, sanity checks and checkpoints.
-Every token of the corpus has an id of its own, so batches alone tell whether labels, positions and
-the boundaries of every layer are right.
 """
 
 from __future__ import annotations
@@ -18,24 +16,15 @@ import torch
 import yaml
 
 from tests.hosts import matrix
-from tests.hosts.check import compare
-from tests.hosts.corpus import BUCKETS, Corpus
-from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
+from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus
+from tests.hosts.processes import environment_of, finish, is_refused, marks_of, torchrun, trees_of
 
 TREES = trees_of("NANOTRON")
 HOST = "nanotron"
-ROW = max(BUCKETS)
-STEP_ROWS = 12
-LAYERS = 2
 STEPS = 4
 TOLERANCE = 1e-5  # of a gradient's largest entry, float32
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not TREES, reason="NANOTRON names no checkout of nanotron"),
-]
-
-Rows = dict[int, tuple[int, ...]]
+pytestmark = marks_of(TREES, "NANOTRON", "nanotron")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,91 +58,63 @@ LAYOUTS = (
 )
 
 
+# nanotron's, of a tiny Qwen2; what depends on the layout follows in ``configuration``.
+CONFIGURATION = f"""
+checkpoints: {{checkpoint_interval: 2}}
+general: {{project: test, run: test, seed: 1}}
+logging: {{}}
+model:
+  ddp_bucket_cap_mb: 25
+  make_vocab_size_divisible_by: 1
+  init_method: {{std: 0.025}}
+  model_config:
+    {{is_qwen2_config: true, log_attn_probs: false, hidden_size: 64, intermediate_size: 128,
+      max_position_embeddings: {ROW}, num_attention_heads: 4, num_hidden_layers: {LAYERS},
+      num_key_value_heads: 2}}
+optimizer:
+  clip_grad: 1.0
+  weight_decay: 0.01
+  learning_rate_scheduler:
+    {{learning_rate: 0.001, min_decay_lr: 0.00001, lr_warmup_steps: 0, lr_decay_steps: 10,
+      lr_decay_style: cosine, lr_warmup_style: linear}}
+  optimizer_factory:
+    {{name: adamW, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 0.00000001,
+      torch_adam_is_fused: false}}
+parallelism: {{pp_engine: 1f1b, tp_mode: ALL_REDUCE, tp_linear_async_communication: false}}
+tokenizer: {{tokenizer_name_or_path: none}}
+tokens: {{sequence_length: {ROW}}}
+"""
+
+
 def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> dict[str, Any]:
-    """nanotron's, of a tiny Qwen2."""
-    sizes = layout.data_parallel * layout.micro_batch
-    rate = {"learning_rate": 1e-3, "min_decay_lr": 1e-5, "lr_warmup_steps": 0, "lr_decay_steps": 10}
-    return {
-        "checkpoints": {
-            "checkpoint_interval": 2,
-            "checkpoints_path": str(saved),
-            **({"resume_checkpoint_path": str(saved)} if resume else {}),
-        },
-        "data_stages": [
-            {
-                "name": f"stage {i}",
-                "start_training_step": 1 + i,
-                "data": {"dataset": None, "num_loading_workers": 0, "seed": 1},
-            }
-            for i in range(layout.stages)
-        ],
-        # One of its checks wants the states of all ranks alike, also where ZeRO shards them.
-        "general": {
-            "project": "test",
-            "run": "test",
-            "seed": 1,
-            "ignore_sanity_checks": layout.zero > 0,
-        },
-        "logging": {},
-        "model": {
-            "dtype": layout.dtype,
-            "ddp_bucket_cap_mb": 25,
-            "make_vocab_size_divisible_by": 1,
-            "init_method": {"std": 0.025},
-            "model_config": {
-                "is_qwen2_config": True,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "max_position_embeddings": ROW,
-                "num_attention_heads": 4,
-                "num_hidden_layers": LAYERS,
-                "num_key_value_heads": 2,
-                "log_attn_probs": False,
-                "vocab_size": corpus.vocabulary + corpus.vocabulary % 2,
-            },
-        },
-        "optimizer": {
-            "accumulate_grad_in_fp32": layout.dtype != "float32",
-            "clip_grad": 1.0,
-            "weight_decay": 0.01,
-            "zero_stage": layout.zero,
-            "learning_rate_scheduler": rate
-            | {"lr_decay_style": "cosine", "lr_warmup_style": "linear"},
-            "optimizer_factory": {
-                "name": "adamW",
-                "adam_beta1": 0.9,
-                "adam_beta2": 0.95,
-                "adam_eps": 1e-8,
-                "torch_adam_is_fused": False,
-            },
-        },
-        "parallelism": {
-            "dp": layout.data_parallel,
-            "tp": layout.tensor_parallel,
-            "pp": layout.pipeline_parallel,
-            "pp_engine": "1f1b",
-            "tp_mode": "ALL_REDUCE",
-            "tp_linear_async_communication": False,
-        },
-        "tokenizer": {"tokenizer_name_or_path": "none"},
-        "tokens": {
-            "sequence_length": ROW,
-            "train_steps": layout.steps,
-            "micro_batch_size": layout.micro_batch,
-            "batch_accumulation_per_replica": STEP_ROWS // sizes,
-        },
+    tree: dict[str, Any] = yaml.safe_load(CONFIGURATION)
+    tree["checkpoints"]["checkpoints_path"] = str(saved)
+    if resume:
+        tree["checkpoints"]["resume_checkpoint_path"] = str(saved)
+    data = {"dataset": None, "num_loading_workers": 0, "seed": 1}
+    tree["data_stages"] = [
+        {"name": f"stage {i}", "start_training_step": 1 + i, "data": data}
+        for i in range(layout.stages)
+    ]
+    # One of its checks wants the states of all ranks alike, also where ZeRO shards them.
+    tree["general"]["ignore_sanity_checks"] = layout.zero > 0
+    tree["model"]["dtype"] = layout.dtype
+    tree["model"]["model_config"]["vocab_size"] = corpus.vocabulary + corpus.vocabulary % 2
+    tree["optimizer"]["accumulate_grad_in_fp32"] = layout.dtype != "float32"
+    tree["optimizer"]["zero_stage"] = layout.zero
+    sizes = {"dp": layout.data_parallel, "tp": layout.tensor_parallel}
+    tree["parallelism"] |= {**sizes, "pp": layout.pipeline_parallel}
+    tree["tokens"] |= {
+        "train_steps": layout.steps,
+        "micro_batch_size": layout.micro_batch,
+        "batch_accumulation_per_replica": STEP_ROWS // layout.data_parallel // layout.micro_batch,
     }
+    return tree
 
 
 def command(layout: Layout, corpus: Corpus, folder: Path, saved: Path | None = None) -> list[str]:
-    """Of a run in a folder, which is made and has the configuration in it.
-
-    Args:
-        layout: what is run.
-        corpus: on what.
-        folder: of the run.
-        saved: checkpoints to go on from; None: from scratch.
-    """
+    """Of a run in a folder, which is made and has the configuration in it; it goes on from what was
+    saved elsewhere."""
     folder.mkdir(parents=True, exist_ok=True)
     text = configuration(layout, corpus, saved or folder / "saved", saved is not None)
     (folder / "config.yaml").write_text(yaml.safe_dump(text))
@@ -185,16 +146,15 @@ def run(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    known = known_rows.setdefault(layout.data, {})
     told = (HOST, tree, layout.name, tmp_path / "run", corpus)
-    found = matrix.trained(*told, **sizes)
+    found = matrix.trained(*told, steps=layout.steps, known=known)
     assert found.attentions == LAYERS * found.calls
     assert len(re.findall(r"iteration: .*lm_loss: [\d.]+", log)) == layout.steps
     assert log.count("documents of a micro batch are kept apart: probed in") == layout.ranks
-    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
 
 
 def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
@@ -228,7 +188,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "then", saved=tmp_path / "first" / "saved")
     folders = (tmp_path / "first", tmp_path / "then")
-    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
+    matrix.resumed(HOST, tree, folders, corpus)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """A real OLMo-core checkout: every call of the model in a training, on all ranks.
 
 ``OLMO_CORE=/path/to/checkout[:/another] make test-hosts``. The example is started by torchrun and
-trains on the CPU: OLMo-core's model, train module, trainer, FSDP2 or DDP, checkpoints. Every token
-of the corpus has an id of its own, so batches alone tell whether labels and boundaries are right.
+trains on the CPU: OLMo-core's model, train module, trainer, FSDP2 or DDP, checkpoints.
 """
 
 from __future__ import annotations
@@ -19,24 +18,15 @@ import torch
 
 from megapack.errors import ConfigError
 from tests.hosts import matrix
-from tests.hosts.check import compare
-from tests.hosts.corpus import BUCKETS, Corpus, write_short
-from tests.hosts.processes import environment_of, finish, is_refused, torchrun, trees_of
+from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus, write_short
+from tests.hosts.processes import environment_of, finish, is_refused, marks_of, torchrun, trees_of
 
 TREES = trees_of("OLMO_CORE")
 HOST = "OLMo-core"
-ROW = max(BUCKETS)
-STEP_ROWS = 12
-LAYERS = 2
 STEPS = 4
 TOLERANCE = 1e-5  # of a gradient's largest entry, float32
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not TREES, reason="OLMO_CORE names no checkout of OLMo-core"),
-]
-
-Rows = dict[int, tuple[int, ...]]
+pytestmark = marks_of(TREES, "OLMO_CORE", "OLMo-core")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +41,12 @@ class Layout:
     steps: int = STEPS
 
 
+READERS = "--data-parallel ddp --num-workers 2"
 LAYOUTS = (
     Layout(name="DP 1, 3 epochs", steps=12),
     Layout(name="DP 2 (FSDP), blend", ranks=2, data="mix.json"),
     Layout(name="DP 2, micro batch 1", ranks=2, micro_batch=1),
-    Layout(
-        name="DP 2 (DDP), readers",
-        ranks=2,
-        micro_batch=6,
-        options="--data-parallel ddp --num-workers 2",
-    ),
+    Layout(name="DP 2 (DDP), readers", ranks=2, micro_batch=6, options=READERS),
     Layout(
         name="DP 3, stages and an attention window", ranks=3, micro_batch=2, data="program.json"
     ),
@@ -101,16 +87,15 @@ def run(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_call_is_handed_the_documents(
-    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Rows]
+    layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
-    sizes = {"rows": layout.steps * STEP_ROWS, "layers": LAYERS}
+    known = known_rows.setdefault(layout.data, {})
     told = (HOST, tree, layout.name, tmp_path / "run", corpus)
-    found = matrix.trained(*told, **sizes)
+    found = matrix.trained(*told, steps=layout.steps, known=known)
     assert found.attentions == LAYERS * found.calls
     assert f"step={layout.steps}/{layout.steps}" in log
     assert log.count("documents of a micro batch are kept apart: probed in") >= 1
-    compare(known_rows.setdefault(layout.data, {}), found, at_least=STEP_ROWS)
 
 
 def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
@@ -158,7 +143,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     then = Layout(name="load", micro_batch=4, data="mix.json")
     run(tree, then, corpus, tmp_path / "loaded", save=tmp_path / "saved")
     folders = (tmp_path / "saved", tmp_path / "loaded")
-    matrix.resumed(HOST, tree, folders, corpus, rows=STEP_ROWS)
+    matrix.resumed(HOST, tree, folders, corpus)
 
 
 def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(

@@ -7,21 +7,20 @@ with what they hold. Two files need what is downloaded (tokenizers, vocabularies
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from patience import PATIENCE
 from ports import free_port
 
 from tests.hosts.helpers import compile_helpers
 from tests.hosts.layouts import environment, release_of
+from tests.hosts.processes import marks_of, run
 from tests.hosts.test_megatron_lm import TREES
 
-pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no checkout of Megatron-LM")
+pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # Tests that build what no run would train on; of no other the outcome may differ.
 REFUSED = {
@@ -37,27 +36,15 @@ def outcomes(tree: Path, folder: Path, swapped: str, helpers: Path) -> dict[str,
     tests = tree / "tests" / "unit_tests" / "data"
     env = environment(tree)
     env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parent)])
+    env |= {"SWAPPED": swapped, "HELPERS": str(helpers), "MASTER_PORT": str(free_port())}
     report = folder / f"{swapped}.xml"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "own_tests_plugin"),
-            *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tree)),
-            *(f"--junitxml={report}", "--basetemp", str(folder / swapped)),
-            *(str(tests / f"test_{name}.py") for name in FILES),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=folder,
-        env={
-            **env,
-            "SWAPPED": swapped,
-            "HELPERS": str(helpers),
-            "MASTER_PORT": str(free_port()),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
-    )
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "own_tests_plugin"),
+        *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tree)),
+        *(f"--junitxml={report}", "--basetemp", str(folder / swapped)),
+        *(str(tests / f"test_{name}.py") for name in FILES),
+    ]
+    done = run(command, folder, env)
     assert report.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
     return {
         f"{case.get('classname')}.{case.get('name')}": _outcome(case)

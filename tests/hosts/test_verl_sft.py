@@ -15,58 +15,31 @@ from typing import Any
 import pytest
 import torch
 
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
-from tests.hosts.chats import Chats, losses_one_by_one, write_chats
-from tests.hosts.processes import ROOT, environment_of, finish, torchrun, trees_of
+from tests.hosts.chats import ROW, ROWS_PER_STEP, STEPS, TOLERANCE, Chats, losses_one_by_one
+from tests.hosts.processes import ROOT, environment_of, finish, marks_of, torchrun, trees_of
 
 FOLDERS = trees_of("MEGAPACK_VERL")
-ROWS_PER_STEP, ROW, STEPS = 8, 256, 3
-TOLERANCE = 2e-5  # of losses of 5 or 6, float32 under another attention and other shapes
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(not FOLDERS, reason="MEGAPACK_VERL names no folder with verl"),
-]
+pytestmark = marks_of(FOLDERS, "MEGAPACK_VERL", "verl")
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
-    return write_chats(tmp_path_factory.mktemp("chats"))
-
-
-def settings(chats: Chats) -> dict[str, Any]:
-    """Those of the guide, and what a CPU and a tiny model want."""
-    return {
-        "data.train_files": chats.path("chats.json"),
-        "data.custom_cls.path": "pkg://megapack.integrations.verl",
-        "data.custom_cls.name": "SFTRows",
-        "data.max_length": ROW,
-        "data.train_batch_size": ROWS_PER_STEP,
-        "data.train_max_samples": STEPS * ROWS_PER_STEP + 3,
-        "data.max_token_len_per_gpu": 2 * ROW,
-        "data.num_workers": 1,
-        "trainer.total_epochs": 1,
-        "model.path": chats.path("model"),
-        "+model.override_config.attn_implementation": "sdpa",
-        "model.enable_gradient_checkpointing": False,
-        "engine.strategy": "fsdp2",
-        "engine.dtype": "float32",
-        "+engine.mixed_precision.param_dtype": "fp32",
-        "engine.use_torch_compile": False,
-        "optim.lr": 0,
-        "trainer.device": "cpu",
-        "trainer.logger": "[console]",
-        "trainer.resume_mode": "disable",
-        "checkpoint.save_contents": "[]",
-        "hydra.run.dir": "hydra",
-    }
+# Those of the guide, and what a CPU and a tiny model want.
+SETTINGS = f"""
+    data.custom_cls.path=pkg://megapack.integrations.verl data.custom_cls.name=SFTRows
+    data.max_length={ROW} data.train_batch_size={ROWS_PER_STEP} data.num_workers=1
+    data.train_max_samples={STEPS * ROWS_PER_STEP + 3} data.max_token_len_per_gpu={2 * ROW}
+    trainer.total_epochs=1 trainer.device=cpu trainer.logger=[console] trainer.resume_mode=disable
+    +model.override_config.attn_implementation=sdpa model.enable_gradient_checkpointing=False
+    engine.strategy=fsdp2 engine.dtype=float32 +engine.mixed_precision.param_dtype=fp32
+    engine.use_torch_compile=False optim.lr=0 checkpoint.save_contents=[] hydra.run.dir=hydra
+"""
 
 
 def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
     folder.mkdir()
-    options = settings(chats) | {key.replace("__", "."): value for key, value in changed.items()}
+    options: dict[str, Any] = dict(word.split("=", 1) for word in SETTINGS.split())
+    options |= {"data.train_files": chats.path("chats.json"), "model.path": chats.path("model")}
+    options |= {key.replace("__", "."): value for key, value in changed.items()}
     environment = environment_of(FOLDERS[0], "hosts") | {
         "PYTHONPATH": os.pathsep.join(map(str, [*FOLDERS, ROOT])),
         "VERL_ENGINE_DEVICE": "cuda",  # which engine; the platform says where it runs
@@ -78,17 +51,11 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
     return finish(command, folder, environment, "verl's SFT trainer")
 
 
-@pytest.fixture(scope="module")
-def rows(chats: Chats) -> RowDataset:
-    options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=0)
-    manifest = Manifest.read(chats.path("chats.json"))
-    return open_rows(manifest, open_sources(manifest), options, num_rows=STEPS * ROWS_PER_STEP)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
-    ranks: int, chats: Chats, rows: RowDataset, tmp_path: Path
+    ranks: int, chats: Chats, tmp_path: Path
 ) -> None:
+    rows = chats.rows(0, STEPS * ROWS_PER_STEP)
     log = train(tmp_path / "run", chats, ranks)
     assert log.count("documents of a row are kept apart: probed in") == ranks
     told = [float(loss) for loss in re.findall(r"train/loss:([0-9.]+)", log)]

@@ -22,9 +22,8 @@ def make_row(lengths: list[int], first_token: int = 1, entries: int = 0) -> dict
     mask[ends - 1] = 0.0
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
     if entries:
-        cu_seqlens = torch.nn.functional.pad(
-            cu_seqlens, (0, entries - cu_seqlens.numel()), value=total
-        )
+        fill = (0, entries - cu_seqlens.numel())
+        cu_seqlens = torch.nn.functional.pad(cu_seqlens, fill, value=total)
     return {
         "tokens": tokens,
         "labels": tokens + 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,30 +63,22 @@ def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
 def _segments(told: dict[str, Any], dialect: Dialect, shape: torch.Size) -> list[tuple[int, int]]:
     rows, row = shape
     if dialect.lengths is not None:
-        listed = [[n for n in line if n] for line in told[dialect.lengths[0]].tolist()]
-    elif dialect.restart:
+        return spans([[n for n in line if n] for line in told[dialect.lengths[0]].tolist()], row)
+    if dialect.restart:
         starts = (told[dialect.positions or ""] == 0).view(rows, row).tolist()
         begins = [[i for i, first in enumerate(line) if first] + [row] for line in starts]
-        listed = [[b - a for a, b in pairwise(line)] for line in begins]
-    else:
-        ends = told[dialect.ends[0]]
-        padded = told.get(dialect.padded_ends[0], ends) if dialect.padded_ends else ends
-        ends, padded = ends.reshape(-1, ends.shape[-1]), padded.reshape(-1, ends.shape[-1])
-        return [
-            (i * row + begin, length)
-            for i in range(len(ends))
-            for begin, length, room in zip(
-                padded[i].tolist(), ends[i].diff().tolist(), padded[i].diff().tolist(), strict=False
-            )
-            if room
-        ]
-    found, at = [], 0
-    for i, line in enumerate(listed):
-        at = i * row
-        for length in line:
-            found.append((at, length))
-            at += length
-    return found
+        return spans([[b - a for a, b in pairwise(line)] for line in begins], row)
+    ends = told[dialect.ends[0]]
+    padded = told.get(dialect.padded_ends[0], ends) if dialect.padded_ends else ends
+    width = ends.shape[-1]
+    lengths, rooms = (bounds.view(-1, width).diff().tolist() for bounds in (ends, padded))
+    begins = padded.view(-1, width).tolist()
+    return [
+        (i * row + begin, length)
+        for i, line in enumerate(zip(begins, lengths, rooms, strict=True))
+        for begin, length, room in zip(*line, strict=False)
+        if room
+    ]
 
 
 # ---- Batches, written down token by token
@@ -101,12 +93,22 @@ class Piece:
     masked: bool  # it has no labels: padding, or a document that is excluded
 
 
+Made = tuple[dict[str, Any], list[list[int]]]
 pieces = st.builds(Piece, length=st.integers(1, 5), cut=st.booleans(), masked=st.booleans())
 
 
+def spans(lengths: list[list[int]], row: int) -> list[tuple[int, int]]:
+    """(first token, length) of segments, which fill rows one behind the other."""
+    return [
+        (i * row + at, length)
+        for i, line in enumerate(lengths)
+        for at, length in zip(accumulate(line, initial=0), line, strict=False)
+    ]
+
+
 @st.composite
-def batches(draw: Any) -> tuple[dict[str, Any], list[list[Piece]]]:
-    """A batch written down token by token, in rows or as one stream, and its pieces by row."""
+def batches(draw: Any) -> Made:
+    """A batch written down token by token, in rows or as one stream, and its segments by row."""
     row = draw(st.integers(4, 12))
     rows = []
     for _ in range(draw(st.integers(1, 3))):
@@ -115,9 +117,9 @@ def batches(draw: Any) -> tuple[dict[str, Any], list[list[Piece]]]:
             piece = draw(pieces)
             line.append(Piece(min(piece.length, left), piece.cut, piece.masked))
         rows.append(line)
-    tokens = torch.tensor(
-        draw(st.lists(st.integers(1, 3), min_size=row * len(rows), max_size=row * len(rows)))
-    ).view(len(rows), row)
+    size = row * len(rows)
+    drawn = draw(st.lists(st.integers(1, 3), min_size=size, max_size=size))
+    tokens = torch.tensor(drawn).view(len(rows), row)
     labels, positions = torch.full_like(tokens, -100), torch.zeros_like(tokens)
     for i, line in enumerate(rows):
         at = 0
@@ -130,60 +132,45 @@ def batches(draw: Any) -> tuple[dict[str, Any], list[list[Piece]]]:
             at += piece.length
     batch: dict[str, Any] = {"tokens": tokens, "labels": labels, "position_ids": positions}
     batch["loss_mask"] = (labels >= 0).float()
-    ends = [np.cumsum([0] + [piece.length for piece in line]) for line in rows]
-    longest = [max(piece.length for piece in line) for line in rows]
+    lengths = [[piece.length for piece in line] for line in rows]
     if draw(st.booleans()):
-        width = max(map(len, ends)) + draw(st.integers(0, 2))
-        filled = [np.pad(line, (0, width - len(line)), mode="edge") for line in ends]
-        batch["cu_seqlens"] = torch.tensor(np.array(filled), dtype=torch.int32)
-        batch["max_seqlen"] = torch.tensor(longest, dtype=torch.int32)
+        width = max(map(len, lengths)) + 1 + draw(st.integers(0, 2))
+        ends = [np.cumsum([0, *line, *[0] * (width - len(line) - 1)]) for line in lengths]
+        batch["cu_seqlens"] = torch.tensor(np.array(ends), dtype=torch.int32)
+        batch["max_seqlen"] = torch.tensor([max(line) for line in lengths], dtype=torch.int32)
     else:
-        whole = np.cumsum([0] + [piece.length for line in rows for piece in line])
-        batch["cu_seqlens"] = torch.tensor(whole, dtype=torch.int32)
-        batch["max_seqlen"] = max(longest)
-    return batch, rows
-
-
-def expected_segments(rows: list[list[Piece]], row: int) -> list[tuple[int, int]]:
-    found = []
-    for i, line in enumerate(rows):
-        at = i * row
-        for piece in line:
-            found.append((at, piece.length))
-            at += piece.length
-    return found
+        whole = [length for line in lengths for length in line]
+        batch["cu_seqlens"] = torch.tensor([0, *whole], dtype=torch.int32).cumsum(0).int()
+        batch["max_seqlen"] = max(whole)
+    return batch, lengths
 
 
 def expected_terms(batch: dict[str, Any], dialect: Dialect) -> dict[int, int]:
     """{position: its target} of every loss that the host can be told."""
-    rows, row = batch["tokens"].shape
+    told: list[int] = batch["labels"].flatten().tolist()
+    text, row = batch["tokens"].flatten().tolist(), batch["tokens"].shape[1]
     found = {}
-    for i in range(rows):
-        for j in range(row):
-            target = int(batch["labels"][i, j])
-            if target < 0:
-                continue
-            is_last = j == row - 1
-            if dialect.labels is None and is_last and not dialect.one_more:
-                continue
-            of_text = dialect.labels is None and dialect.target_labels is None
-            if of_text and not is_last and target != int(batch["tokens"][i, j + 1]):
-                continue
-            found[i * row + j] = target
+    for i, target in enumerate(told):
+        is_last = i % row == row - 1
+        if dialect.labels is None and is_last and not dialect.one_more:
+            continue
+        of_text = dialect.labels is None and dialect.target_labels is None
+        if of_text and not is_last and target != text[i + 1]:
+            continue
+        if target >= 0:
+            found[i] = target
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(made=batches())
-def test_dialects_are_read_back_as_the_batch(
-    name: str, made: tuple[dict[str, Any], list[list[Piece]]]
-) -> None:
-    batch, rows = made
+def test_dialects_are_read_back_as_the_batch(name: str, made: Made) -> None:
+    batch, lengths = made
     dialect = DIALECTS[name]
     before = {key: torch.as_tensor(value).clone() for key, value in batch.items()}
     told = read_back(emit(batch, dialect), dialect)
     assert told.tokens.tolist() == batch["tokens"].flatten().tolist()
-    assert told.segments == expected_segments(rows, batch["tokens"].shape[1])
+    assert told.segments == spans(lengths, batch["tokens"].shape[1])
     targets, weights = told.terms
     found = {i: int(targets[i]) for i in weights.nonzero().flatten().tolist()}
     assert found == expected_terms(batch, dialect)
@@ -192,7 +179,7 @@ def test_dialects_are_read_back_as_the_batch(
 
 @given(made=batches(), weight=st.sampled_from([0.25, 2.0]))
 def test_weights_reach_hosts_whose_masks_are_floats_and_are_refused_by_others(
-    made: tuple[dict[str, Any], list[list[Piece]]], weight: float
+    made: Made, weight: float
 ) -> None:
     batch, _ = made
     batch["loss_mask"] *= weight

@@ -55,24 +55,19 @@ def test_the_trl_example_learns(corpus: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    vocabulary = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, pad_token="[PAD]", eos_token="[UNK]"
-    )
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    ends = {"pad_token": "[PAD]", "eos_token": "[UNK]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **ends)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     arguments = [str(corpus / "text"), str(corpus / "text.samples"), *SIZES]
     where = ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "run")]
     assert_learns(run_example("trl_sft.py", [*arguments, *where]))
 
 
-@pytest.mark.parametrize(("name", "arguments"), [
-    ("planned_accelerate.py", []), ("planned_trl.py", ["--method", "sft"]),
-])  # fmt: skip
-def test_an_example_of_planned_steps_learns(
-    tmp_path: Path, name: str, arguments: list[str]
-) -> None:
-    output = ["--output", str(tmp_path)] if "trl" in name else []
-    losses = run_example(name, [*arguments, *output])
+@pytest.mark.parametrize("name", ["planned_accelerate.py", "planned_trl.py"])
+def test_an_example_of_planned_steps_learns(tmp_path: Path, name: str) -> None:
+    arguments = ["--method", "sft", "--output", str(tmp_path)] if "trl" in name else []
+    losses = run_example(name, arguments)
     assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
 
 

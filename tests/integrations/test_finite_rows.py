@@ -46,17 +46,13 @@ def documents_of(datasets: list[IndexedDataset]) -> list[np.ndarray[Any, Any]]:
 
 def finite(datasets: list[IndexedDataset], rows_per_block: int, **more: Any) -> RowDataset:
     """Weights, stages and an attention window are of training alone."""
-    manifest = Manifest(
-        sources=tuple(
-            Source(prefix=dataset.prefix, weight=weight)
-            for dataset, weight in zip(datasets, (0.9, 0.1), strict=False)
-        ),
-        buckets=BUCKETS,
-        rows_per_block=5,
-        stages=(Stage(from_step=1, order="grow-p2"),),
-        attention_window=3,
-        max_epochs=1.0,
+    sources = tuple(
+        Source(prefix=dataset.prefix, weight=weight)
+        for dataset, weight in zip(datasets, (0.9, 0.1), strict=False)
     )
+    of_training = {"stages": (Stage(from_step=1, order="grow-p2"),), "attention_window": 3}
+    sizes: dict[str, Any] = {"buckets": BUCKETS, "rows_per_block": 5, "max_epochs": 1.0}
+    manifest = Manifest(sources=sources, **sizes, **of_training)
     options = RowOptions(sequence_length=ROW, rows_per_block=rows_per_block, seed=3)
     return open_data_path(manifest, options, finite=True, **more)
 
@@ -98,10 +94,8 @@ def test_finite_rows_have_every_token_and_label_once(
 
 def tiny_model(vocabulary: int) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.ModuleList(
-        [torch.nn.Embedding(vocabulary, 16), torch.nn.Linear(16, vocabulary)]
-    )
-    return model.float()
+    layers = [torch.nn.Embedding(vocabulary, 16), torch.nn.Linear(16, vocabulary)]
+    return torch.nn.ModuleList(layers)
 
 
 def losses(model: Any, tokens: torch.Tensor, labels: torch.Tensor, ends: list[int]) -> Any:
@@ -117,12 +111,13 @@ def losses(model: Any, tokens: torch.Tensor, labels: torch.Tensor, ends: list[in
 
 
 def one_by_one(model: Any, documents: list[Any]) -> tuple[float, int]:
-    found = []
+    total, count = 0.0, 0
     for text in documents:
         tokens = torch.from_numpy(text.astype(np.int64))
         labels = torch.cat([tokens[1:], torch.tensor([-100])])
-        found.append(losses(model, tokens, labels, [0, len(tokens)]))
-    return sum(loss for loss, _ in found), sum(count for _, count in found)
+        loss, labelled = losses(model, tokens, labels, [0, len(tokens)])
+        total, count = total + loss, count + labelled
+    return total, count
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +162,15 @@ def test_finite_schedule_deals_every_sample_once_to_any_ranks(
     indices = [pack(part, "bucket", buckets=BUCKETS) for part in (lengths, [5, 9, 40])]
     options: dict[str, Any] = {"tokens_per_step": 128, "seed": 1, "order": "grow-p2", **mix}
     schedule = Schedule(indices, weights=[0, 1], finite=True, **options)
-    samplers = [
-        BucketBatchSampler(
-            schedule,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            micro_batch_tokens=32,
-            dealing=dealing,
-            uneven="pad",
+    of_all: dict[str, Any] = {"data_parallel_size": ranks, "micro_batch_tokens": 32}
+    dealt = [
+        list(
+            BucketBatchSampler(
+                schedule, data_parallel_rank=rank, dealing=dealing, uneven="pad", **of_all
+            )
         )
         for rank in range(ranks)
     ]
-    dealt = [list(sampler) for sampler in samplers]
     assert len({len(batches) for batches in dealt}) == 1
     for of_step in zip(*dealt, strict=True):
         assert len({(batch.step, batch.micro_step, batch.capacity) for batch in of_step}) == 1

@@ -15,12 +15,7 @@ from megapack.errors import ConfigError
 from megapack.integrations import open_rows as index_cache
 from megapack.integrations.index import main as build_indices
 from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import (
-    Recipe,
-    build_index,
-    cached_index,
-    open_data_path,
-)
+from megapack.integrations.open_rows import Recipe, build_index, cached_index, open_data_path
 from megapack.integrations.rows import RowOptions
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
@@ -29,15 +24,9 @@ from tests.integrations.samples import make_dataset
 
 
 def recipe(**changes: Any) -> Recipe:
-    options: dict[str, Any] = {
-        "begin": 0,
-        "end": 6,
-        "strategy": "bucket",
-        "parameters": {},
-        "buckets": (16, 32),
-        "seed": 1,
-    }
-    return Recipe(**{**options, **changes})
+    documents = {"begin": 0, "end": 6, "seed": 1}
+    packing = {"strategy": "bucket", "parameters": {}, "buckets": (16, 32)}
+    return Recipe(**{**documents, **packing, **changes})
 
 
 LENGTHS = [5, 40, 16, 3, 9, 30]
@@ -77,14 +66,10 @@ def test_recipe_with_defaults_written_out_is_the_same() -> None:
     assert written_out.digest("f") == recipe().digest("f")
 
 
-def test_index_of_documents_written_anew_is_another(
-    tmp_path: Path,
-) -> None:
-    cached_index(make_dataset(tmp_path, LENGTHS), recipe(), tmp_path / "cache")
-    cached_index(make_dataset(tmp_path, LENGTHS), recipe(), tmp_path / "cache")
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-    cached_index(make_dataset(tmp_path, [*LENGTHS[:-1], 31]), recipe(), tmp_path / "cache")
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+def test_index_of_documents_written_anew_is_another(tmp_path: Path) -> None:
+    for lengths, files in ((LENGTHS, 1), (LENGTHS, 1), ([*LENGTHS[:-1], 31], 2)):
+        cached_index(make_dataset(tmp_path, lengths), recipe(), tmp_path / "cache")
+        assert len(list((tmp_path / "cache").iterdir())) == files
 
 
 def test_index_of_a_range_holds_its_documents_under_their_own_numbers(tmp_path: Path) -> None:
@@ -106,10 +91,8 @@ def test_index_with_alignment_holds_every_token_once_with_room_for_every_segment
 ) -> None:
     dataset = make_dataset(tmp_path_factory.mktemp("aligned"), lengths)
     buckets = (64,) if strategy == "concat" else (16, 64)
-    index = build_index(
-        dataset,
-        recipe(end=len(lengths), strategy=strategy, buckets=buckets, align=align),
-    )
+    changes = {"end": len(lengths), "strategy": strategy, "buckets": buckets, "align": align}
+    index = build_index(dataset, recipe(**changes))
     covered = [np.zeros(length, np.int64) for length in lengths]
     for number in range(index.num_samples):
         bucket, segments = index.sample(number)
@@ -191,13 +174,9 @@ def test_index_command_builds_what_a_run_then_finds(
     assert [line[0] for line in listed] == ["train", "valid"]
     stamps = {Path(line[2]): Path(line[2]).stat().st_mtime_ns for line in listed}
     assert set(stamps) == set((tmp_path / "cache").iterdir())
-    manifest = Manifest.read(dataset.prefix)
-    rows = open_data_path(
-        manifest,
-        RowOptions(sequence_length=64, rows_per_block=4, seed=5),
-        split=(0.0, 0.9),
-        cache_directory=tmp_path / "cache",
-    )
+    how = RowOptions(sequence_length=64, rows_per_block=4, seed=5)
+    where = {"split": (0.0, 0.9), "cache_directory": tmp_path / "cache"}
+    rows = open_data_path(Manifest.read(dataset.prefix), how, **where)
     assert rows.packed.samples.indices[0].path in stamps
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     assert build_indices([str(tmp_path / "missing"), *options]) == 1

@@ -25,6 +25,7 @@ from megapack.integrations.megatron.batch import (
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
 
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]
 
 
@@ -60,12 +61,9 @@ def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """megatron-core 0.16 has none; from 0.17 on ``total_tokens`` is what seq_idx is made of."""
-    for name, value in (
-        ("get_tensor_model_parallel_rank", 0),
-        ("get_pipeline_model_parallel_world_size", 1),
-        ("get_context_parallel_world_size", 1),
-    ):
-        monkeypatch.setattr(parallel_state, name, lambda value=value: value)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    for name in ("pipeline_model", "context"):
+        monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda: 1)
     monkeypatch.setattr(batch, "_broadcast", lambda rows: rows)
 
     @dataclass
@@ -83,10 +81,7 @@ def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
     assert params.seq_idx.tolist() == [0] * 3 + [1] * 5 + [2] * 8 + [3] * 16
 
 
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4]),
-)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 def test_context_parallel_ranks_share_a_row_without_overlap_and_with_equal_causal_work(
     units: list[int], cp_size: int
 ) -> None:
@@ -109,14 +104,8 @@ def _tensor_parallel_batch(rank: int, world_size: int) -> dict[str, Any]:
     iterator = iter([default_collate(ROWS)]) if rank == 0 else None
     tokens, labels, loss_mask, attention_mask, position_ids, params = get_batch(iterator)
     assert attention_mask is None and params is not None
-    return {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": loss_mask,
-        "position_ids": position_ids,
-        "cu_seqlens": params.cu_seqlens_q,
-        "max_seqlen": params.max_seqlen_q,
-    }
+    row = dict(zip(KEYS, (tokens, labels, loss_mask, position_ids), strict=True))
+    return {**row, "cu_seqlens": params.cu_seqlens_q, "max_seqlen": params.max_seqlen_q}
 
 
 @pytest.mark.multiprocess
@@ -124,7 +113,7 @@ def test_all_tensor_parallel_ranks_receive_the_same_batch(free_port: int) -> Non
     expected = flatten_rows(default_collate(ROWS))
     for received in run_ranks(_tensor_parallel_batch, 2, free_port):
         assert received["max_seqlen"] == int(expected["max_seqlen"])
-        for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+        for key in (*KEYS, "cu_seqlens"):
             assert received[key].dtype == expected[key].dtype, key
             assert torch.equal(received[key], expected[key]), key
 
@@ -174,8 +163,7 @@ def _context_parallel_batch(rank: int, world_size: int, row: dict[str, Tensor]) 
 def test_context_parallel_ranks_hold_the_row_between_them(free_port: int) -> None:
     row = aligned_row([3, 8, 5], 4)
     answers = run_ranks(_context_parallel_batch, 2, free_port, row)
-    keys = ("tokens", "labels", "loss_mask", "position_ids")
-    whole = torch.stack([row[key].long() for key in keys])
+    whole = torch.stack([row[key].long() for key in KEYS])
     together = torch.cat([held for held, _, _ in answers], dim=1)
     assert torch.equal(together[:, together[0].argsort()], whole)
     for held, bounds, padded in answers:

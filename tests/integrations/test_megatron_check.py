@@ -5,10 +5,6 @@ What it draws is compared with real runs in tests/hosts/test_check.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megapack.errors import ConfigError
@@ -51,47 +47,36 @@ def test_sizes_left_out_are_1_and_default_to_those_of_the_flags() -> None:
     assert check._default_world(flags) == RankLayout(data=2, tensor=1, pipeline=4, context=1)
 
 
-def report(*capacities: int, **changes: Any) -> RankReport:
+def report(*capacities: int) -> RankReport:
     drawn = [
         Drawn(step=0, rows=(k,), capacity=c, segments=2, longest=5, labels=6, padding=0)
         for k, c in enumerate(capacities)
     ]
-    return replace(RankReport(row=8, block=2, num_rows={"train": 4}, drawn=drawn), **changes)
+    return RankReport(row=8, block=2, num_rows={"train": 4}, drawn=drawn)
+
+
+TWO = RankLayout(data=2, tensor=1, pipeline=1, context=1)
+STAGES = RankLayout(data=1, tensor=1, pipeline=2, context=1)
 
 
 @pytest.mark.parametrize(
-    ("world", "reports", "problem"),
+    ("world", "second", "problem"),
     [
-        (RankLayout(data=2, tensor=1, pipeline=1, context=1), [report(4, 8), report(4, 8)], None),
-        (
-            RankLayout(data=2, tensor=1, pipeline=1, context=1),
-            [report(4, 8), report(4, 4)],
-            "step 1, micro step 2: ranks are in buckets [4, 8]",
-        ),
-        (
-            RankLayout(data=1, tensor=1, pipeline=2, context=1),
-            [report(4, 8), report(4, 4)],
-            "pipeline stages or context-parallel ranks read other rows",
-        ),
-        (
-            RankLayout(data=2, tensor=1, pipeline=1, context=1),
-            [report(4, 8), report(4)],
-            "different numbers of micro batches",
-        ),
+        (TWO, report(4, 8), None),
+        (TWO, report(4, 4), "step 1, micro step 2: ranks are in buckets [4, 8]"),
+        (STAGES, report(4, 4), "pipeline stages or context-parallel ranks read other rows"),
+        (TWO, report(4), "different numbers of micro batches"),
     ],
 )
 def test_ranks_that_disagree_are_named(
-    world: RankLayout,
-    reports: list[RankReport],
-    problem: str | None,
-    capsys: pytest.CaptureFixture[str],
+    world: RankLayout, second: RankReport, problem: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is yielded makes the exit status 1."""
-    problems = list(check._report(world, reports))
+    problems = list(check._report(world, [report(4, 8), second]))
     assert [problem in found for found in problems] == ([] if problem is None else [True])
     assert capsys.readouterr().out.count("one bucket per 2") == 1
 
 
-def test_a_script_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_script_that_trains_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="no function that builds its datasets"):
-        check.draw_rank.__globals__["_provider"]((object(),), {})
+        check._provider((object(),), {})

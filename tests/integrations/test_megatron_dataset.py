@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +41,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("web", 700), ("code", 300)):
         lengths = np.minimum(rng.lognormal(2.6, 0.9, count).astype(int) + 1, 150)
         make_dataset(folder, lengths.tolist(), name)
-    for name, weights in (("web", {"web": None}), ("mix", {"web": 0.7, "code": 0.3})):
-        sources = ", ".join(
-            f'{{"prefix": "{prefix}"' + (f', "weight": {w}}}' if w else "}")
-            for prefix, w in weights.items()
-        )
-        (folder / f"{name}.json").write_text(
-            f'{{"sources": [{sources}], "buckets": [16, 32, 64], "rows_per_block": {GLOBAL_BATCH}}}'
-        )
+    packing = {"buckets": BUCKETS, "rows_per_block": GLOBAL_BATCH}
+    mix = [{"prefix": "web", "weight": 0.7}, {"prefix": "code", "weight": 0.3}]
+    for name, sources in (("web", [{"prefix": "web"}]), ("mix", mix)):
+        (folder / f"{name}.json").write_text(json.dumps({"sources": sources, **packing}))
     return folder
 
 
@@ -55,17 +52,12 @@ def config(
     data_path: str | list[str], cache: Path | None = None, **changes: Any
 ) -> GPTDatasetConfig:
     paths = [data_path] if isinstance(data_path, str) else data_path
+    no = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
     options: dict[str, Any] = {
-        "random_seed": 1234,
-        "sequence_length": ROW,
-        "blend": (paths, None),
-        "split": "90,10,0",
-        "path_to_cache": None if cache is None else str(cache),
+        **{"random_seed": 1234, "sequence_length": ROW, "blend": (paths, None)},
+        **{"split": "90,10,0", "path_to_cache": None if cache is None else str(cache)},
+        **dict.fromkeys(no, False),
         "tokenizer": Tokenizer(vocab_size=VOCABULARY, eod=0),
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "create_attention_mask": False,
     }
     return GPTDatasetConfig(**{**options, **changes})
 
@@ -88,14 +80,7 @@ def taken(rows: int, consumed: int, micro_batch: int, rank: int, ranks: int) -> 
 @contextmanager
 def batch_sizes(micro_batch: int = 1, ranks: int = 1, rampup: Any = None) -> Iterator[None]:
     """Megatron's micro batch calculator knows them meanwhile."""
-    calculator.init_num_microbatches_calculator(
-        rank=0,
-        rampup_batch_size=rampup,
-        global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=micro_batch,
-        data_parallel_size=ranks,
-        decrease_batch_size_if_needed=False,
-    )
+    calculator.init_num_microbatches_calculator(0, rampup, GLOBAL_BATCH, micro_batch, ranks)
     try:
         yield
     finally:
@@ -152,9 +137,8 @@ def test_validation_has_the_documents_that_the_stock_dataset_validates_on(
 ) -> None:
     """So models of both can be compared on one text, whatever --split says."""
     for split in ("90,10,0", "70,17,13"):
-        stock = BlendedMegatronDatasetBuilder(
-            GPTDataset, [40, 20, 0], lambda: True, config(str(corpus / "web"), split=split)
-        ).build()
+        settings, sizes = config(str(corpus / "web"), split=split), [40, 20, 0]
+        stock = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
         ours = build(config(str(corpus / "web.json"), tmp_path, split=split), [None, None, 0])
         for theirs, part in zip(stock[:2], ours[:2], strict=True):
             documents = np.unique(part.rows.packed.samples.indices[0].segment_document)
@@ -163,9 +147,8 @@ def test_validation_has_the_documents_that_the_stock_dataset_validates_on(
 
 def test_both_sources_are_split_alike(corpus: Path, tmp_path: Path) -> None:
     _, valid, _ = build(config(str(corpus / "mix.json"), tmp_path), [80, 40, 0])
-    counts = [
-        len(set(index.segment_document.tolist())) for index in valid.rows.packed.samples.indices
-    ]
+    indices = valid.rows.packed.samples.indices
+    counts = [len(set(index.segment_document.tolist())) for index in indices]
     assert counts == [70, 30], "the last tenth of each, not the last tenth of their concatenation"
 
 
@@ -190,11 +173,8 @@ def test_a_blend_on_top_of_the_rows_is_refused(corpus: Path, tmp_path: Path) -> 
 
 
 def test_separate_paths_for_each_split(corpus: Path, tmp_path: Path) -> None:
-    per_split = [
-        ([str(corpus / "web"), str(corpus / "code")], [0.5, 0.5]),
-        ([str(corpus / "code")], None),
-        None,
-    ]
+    web, code = str(corpus / "web"), str(corpus / "code")
+    per_split = [([web, code], [0.5, 0.5]), ([code], None), None]
     settings = config("unused", tmp_path, blend=None, split=None, blend_per_split=per_split)
     with batch_sizes():
         train, valid, test = build(settings, [80, 16, 0], PackedDatasetBuilder)
@@ -213,12 +193,11 @@ def test_the_block_is_the_global_batch_or_what_a_ramp_up_shares(
 
 
 def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "odd.json").write_text(
-        f'{{"sources": [{{"prefix": "{corpus}/web"}}], "buckets": [64], "rows_per_block": 2}}'
-    )
+    sources = [{"prefix": str(corpus / "web")}]
+    odd = json.dumps({"sources": sources, "buckets": [64], "rows_per_block": 2})
     refused = pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4")
     with batch_sizes(2, 2), refused:
-        build(config(str(tmp_path / "odd.json"), tmp_path), [16, 0, 0])
+        build(config(odd, tmp_path), [16, 0, 0])
     with pytest.raises(ConfigError, match='give "rows_per_block"'):
         build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
 
@@ -241,11 +220,11 @@ def test_context_parallelism_that_cuts_whole_rows_is_refused() -> None:
 
 
 def test_the_dataset_identity_follows_its_path(corpus: Path, tmp_path: Path) -> None:
-    names = [
-        build(config(str(corpus / f"{name}.json"), tmp_path), [16, 0, 0])[0].unique_description_hash
+    web, mix = (
+        build(config(str(corpus / f"{name}.json"), tmp_path), [16, 0, 0])[0]
         for name in ("web", "mix")
-    ]
-    assert names[0] != names[1]
+    )
+    assert web.unique_description_hash != mix.unique_description_hash
 
 
 def _build_and_read(
@@ -267,9 +246,8 @@ def _build_and_read(
 def test_all_ranks_read_one_bucket_in_every_micro_step(
     corpus: Path, tmp_path: Path, free_port: int, world_size: int
 ) -> None:
-    answers = run_ranks(
-        _build_and_read, world_size, free_port, str(corpus / "mix.json"), str(tmp_path), [400, 0, 0]
-    )
+    given = (str(corpus / "mix.json"), str(tmp_path), [400, 0, 0])
+    answers = run_ranks(_build_and_read, world_size, free_port, *given)
     assert len(list(tmp_path.glob("*.samples"))) == 2, "one index per source, built once"
     for step in range(10):
         seen = {bucket for _, buckets in answers for bucket in buckets[step]}
@@ -279,11 +257,7 @@ def test_all_ranks_read_one_bucket_in_every_micro_step(
     assert len({tuple(b) for _, buckets in answers for b in buckets}) > 1, "several buckets"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((1, 8), (2, 2)), ((4, 2), (1, 1))],
-    ids=str,
-)
+@pytest.mark.parametrize(("before", "after"), [((1, 8), (2, 2)), ((4, 2), (1, 1))], ids=str)
 def test_a_resume_with_other_ranks_reads_on_where_the_run_stopped(
     corpus: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megapack.errors import ConfigError
 from megapack.integrations.megatron import dataset, swap
-from megapack.integrations.megatron import dataset as builder
 from megapack.integrations.megatron.dataset import PackedDatasetBuilder
 from megapack.integrations.megatron.host import batch_sizes
 from megapack.integrations.rebinding import Rebinding
@@ -115,20 +116,33 @@ def test_hybrid_models_are_refused_where_mamba_layers_cannot_be_told_segments(
     assert not PackedDatasetBuilder.needs_boundary_flag
 
 
-def test_evaluation_has_its_own_batch_sizes_and_blocks(script: Script, tmp_path: Path) -> None:
+@pytest.fixture
+def web(tmp_path: Path) -> GPTDatasetConfig:
+    """Of a run on a corpus of its own."""
     make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
+    return config(str(tmp_path / "web"), tmp_path / "cache")
+
+
+@pytest.fixture
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dataset.dist, "get_rank", lambda: 0)
+
+
+def test_evaluation_has_its_own_batch_sizes_and_blocks(
+    script: Script, web: GPTDatasetConfig
+) -> None:
     script(eval_micro_batch_size=3, eval_global_batch_size=12)
-    train, valid, _ = build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 24, 0])
-    found = [
-        (part.rows.options.rows_per_block, part.rows.options.cu_seqlens) for part in (train, valid)
-    ]
+    train, valid, _ = build(web, [16, 24, 0])
+    options = [part.rows.options for part in (train, valid)]
+    found = [(of.rows_per_block, of.cu_seqlens) for of in options]
     assert found == [(8, "exact"), (12, "padded")]
     shapes = {tuple(valid[i]["cu_seqlens"].shape) for i in range(24)}
     assert shapes == {(65,)}, "rows of one micro batch stack"
 
     script(eval_micro_batch_size=3, eval_global_batch_size=8)
     with pytest.raises(ConfigError, match=r"rows_per_block is 8.*multiple of 6"):
-        build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 16, 0])
+        build(web, [16, 16, 0])
 
 
 def test_a_release_without_sizes_of_its_own_evaluates_with_those_of_training(
@@ -138,78 +152,66 @@ def test_a_release_without_sizes_of_its_own_evaluates_with_those_of_training(
     assert batch_sizes(evaluation=True) == batch_sizes() is not None
 
 
-def test_the_cache_is_prepared_without_a_run(script: Script, tmp_path: Path) -> None:
+def test_the_cache_is_prepared_without_a_run(
+    script: Script, web: GPTDatasetConfig, tmp_path: Path
+) -> None:
     """tools/prepare_cache.py parses a run's arguments and starts no micro batch calculator."""
-    make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
     script(global_batch_size=16, dataloader_type="cyclic")
-    settings = config([str(tmp_path / "web")], tmp_path / "cache")
-    [train, _, _] = build(settings, [32, 0, 0], PackedDatasetBuilder)
+    [train, _, _] = build(web, [32, 0, 0], PackedDatasetBuilder)
     assert train.rows.options.rows_per_block == 16
     assert list((tmp_path / "cache").glob("*.samples"))
+
+
+PIPELINE, MASKING = "pipeline_model_parallel_size", {"dataloader_inter_document_masking": True}
 
 
 @pytest.mark.parametrize(
     ("release", "flags", "message"),
     [
-        ((0, 19), {"dataloader_type": "cyclic", "sft": True}, "--dataloader-type single"),
-        ((0, 19), {}, "--dataloader-inter-document-masking or --sft"),
-        ((0, 20), {"dataloader_type": "external", "sft": True}, "external takes iterators"),
-        ((0, 20), {"hybrid_context_parallel": True, "sft": True}, "deals the documents"),
-        ((0, 18), {"dataloader_inter_document_masking": True}, "Add --sft"),
-        ((0, 20), {"pipeline_model_parallel_size": 3}, "cu_seqlens without --sft: "),
+        (19, {"dataloader_type": "cyclic", "sft": True}, "--dataloader-type single"),
+        (19, {}, "--dataloader-inter-document-masking or --sft"),
+        (20, {"dataloader_type": "external", "sft": True}, "external takes iterators"),
+        (20, {"hybrid_context_parallel": True, "sft": True}, "deals the documents"),
+        (18, MASKING, "Add --sft"),
+        (20, {PIPELINE: 3}, "cu_seqlens without --sft: "),
+        (20, {PIPELINE: 3, **MASKING}, "gives no data to stages between .* replace it by --sft"),
         (
-            (0, 20),
-            {"pipeline_model_parallel_size": 3, "dataloader_inter_document_masking": True},
-            "gives no data to stages between .* replace it by --sft",
-        ),
-        (
-            (0, 20),
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "dataloader_inter_document_masking": True,
-            },
+            20,
+            {PIPELINE: 2, f"virtual_{PIPELINE}": 2, **MASKING},
             "virtual ones among them: replace it by --sft",
         ),
-        ((0, 20), {"pipeline_model_parallel_size": 3, "sft": True}, None),
-        ((0, 18), {"sft": True, "dataloader_type": "single"}, None),
-        ((0, 20), {"dataloader_inter_document_masking": True}, None),
+        (20, {PIPELINE: 3, "sft": True}, None),
+        (18, {"sft": True, "dataloader_type": "single"}, None),
+        (20, MASKING, None),
     ],
 )
 def test_flags_under_which_rows_would_be_misread_are_refused(
-    release: tuple[int, int],
+    release: int,
     flags: dict[str, Any],
     message: str | None,
     script: Script,
+    first_rank: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(builder, "version", lambda: release)
-    monkeypatch.setattr(builder.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(builder.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dataset, "version", lambda: (0, release))
     args = script(**flags)
-    if message is None:
-        builder._check_flags(args, boundaries=True)
-    else:
-        with pytest.raises(ConfigError, match=message):
-            builder._check_flags(args, boundaries=True)
-    builder._check_flags(script(), boundaries=False)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        dataset._check_flags(args, boundaries=True)
+    dataset._check_flags(script(), boundaries=False)
 
 
 def test_losses_per_micro_batch_are_said(
-    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Script, first_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(builder.dist, "get_rank", lambda: 0)
     for told in (True, False):
-        builder._check_flags(script(sft=True, calculate_per_token_loss=told), boundaries=True)
+        dataset._check_flags(script(sft=True, calculate_per_token_loss=told), boundaries=True)
         assert ("without --calculate-per-token-loss" in capsys.readouterr().out) != told
 
 
 def test_one_row_per_micro_batch_is_asked_for_where_the_release_takes_no_more(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Script, web: GPTDatasetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset, "version", lambda: (0, 18))
-    make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
     script(eval_micro_batch_size=2, eval_global_batch_size=8)
     with pytest.raises(ConfigError, match="--eval-micro-batch-size 1"):
-        build(config(str(tmp_path / "web"), tmp_path / "cache"), [16, 16, 0])
+        build(web, [16, 16, 0])

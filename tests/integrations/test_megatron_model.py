@@ -33,19 +33,11 @@ LENGTHS = [20, 3, 41]
 
 
 def config(**changes: Any) -> TransformerConfig:
-    options: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "use_cpu_initialization": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-    }
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    plain = {"use_cpu_initialization": True, "add_bias_linear": False, "bias_dropout_fusion": False}
+    gated = {"gated_linear_unit": True, "activation_func": F.silu}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    options: dict[str, Any] = {**sizes, **plain, **gated, **dropout}
     return TransformerConfig(**{**options, **changes})
 
 
@@ -91,9 +83,8 @@ def _errors(position_embedding: str, changes: dict[str, Any]) -> tuple[float, fl
         total, begin = torch.zeros(()), 0
         for length in LENGTHS:
             part = slice(begin, begin + length)
-            alone = {
-                k: batch[k][:, part] for k in ("tokens", "labels", "loss_mask", "position_ids")
-            }
+            keys = ("tokens", "labels", "loss_mask", "position_ids")
+            alone = {key: batch[key][:, part] for key in keys}
             alone["cu_seqlens"] = torch.tensor([[0, length]], dtype=torch.int32)
             alone["max_seqlen"] = torch.tensor([length], dtype=torch.int32)
             part_loss, _, _ = _step(gpt, alone)
@@ -128,13 +119,9 @@ def _plain_rows(rank: int, world_size: int) -> float:
     rows = default_collate([make_row([16], 1), make_row([16], 40)])
     plain = gpt(rows["tokens"], rows["position_ids"], None, labels=rows["labels"])
     flat = flatten_rows(rows)
-    packed = gpt(
-        flat["tokens"],
-        flat["position_ids"],
-        None,
-        labels=flat["labels"],
-        packed_seq_params=to_packed_seq_params(flat["cu_seqlens"], flat["max_seqlen"]),
-    )
+    params = to_packed_seq_params(flat["cu_seqlens"], flat["max_seqlen"])
+    given = {"labels": flat["labels"], "packed_seq_params": params}
+    packed = gpt(flat["tokens"], flat["position_ids"], None, **given)
     return float((plain.flatten() - packed.flatten()).abs().max())
 
 

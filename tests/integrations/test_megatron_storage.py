@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets import indexed_dataset as stock
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from torch.utils.data import DataLoader
 
 from megapack.errors import DataError, FormatError
@@ -24,17 +24,12 @@ from megapack.integrations.megatron.storage import (
     IndexedDatasetBuilder,
     rebind_storage,
 )
-from tests.integrations.samples import Tokenizer
+from tests.integrations.test_megatron_dataset import config
 
 Documents = list[list[list[int]]]  # documents of sequences of tokens
 
-documents = st.lists(
-    st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=7), max_size=3),
-    min_size=1,
-    max_size=8,
-).filter(any)
-
-
+sequences = st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=7), max_size=3)
+documents = st.lists(sequences, min_size=1, max_size=8).filter(any)
 BUILDERS = {"theirs": stock.IndexedDatasetBuilder, "ours": IndexedDatasetBuilder}
 
 
@@ -52,13 +47,13 @@ def assert_same_files(
 
 
 def add(builder: Any, content: Documents, modes: bool) -> None:
-    for number, sequences in enumerate(content):
-        flat = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
+    for number, of_document in enumerate(content):
+        flat = np.array([token for sequence in of_document for token in sequence], dtype=np.int64)
         if number % 2:
-            lengths = [len(sequence) for sequence in sequences]
+            lengths = [len(sequence) for sequence in of_document]
             builder.add_document(flat, lengths, [number % 3] * len(lengths) if modes else None)
         else:
-            for sequence in sequences:
+            for sequence in of_document:
                 builder.add_item(torch.tensor(sequence), number % 3)
             builder.end_document()
 
@@ -71,7 +66,7 @@ def test_both_builders_write_the_same_bytes_and_both_readers_read_them(
 ) -> None:
     folder = tmp_path_factory.mktemp("pair")
     if modes:  # megatron-core 0.16.1 cannot add a multimodal document without modes
-        content = [sequences or [[1]] for sequences in content]
+        content = [of_document or [[1]] for of_document in content]
     assert_same_files(folder, lambda builder: add(builder, content, modes), dtype, modes)
     theirs = stock.IndexedDataset(str(folder / "ours"), multimodal=modes)
     ours = IndexedDataset(str(folder / "theirs"), multimodal=modes)
@@ -97,20 +92,13 @@ def assert_same_dataset(ours: IndexedDataset, theirs: Any) -> None:
         assert_same_item(ours.get(i, offset=1), theirs.get(i, offset=1))
         assert_same_item(ours.get(i, 0, 1), theirs.get(i, 0, 1))
         pointer, length, _ = theirs.index[i]
-        np.testing.assert_array_equal(
-            ours.bin_reader.read(ours.index.dtype, length, pointer),
-            theirs.bin_reader.read(theirs.index.dtype, length, pointer),
-        )
-    for a, b in zip(as_list(ours[0 : len(ours)]), as_list(theirs[0 : len(ours)]), strict=True):
+        at = (theirs.index.dtype, length, pointer)
+        np.testing.assert_array_equal(ours.bin_reader.read(*at), theirs.bin_reader.read(*at))
+    whole = [of[0 : len(theirs)] for of in (ours, theirs)]
+    if isinstance(whole[1], tuple):  # sequences and modes
+        whole = [[*of[0], of[1]] for of in whole]
+    for a, b in zip(*whole, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def as_list(answer: Any) -> list[Any]:
-    """Sequences of a slice, the modes behind them when there are any."""
-    if isinstance(answer, tuple):
-        sequences, modes = answer
-        return [*sequences, modes]
-    return list(answer)
 
 
 def assert_same_item(ours: Any, theirs: Any) -> None:
@@ -232,19 +220,8 @@ def rebound() -> Iterator[None]:
 
 
 def build(prefix: str, cache: Path) -> list[Any]:
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=64,
-        blend=([prefix], None),
-        split="90,10,0",
-        path_to_cache=str(cache),
-        tokenizer=Tokenizer(vocab_size=1000, eod=0),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=True,
-        create_attention_mask=False,
-    )
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, [400, 20, 0], lambda: True, config)
+    settings = config(prefix, cache, eod_mask_loss=True)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [400, 20, 0], lambda: True, settings)
     built: list[Any] = builder.build()
     return built
 
@@ -262,9 +239,6 @@ def test_gpt_dataset_returns_the_same_samples_on_our_storage(
         for i in range(len(theirs[split])):
             for key, value in theirs[split][i].items():
                 assert torch.equal(ours[split][i][key], value), (split, i, key)
-    loader = DataLoader(ours[0], batch_size=8, num_workers=2)
-    batches = list(loader)
-    reference = list(DataLoader(theirs[0], batch_size=8))
-    assert all(
-        torch.equal(a["tokens"], b["tokens"]) for a, b in zip(batches, reference, strict=True)
-    )
+    batches = DataLoader(ours[0], batch_size=8, num_workers=2)
+    for a, b in zip(batches, DataLoader(theirs[0], batch_size=8), strict=True):
+        assert torch.equal(a["tokens"], b["tokens"])

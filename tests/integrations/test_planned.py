@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -38,25 +39,15 @@ class PlannedGRPO(PlannedGRPOMixin, GRPOTrainer):  # type: ignore[misc]
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.2,  # so that tokens and positions make a difference
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    # Of weights that are large tokens and positions make a difference.
+    rest = {"max_position_embeddings": 128, "initializer_range": 0.2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ids, **rest))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
-
     words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, unk_token="[EOS]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -77,24 +68,11 @@ def documents(count: int = 22) -> list[dict[str, list[int]]]:
 
 def options(folder: str, **more: Any) -> dict[str, Any]:
     """One step of plain gradient descent of size 1: the weights move by the gradient."""
-    return {
-        "output_dir": folder,
-        "max_steps": 1,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "ddp_find_unused_parameters": False,
-        **more,
-    }
+    step = {"max_steps": 1, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    rate = {"learning_rate": 1.0, "lr_scheduler_type": "constant", "optim": "sgd"}
+    no = dict.fromkeys(("bf16", "gradient_checkpointing", "ddp_find_unused_parameters"), False)
+    quiet = {"report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    return {"output_dir": folder, "use_cpu": True, **step, **rate, **no, **quiet, **more}
 
 
 def outcome(trainer: Any) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -118,12 +96,9 @@ def assert_same_step(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_steps_hold_every_document_of_an_epoch_once_under_the_cap(num_ranks: int) -> None:
-    read = documents()
+    read, sizes = documents(), {"documents_per_step": 9, "max_tokens_per_rank": CAP}
     ranks = [
-        PlannedSteps(
-            read, documents_per_step=9, max_tokens_per_rank=CAP, rank=rank, num_ranks=num_ranks
-        )
-        for rank in range(num_ranks)
+        PlannedSteps(read, rank=rank, num_ranks=num_ranks, **sizes) for rank in range(num_ranks)
     ]
     assert len(ranks[0]) == 3
     orders = []
@@ -151,10 +126,9 @@ def test_steps_hold_every_document_of_an_epoch_once_under_the_cap(num_ranks: int
 
 
 def test_steps_refuse_a_document_that_no_rank_holds() -> None:
+    given = [{"input_ids": [2] * n} for n in (3, 9)]
     with pytest.raises(ConfigError, match="document 1 has 9 tokens, and a rank holds 1 to max_tok"):
-        PlannedSteps(
-            [{"input_ids": [2] * n} for n in (3, 9)], documents_per_step=2, max_tokens_per_rank=8
-        )
+        PlannedSteps(given, documents_per_step=2, max_tokens_per_rank=8)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +140,9 @@ def test_steps_refuse_a_document_that_no_rank_holds() -> None:
     ],
 )
 def test_steps_refuse_a_document_without_a_label_per_token(more: Any, found: str) -> None:
+    document = {"input_ids": [5, 6, 7], **more}
     with pytest.raises(ConfigError, match=f"a document of 3 tokens has {found}: give it one label"):
-        PlannedSteps(
-            [{"input_ids": [5, 6, 7], **more}], documents_per_step=1, max_tokens_per_rank=8
-        )
+        PlannedSteps([document], documents_per_step=1, max_tokens_per_rank=8)
 
 
 # ---- Accelerate ----------------------------------------------------------------------------------
@@ -177,15 +150,9 @@ def test_steps_refuse_a_document_without_a_label_per_token(more: Any, found: str
 
 def _accelerate_step(rank: int, world_size: int, loss: str) -> Any:
     accelerator = Accelerator(cpu=True)
-    steps = PlannedSteps(
-        documents(),
-        documents_per_step=22,
-        max_tokens_per_rank=CAP,
-        rank=accelerator.process_index,
-        num_ranks=accelerator.num_processes,
-        loss=loss,
-        balance="step",
-    )
+    where = {"rank": accelerator.process_index, "num_ranks": accelerator.num_processes}
+    sizes = {"documents_per_step": 22, "max_tokens_per_rank": CAP}
+    steps = PlannedSteps(documents(), **sizes, **where, loss=loss, balance="step")
     model = accelerator.prepare(tiny_model())
     total = torch.zeros(())
     for inputs in accumulate(accelerator, model, steps[0]):
@@ -232,17 +199,18 @@ def test_accelerate_has_the_gradients_of_the_padded_batch(
 # ---- TRL's SFTTrainer ----------------------------------------------------------------------------
 
 
+def _given(model: Any, **more: Any) -> dict[str, Any]:
+    """What TRL's trainers are given beside their arguments."""
+    return {"model": model, "processing_class": tokenizer(), **more}
+
+
 def _sft(rank: int, world_size: int, folder: str, planned: bool, more: dict[str, Any]) -> Any:
     config = {**options(folder, max_length=64), **more.pop("config", {})}
     resume = config.pop("resume", False)
-    common = {
-        "model": tiny_model(),
-        "train_dataset": Dataset.from_list(documents()),
-        "processing_class": tokenizer(),
-    }
+    common = _given(tiny_model(), train_dataset=Dataset.from_list(documents()))
     if planned:
-        given = {"documents_per_step": 22, "max_tokens_per_rank": CAP, **more}
-        trainer = PlannedSFT(args=SFTConfig(**config), **common, **given)
+        sizes = {"documents_per_step": 22, "max_tokens_per_rank": CAP, **more}
+        trainer = PlannedSFT(args=SFTConfig(**config), **common, **sizes)
     else:
         config["per_device_train_batch_size"] = 22
         trainer = SFTTrainer(args=SFTConfig(**config), **common)
@@ -301,14 +269,7 @@ def test_sft_trainer_refuses_what_would_count_twice(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        PlannedSFT(
-            args=SFTConfig(**options(str(tmp_path), **config)),
-            model=tiny_model(),
-            train_dataset=Dataset.from_list(documents()),
-            processing_class=tokenizer(),
-            documents_per_step=22,
-            max_tokens_per_rank=CAP,
-        )
+        _sft(0, 1, str(tmp_path), True, {"config": config})
 
 
 # ---- TRL's GRPOTrainer ---------------------------------------------------------------------------
@@ -320,26 +281,14 @@ def _length(completions: list[str], **_: Any) -> list[float]:
 
 def _grpo(rank: int, world_size: int, folder: str, planned: bool, more: dict[str, Any]) -> Any:
     rng = np.random.default_rng(5)
-    lines = [" ".join(f"w{i}" for i in rng.integers(2, VOCABULARY, rng.integers(1, 9))) for _ in range(8)]  # fmt: skip # noqa: E501
-    config = GRPOConfig(
-        **{
-            **options(folder),
-            "per_device_train_batch_size": 16 // world_size,
-            "num_generations": 4,
-            "max_completion_length": 24,
-            "seed": 11,
-            "shuffle_dataset": False,
-            **more.get("config", {}),
-        }
-    )
-    common = {
-        "model": tiny_model(),
-        "reward_funcs": _length,
-        "args": config,
-        "train_dataset": Dataset.from_dict({"prompt": lines}),
-        "processing_class": tokenizer(),
-    }
-    common["model"].config._name_or_path = f"{folder}/reference"
+    words = [rng.integers(2, VOCABULARY, rng.integers(1, 9)) for _ in range(8)]
+    prompts = Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in line) for line in words]})
+    sizes = {"per_device_train_batch_size": 16 // world_size, "num_generations": 4}
+    order = {"max_completion_length": 24, "seed": 11, "shuffle_dataset": False}
+    args = GRPOConfig(**{**options(folder), **sizes, **order, **more.get("config", {})})
+    model = tiny_model()
+    model.config._name_or_path = f"{folder}/reference"
+    common = _given(model, args=args, reward_funcs=_length, train_dataset=prompts)
     if not planned:
         return [*outcome(GRPOTrainer(**common)), []]
     trainer = PlannedGRPO(max_tokens_per_rank=CAP, **more.get("options", {}), **common)
@@ -389,9 +338,8 @@ def test_grpo_trainer_has_the_step_of_the_padded_batch(
     groups = sorted(group for _, numbers in shapes for group in numbers)
     assert groups == sorted([0, 1, 2, 3] * 4 * steps)
     if "groups" in case:
-        homes = [{rank for rank, (*_, of_rank) in enumerate(found) for _, numbers in of_rank
-                  if group in numbers} for group in range(4)]  # fmt: skip
-        assert all(len(ranks) == 1 for ranks in homes)
+        held = [{group for _, numbers in of_rank for group in numbers} for *_, of_rank in found]
+        assert sorted(group for of_rank in held for group in of_rank) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -404,14 +352,5 @@ def test_grpo_trainer_has_the_step_of_the_padded_batch(
 def test_grpo_trainer_refuses_what_looks_at_a_micro_batch_as_a_whole(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    sizes = {"per_device_train_batch_size": 8, "num_generations": 4}
-    args = GRPOConfig(**options(str(tmp_path), **{**sizes, **config}))
     with pytest.raises(ConfigError, match=message):
-        PlannedGRPO(
-            model=tiny_model(),
-            reward_funcs=_length,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["w2 w3"]}),
-            processing_class=tokenizer(),
-            max_tokens_per_rank=CAP,
-        )
+        _grpo(0, 2, str(tmp_path), True, {"config": config})

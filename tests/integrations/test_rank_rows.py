@@ -111,13 +111,13 @@ def test_a_block_that_has_begun_is_past_and_stages_may_change_what_comes_behind_
 ) -> None:
     (first,) = ranks_of(rows_of(corpus), 1, 3)
     taken([first], 5)
-    staged = [
+    past, coming = (
         ranks_of(rows_of(corpus, stages=[{"from_step": step, "order": "uniform"}]), 1, 3)[0]
         for step in (1, 2)
-    ]
+    )
     with pytest.raises(ResumeError, match="order was 'proportional' and is 'uniform'"):
-        staged[0].load_state_dict(first.state_dict())
-    staged[1].load_state_dict(first.state_dict())
+        past.load_state_dict(first.state_dict())
+    coming.load_state_dict(first.state_dict())
     assert "from step 2 on order" in caplog.text
 
 
@@ -189,9 +189,8 @@ def test_a_micro_batch_that_changed_on_its_way_is_refused(corpus: IndexedDataset
     ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
     arrived = next(iter(ranks))
     arrived["labels"] = arrived["labels"].roll(1)
-    with pytest.raises(
-        ConfigError, match=r"'labels' of the first micro batch is not .* \[0, 1, 2\]"
-    ):
+    said = r"'labels' of the first micro batch is not .* \[0, 1, 2\]"
+    with pytest.raises(ConfigError, match=said):
         probe(ranks, Model(), arrived)
 
 

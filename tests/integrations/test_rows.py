@@ -22,7 +22,7 @@ from megapack.integrations.rows import RowDataset, RowOptions
 from megapack.packing import pack
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from tests.data.corpora import packed_lengths, random_documents, write_documents
+from tests.data.corpora import packed_documents, packed_lengths, random_documents
 from tests.integrations.samples import make_dataset
 
 ROW = 64
@@ -44,21 +44,23 @@ def rows_of(
     return open_data_path(manifest, options, **more)
 
 
-def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any) -> RowDataset:
-    """Rows of two sources, the second of which joins by a stage."""
+def blend_of(corpus: IndexedDataset, folder: Path, *shares: float, **more: Any) -> Manifest:
+    """Of the corpus, ``web``, and another source, ``code``; as a host has it."""
     if not (folder / "code.idx").exists():
         make_dataset(folder, np.random.default_rng(5).integers(5, 60, 400).tolist(), "code")
-    sources = (
-        Source(prefix=corpus.prefix, weight=1.0, name="web"),
-        Source(prefix=str(folder / "code"), weight=0.0, name="code"),
+    prefixes = {"web": str(corpus.prefix), "code": str(folder / "code")}
+    sources = tuple(
+        Source(prefix=prefix, weight=share, name=name)
+        for (name, prefix), share in zip(prefixes.items(), shares, strict=False)
     )
-    manifest = Manifest(
-        sources=sources[: 1 + bool(stages)],
-        buckets=(16, 32, 64),
-        cache_directory=str(folder / "cache"),
-        stages=stages,
-    )
-    manifest = Manifest.read(manifest.to_json())  # as a host has it
+    options = {"buckets": (16, 32, 64), "cache_directory": str(folder / "cache"), **more}
+    return Manifest.read(Manifest(sources=sources, **options).to_json())
+
+
+def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any) -> RowDataset:
+    """Rows of two sources, the second of which joins by a stage."""
+    shares = (1.0, 0.0)[: 1 + bool(stages)]
+    manifest = blend_of(corpus, folder, *shares, stages=stages)
     return open_data_path(manifest, OPTIONS, num_rows=400, **options)
 
 
@@ -133,9 +135,7 @@ def test_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, A
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
-def test_attention_window_cuts_boundaries_and_changes_nothing_else(
-    corpus: IndexedDataset,
-) -> None:
+def test_attention_window_cuts_boundaries_and_changes_nothing_else(corpus: IndexedDataset) -> None:
     """From the block on at which a stage has one, and not in the rows of an evaluation."""
     staged = {"stages": (Stage(from_step=2, attention_window=12),)}
     whole, cut = rows_of(corpus), rows_of(corpus, manifest=staged)
@@ -144,22 +144,22 @@ def test_attention_window_cuts_boundaries_and_changes_nothing_else(
     held_out = rows_of(corpus, manifest=always, split=(0.9, 1.0))
     assert max(int(held_out[i]["max_seqlen"]) for i in range(len(held_out))) > 12
     assert len(whole) == len(cut) > 20
-    for i in range(2 * OPTIONS.rows_per_block):
-        assert all(torch.equal(value, cut[i][name]) for name, value in whole[i].items())
     compared = 0
-    for i in range(2 * OPTIONS.rows_per_block, len(whole)):
+    for i in range(len(whole)):
         before, after = whole[i], cut[i]
-        same = whole.samples_of(i).tolist() == cut.samples_of(i).tolist()
+        if i < 2 * OPTIONS.rows_per_block:
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+            continue
         assert after["max_seqlen"] <= 12 and after["cu_seqlens"].shape == before["cu_seqlens"].shape
-        if same:  # rows of a block are dealt by work, which a window evens out
+        # Rows of a block are dealt by work, which a window evens out.
+        if whole.samples_of(i).tolist() == cut.samples_of(i).tolist():
             for name in ("tokens", "labels", "position_ids", "loss_mask"):
                 assert torch.equal(before[name], after[name])
-            parts = [
+            assert segments_of(after) == [
                 (at, min(at + 12, end))
                 for begin, end in segments_of(before)
                 for at in range(begin, end, 12)
             ]
-            assert segments_of(after) == parts
             compared += 1
     assert compared > 3
 
@@ -222,14 +222,11 @@ def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
 def test_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
     corpus: IndexedDataset,
 ) -> None:
-    rows = rows_of(corpus)
-    index = rows.packed.samples.indices[0]
-    schedule = Schedule(
-        PackedDataset(corpus, index), tokens_per_step=OPTIONS.rows_per_block * ROW, seed=7
-    )
+    rows, block = rows_of(corpus), OPTIONS.rows_per_block
+    packed = PackedDataset(corpus, rows.packed.samples.indices[0])
+    schedule = Schedule(packed, tokens_per_step=block * ROW, seed=7)
     for step in range(schedule.num_steps(1)):
-        first = step * OPTIONS.rows_per_block
-        mine = [rows.samples_of(first + r) for r in range(OPTIONS.rows_per_block)]
+        mine = [rows.samples_of(step * block + r) for r in range(block)]
         assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
 
 
@@ -250,9 +247,8 @@ def test_segments_that_are_aligned_start_at_multiples_and_count_both_ways(
         row = rows[number]
         true, padded = row["cu_seqlens"], row["cu_seqlens_padded"]
         assert padded.shape == true.shape and int(padded[-1]) == ROW
-        assert bool((padded % 4 == 0).all())
-        assert bool(((padded.diff() - true.diff()) >= 0).all())
-        assert bool(((padded.diff() - true.diff()) < 4).all())
+        room = padded.diff() - true.diff()
+        assert bool((padded % 4 == 0).all()) and 0 <= int(room.min()) <= int(room.max()) < 4
         assert int(row["max_seqlen"]) == int(padded.diff().max())
         restarts = (row["position_ids"] == 0).nonzero().flatten()
         assert set(padded[:-1].tolist()) <= set(restarts.tolist())
@@ -272,25 +268,15 @@ def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> Non
     assert single[0, 0] == 500 + int(np.argmax(costs))
 
 
-def test_blend_gives_sources_their_share_inside_every_bucket(
+def test_blend_gives_sources_their_share_of_the_tokens_of_all_buckets(
     tmp_path: Path, corpus: IndexedDataset
 ) -> None:
-    other = make_dataset(tmp_path, np.random.default_rng(5).integers(5, 60, 400).tolist())
-    manifest = Manifest(
-        sources=(
-            Source(prefix=corpus.prefix, weight=3.0),
-            Source(prefix=other.prefix, weight=1.0),
-        ),
-        buckets=(16, 32, 64),
-        cache_directory=str(tmp_path / "cache"),
-    )
-    rows = open_data_path(manifest, OPTIONS, num_rows=2000)
-    first = rows.packed.samples.bases[1]
-    tokens = np.zeros(2)
+    rows = open_data_path(blend_of(corpus, tmp_path, 3.0, 1.0), OPTIONS, num_rows=2000)
+    first, tokens = rows.packed.samples.bases[1], np.zeros(2)
     for number in range(2000):
         capacity = (16, 32, 64)[rows.bucket_of(number)]
-        mine = rows.samples_of(number) >= first
-        tokens += [(~mine).sum() * capacity, mine.sum() * capacity]
+        others = rows.samples_of(number) >= first
+        tokens += [(~others).sum() * capacity, others.sum() * capacity]
     assert tokens[1] / tokens.sum() == pytest.approx(0.25, abs=0.01)
 
 
@@ -360,27 +346,22 @@ def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_
             builder.add_document(np.ones(length))
     source = Source(prefix=corpus.prefix, name="web", token_weights=str(tmp_path / "w"))
     manifest = Manifest(sources=(source,), buckets=(ROW,), cache_directory=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"'web' has loss weights per token .* token_weights: none"
-    ):
+    said = r"'web' has loss weights per token .* token_weights: none"
+    with pytest.raises(ConfigError, match=said):
         open_data_path(manifest, OPTIONS)
 
 
 def test_labels_of_every_source_of_a_blend_are_its_own(
     corpus: IndexedDataset, tmp_path: Path
 ) -> None:
-    lengths = corpus.document_lengths.tolist()
     with IndexedDatasetBuilder(tmp_path / "none", np.int32, allow_negative=True) as builder:
-        for length in lengths:
+        for length in corpus.document_lengths.tolist():
             builder.add_document(np.full(length, -100, np.int32))
-    manifest = Manifest(
-        sources=(
-            Source(prefix=corpus.prefix, labels=str(tmp_path / "none"), weight=0.5),
-            Source(prefix=corpus.prefix, weight=0.5),
-        ),
-        buckets=(ROW,),
-        cache_directory=str(tmp_path),
+    sources = (
+        Source(prefix=corpus.prefix, labels=str(tmp_path / "none"), weight=0.5),
+        Source(prefix=corpus.prefix, weight=0.5),
     )
+    manifest = Manifest(sources=sources, buckets=(ROW,), cache_directory=str(tmp_path))
     rows = open_data_path(manifest, OPTIONS)
     labelled = [bool(rows[i]["loss_mask"].any()) for i in range(40)]
     assert labelled.count(True) == labelled.count(False) == 20
@@ -391,9 +372,8 @@ def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
 ) -> None:
     index = pack(corpus.document_lengths, "bucket", buckets=[16, 32, 64], seed=OPTIONS.seed)
     index.save(tmp_path / "d.samples", source=corpus)
-    (tmp_path / "mix.json").write_text(
-        json.dumps({"sources": [{"prefix": corpus.prefix, "index": "d.samples", "name": "web"}]})
-    )
+    sources = [{"prefix": corpus.prefix, "index": "d.samples", "name": "web"}]
+    (tmp_path / "mix.json").write_text(json.dumps({"sources": sources}))
     manifest = Manifest.read(str(tmp_path / "mix.json"))
     rows = open_data_path(manifest, OPTIONS, cache_directory=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -404,12 +384,14 @@ def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
     packed = open_blend(load_blend(tmp_path / "mix.json"))
     assert packed.samples.names == rows.packed.samples.names == ["web"]
     assert packed.samples.fingerprints == rows.packed.samples.fingerprints
-    with pytest.raises(ConfigError, match="has all its documents, and the host asks for a part"):
-        open_data_path(manifest, OPTIONS, split=(0.0, 0.9))
-    with pytest.raises(ConfigError, match="no room for segments at multiples of 4: pack it with"):
-        open_data_path(manifest, replace(OPTIONS, align=4))
-    with pytest.raises(ConfigError, match="hold no tokens"):
-        open_data_path(manifest, OPTIONS, split=(1.0, 1.0))
+    aligned = replace(OPTIONS, align=4)
+    for options, how, said in (
+        (OPTIONS, {"split": (0.0, 0.9)}, "has all its documents, and the host asks for a part"),
+        (aligned, {}, "no room for segments at multiples of 4: pack it with"),
+        (OPTIONS, {"split": (1.0, 1.0)}, "hold no tokens"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            open_data_path(manifest, options, **how)
 
 
 # ---- A data path that is a shard manifest: its rows are those of the dataset it stands for
@@ -420,13 +402,10 @@ SHARDED = RowOptions(sequence_length=ROW, rows_per_block=4, seed=1)
 @pytest.fixture
 def shards(tmp_path: Path) -> str:
     """One dataset whose samples are those of the only shard, which is the simplest law."""
-    dataset = write_documents(tmp_path / "a", random_documents(packed_lengths(300, 64)))
-    pack(dataset.document_lengths, buckets=[16, 32, 64]).save(
-        tmp_path / "a.samples", source=dataset
-    )
+    prefix, packing = tmp_path / "a", {"buckets": [16, 32, 64]}
+    packed_documents(prefix, random_documents(packed_lengths(300, 64)), packing["buckets"])
     manifest = str(tmp_path / "web.shards.json")
-    plan = plan_packing(manifest, [str(tmp_path / "a")], {"buckets": [16, 32, 64]})
-    pack_shards(plan, lambda _: None)
+    pack_shards(plan_packing(manifest, [str(prefix)], packing), lambda _: None)
     return manifest
 
 

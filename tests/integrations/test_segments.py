@@ -110,9 +110,8 @@ def test_flash_attention_of_a_row_is_that_of_its_documents(
         attend = segments.wrap_flash_attn_varlen_func(flash_attn_varlen_func)
         rows = torch.tensor([0, 16, 32], dtype=torch.int32)
         flat = [x.flatten(0, 1) for x in inputs]
-        out = attend(*flat, rows, rows, 16, 16, 0.0, softmax_scale=None, causal=True).view(
-            2, 16, 4, 8
-        )
+        out = attend(*flat, rows, rows, 16, 16, 0.0, softmax_scale=None, causal=True)
+        out = out.view(2, 16, 4, 8)
     else:
         attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
         out = attend(*inputs, 0.0, softmax_scale=None, causal=True)

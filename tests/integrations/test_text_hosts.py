@@ -105,10 +105,11 @@ def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
 
 
 def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
-    cut = replace(manifest(corpus.prefix), attention_window=8)
-    with pytest.raises(
-        ConfigError, match=r"windows \[8\], and attention in these rows is one caus"
-    ):
+    cut, said = (
+        replace(manifest(corpus.prefix), attention_window=8),
+        r"windows \[8\], and attention",
+    )
+    with pytest.raises(ConfigError, match=f"{said} in these rows is one caus"):
         text_rows(cut, 8, varlen=False)
     rows = text_rows(cut, 8)
     assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
@@ -117,11 +118,11 @@ def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: Indexed
 def test_segments_that_are_aligned_are_refused_by_the_name_of_the_host(
     corpus: IndexedDataset, tmp_path: Path
 ) -> None:
-    aligned = {"sources": [{"prefix": corpus.prefix}], "buckets": [64], "align": 4}
-    (tmp_path / "aligned.json").write_text(json.dumps(aligned))
-    path, sizes = str(tmp_path / "aligned.json"), ([8, 0, 0], ROW, 1)
+    aligned = json.dumps({"sources": [{"prefix": corpus.prefix}], "buckets": [64], "align": 4})
     train, _, _ = build_train_valid_test_datasets(
-        path, "mmap", "1", *sizes, True, rows_per_block=8, data_cache_path=str(tmp_path)
+        *(aligned, "mmap", "1", [8, 0, 0], ROW, 1, True),
+        rows_per_block=8,
+        data_cache_path=str(tmp_path),
     )
     assert train is not None
     with pytest.raises(ConfigError, match="Megatron-DeepSpeed cannot be told the room between"):
@@ -223,32 +224,34 @@ def test_paths_splits_and_batch_sizes_that_mean_nothing_are_refused() -> None:
     for text in ("0,0", "a,b", "-1,2"):
         with pytest.raises(ConfigError, match="split is"):
             split_bounds(text)
-    with pytest.raises(ConfigError, match="3 parts"):
-        manifest_of_list(["0.5", "a", "b"])
-    with pytest.raises(ConfigError, match="alternate weights"):
-        manifest_of_list(["a", "b"])
+    for paths, message in ((["0.5", "a", "b"], "3 parts"), (["a", "b"], "alternate weights")):
+        with pytest.raises(ConfigError, match=message):
+            manifest_of_list(paths)
     with pytest.raises(ConfigError, match="return_doc_ids"):
-        build_train_valid_test_datasets(
-            "a", "mmap", "1", [1, 0, 0], 8, 1, True, None, None, None, True
-        )
+        given = ("a", "mmap", "1", [1, 0, 0], 8, 1, True, None, None, None)
+        build_train_valid_test_datasets(*given, True)
     assert shared_rows(64, None) == 64
     assert shared_rows(64, ["16", "8", "1000"]) == 8
 
 
-def run_host(host: str, program: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=HOSTS / host,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HOSTS / host), str(ROOT)])},
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # A model of one attention layer whose loss is compared with that of the documents one by one.
-LOSS = """
+SHARED = """
+import contextlib, sys
+from types import SimpleNamespace
+import torch
+from megapack.integrations import text_rows
+
+prefix, = sys.argv[1:]
+
+@contextlib.contextmanager
+def refused(message):
+    try:
+        yield
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
 def loss_of(model, attention, tokens, position_ids, labels, mask):
     x = model["embed"](tokens) + model["position"](position_ids)
     q, k, v = (layer(x).unflatten(-1, (2, 8)) for layer in (model["q"], model["k"], model["v"]))
@@ -267,7 +270,8 @@ def plain(q, k, v):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-def check(attention, batch, bounds):
+def check(attention, batch):
+    bounds = text_rows.current().cu_seqlens.tolist()
     tokens, labels, mask, _, position_ids = batch
     assert tokens.shape == labels.shape == mask.shape == (2, 64), tokens.shape
     assert tokens.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
@@ -289,20 +293,12 @@ def check(attention, batch, bounds):
     return len(bounds) - 1
 """
 
-NEOX = (
-    """
-import sys
-from types import SimpleNamespace
-import torch
+NEOX = """
 from megapack.integrations import gpt_neox
-from megapack.integrations import text_rows as segments
 gpt_neox.install()
 from megatron.data import data_utils
 from megatron.training import flash_attention, get_batch
-"""
-    + LOSS
-    + """
-prefix, = sys.argv[1:]
+
 def arguments(mode="path"):
     paths = {"train_data_paths": None, "valid_data_paths": None, "train_label_data_paths": None}
     if mode == "paths":
@@ -319,54 +315,30 @@ for mode in ("path", "paths"):
     train, valid, test = data_utils.build_train_valid_test_data_loaders(args)
     assert len(train.dataset) >= 96 and test is None and len(valid.dataset) >= 16
     iterator = iter(train)
-    found = []
-    for _ in range(8):
-        batch = get_batch(args, iterator)
-        found.append(check(flash_attention, batch, segments.current().cu_seqlens.tolist()))
+    found = [check(flash_attention, get_batch(args, iterator)) for _ in range(8)]
     assert sum(found) > 4 * len(found), found
 
-bad = arguments(); bad.attention_config = ["flash", "global"]
-try:
-    data_utils.build_train_valid_test_data_loaders(bad)
-except ValueError as error:
-    assert "needs flash in every layer" in str(error)
-else:
-    raise AssertionError
+args.attention_config = ["flash", "global"]
+with refused("needs flash in every layer"):
+    data_utils.build_train_valid_test_data_loaders(args)
 gpt_neox.uninstall()
-try:
+with refused("call install() first"):
     gpt_neox.install()
-except ValueError as error:
-    assert "call install() first" in str(error)
-else:
-    raise AssertionError
 try:
     data_utils.build_train_valid_test_data_loaders(args)
 except AssertionError as error:
     assert "NeoX's own" in str(error)
+else:
+    raise ValueError("NeoX's own loaders were not asked for")
 """
-)
 
-
-@pytest.mark.multiprocess
-def test_gpt_neox_trains_on_documents(corpus: IndexedDataset) -> None:
-    run_host("neox", NEOX, corpus.prefix)
-
-
-MDS = (
-    """
-import sys
-from types import SimpleNamespace
-import torch
+MDS = """
 import megatron
 from megapack.integrations import megatron_deepspeed
-from megapack.integrations import text_rows as segments
 megatron_deepspeed.install()
 from megatron.model.transformer import flash_self_attention
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider
-"""
-    + LOSS
-    + """
-prefix, = sys.argv[1:]
+
 megatron.ARGS = SimpleNamespace(
     data_path=["0.5", prefix, "0.5", prefix], split="90,10,0", seq_length=64, seed=1,
     train_data_path=None, data_cache_path=None, global_batch_size=8, rampup_batch_size=None,
@@ -375,27 +347,29 @@ train, valid, test = train_valid_test_datasets_provider([96, 16, 0])
 assert (len(train), len(valid), test) == (96, 16, None)
 assert train.rows.options.rows_per_block == 8
 iterator = iter(torch.utils.data.DataLoader(train, batch_size=2))
-found = []
-for _ in range(8):
-    batch = get_batch(iterator)
-    found.append(check(flash_self_attention, batch, segments.current().cu_seqlens.tolist()))
+found = [check(flash_self_attention, get_batch(iterator)) for _ in range(8)]
 assert sum(found) > 4 * len(found), found
 for name, value, message in (
     ("use_flash_attn_v2", False, "--use-flash-attn-v2 is not given"),
     ("pipeline_model_parallel_size", 2, "one stage"),
 ):
     setattr(megatron.ARGS, name, value)
-    try:
+    with refused(message):
         train_valid_test_datasets_provider([96, 16, 0])
-    except ValueError as error:
-        assert message in str(error), error
-    else:
-        raise AssertionError
     megatron.ARGS.use_flash_attn_v2 = True
 """
-)
 
 
 @pytest.mark.multiprocess
-def test_megatron_deepspeed_trains_on_documents(corpus: IndexedDataset) -> None:
-    run_host("mds", MDS, corpus.prefix)
+@pytest.mark.parametrize(("host", "program"), [("neox", NEOX), ("mds", MDS)], ids=["neox", "mds"])
+def test_hosts_train_on_documents(corpus: IndexedDataset, host: str, program: str) -> None:
+    paths = os.pathsep.join([str(HOSTS / host), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARED + program, corpus.prefix],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=HOSTS / host,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr

@@ -35,6 +35,8 @@ from tests.integrations.test_transformers import (
 
 __all__ = ["folder", "on_a_cpu"]  # fixtures
 
+# With a state; an epsilon of 1 makes its step as smooth as SGD's.
+SMOOTH = {"optim": "adamw_torch", "adam_epsilon": 1.0}
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 ENGINES: dict[str, dict[str, Any]] = {
     "FSDPLlamaForCausalLM": {"fsdp": True, "fsdp_config": FSDP},
@@ -64,17 +66,8 @@ def _trainer(world_size: int, folder: str, out: str, **options: Any) -> PackedTr
 
 def _train(rank: int, world_size: int, folder: str, out: str, steps: int, options: Any) -> Any:
     """Losses of the run so far, the engine's class, and all weights (rank 0)."""
-    trainer = _trainer(
-        world_size,
-        folder,
-        out,
-        max_steps=steps,
-        save_strategy="steps",
-        save_steps=2,
-        optim="adamw_torch",  # with a state; an epsilon of 1 makes its step as smooth as SGD's
-        adam_epsilon=1.0,
-        **options,
-    )
+    saved = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+    trainer = _trainer(world_size, folder, out, **saved, **SMOOTH, **options)
     trainer.train(resume_from_checkpoint=any(Path(out).glob("run/checkpoint-*")))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, type(trainer.model_wrapped).__name__, _weights(trainer)
@@ -149,8 +142,8 @@ def test_rows_that_accelerate_would_cut_are_refused(folder: Path, tmp_path: Path
 
 
 def _planned_step(rank: int, world_size: int, folder: str, engine: str) -> Any:
-    changes = {"optim": "adamw_torch", "adam_epsilon": 1.0, "learning_rate": 0.1}
-    args = SFTConfig(**{**planned.options(folder, max_length=64), **ENGINES[engine], **changes})
+    changes = {**ENGINES[engine], **SMOOTH, "learning_rate": 0.1}
+    args = SFTConfig(**planned.options(folder, max_length=64, **changes))
     if "fsdp" in ENGINES[engine]:  # Accelerate shards on devices only; torch on a CPU, too
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = planned.PlannedSFT(

@@ -80,9 +80,8 @@ def _step(rank: int, ranks: int, whole: bool) -> Any:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=50, num_attention_heads=4, initializer_range=0.2, **sizes)
-    )
+    sizes |= {"vocab_size": 50, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(initializer_range=0.2, **sizes))
     data = example["samples"]()
     limit = int(data.batch["attention_mask"].sum()) if whole else 160
     losses = example["update"](model, data, rank, ranks, limit)
@@ -131,15 +130,10 @@ def _micro_batches(rank: int, ranks: int) -> Any:
         size = 2 if seed % 3 == 0 else 1
         divided = 3 if seed % 4 == 0 else None
         td = batch(lengths.tolist(), nested=seed % 2 == 0)
-        micro_batches, lists = home.rearrange_micro_batches(
-            td,
-            300,
-            dp_group=dist.group.WORLD,
-            num_batches_divided_by=divided,
-            min_num_micro_batch=4 if seed % 5 == 0 else None,
-            use_dynamic_bsz_balance=seed % 7 > 0,
-            force_group_size=size,
-        )
+        how = {"num_batches_divided_by": divided, "force_group_size": size}
+        how |= {"min_num_micro_batch": 4 if seed % 5 == 0 else None}
+        how |= {"use_dynamic_bsz_balance": seed % 7 > 0, "dp_group": dist.group.WORLD}
+        micro_batches, lists = home.rearrange_micro_batches(td, 300, **how)
         assert sorted(i for numbers in lists for i in numbers) == list(range(24))
         assert all(numbers and lengths[numbers].sum() <= 300 for numbers in lists)
         assert all({i ^ 1 for i in numbers} == set(numbers) for numbers in lists if size == 2)

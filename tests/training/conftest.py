@@ -1,9 +1,12 @@
-"""A small dataset, once per test process."""
+"""A small dataset, once per test process, and runs on it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from patience import PATIENCE_MINUTES
 
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training.engine.directory import read_jsonl
+
+from .processes import PRETRAIN, Ranks, Zygote
 
 VOCAB = 64
 BUCKETS = [32, 64, 128]
@@ -101,6 +107,131 @@ def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path
     return folder / "blend.yaml"
 
 
+def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
+    """Two sources of equal weight, each with its held-out documents (of the other one)."""
+    pairs = {"web": (corpus.train, corpus.valid), "math": (corpus.valid, corpus.train)}
+    sources = [
+        {
+            "name": name,
+            "prefix": str(prefix),
+            "index": f"{prefix}.samples",
+            "weight": 1,
+            "valid_prefix": str(held_out),
+            "valid_index": f"{held_out}.samples",
+        }
+        for name, (prefix, held_out) in pairs.items()
+    ]
+    path.write_text(yaml.safe_dump({"sources": sources, **more}))
+    return path
+
+
+def drawn_from(blend: Path) -> dict[str, object]:
+    """The section ``data`` of a run of a blend."""
+    return {"prefix": None, "index": None, "valid_prefix": None, "blend": str(blend)}
+
+
+def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) -> Path:
+    return corpus.config(run_dir, data=drawn_from(path), **sections)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+class Run:
+    """A run of launch/pretrain.py: its configuration, its ranks, and what lies in its folder."""
+
+    def __init__(self, zygote: Zygote, folder: Path, config: Path) -> None:
+        self.zygote, self.dir, self.config = zygote, folder, config
+        self._num_starts = 0
+
+    def start(
+        self,
+        *overrides: str,
+        ranks: int = 2,
+        words: Sequence[str] = (),
+        faults: dict[int, dict[str, list[Any]]] | None = None,
+        launcher: bool = True,
+        **more: Any,
+    ) -> Ranks:
+        """Its ranks, some with faults of sabotage.py; without a launcher's variables one plain
+        process. ``more`` as in ``Zygote.start``."""
+        argv = [str(PRETRAIN), "--config", str(self.config), *words]
+        for override in overrides:
+            argv += ["--set", override]
+        self._num_starts += 1
+        log = self.config.with_name(f"{self.dir.name}-{self._num_starts}.log")
+        of_rank: dict[int, Any] = {rank: {"faults": of} for rank, of in (faults or {}).items()}
+        if not launcher:
+            ranks, of_rank = 1, {0: {"env": {}}}
+        return self.zygote.start(argv, ranks, log, of_rank, **more)
+
+    def succeed(self, *overrides: str, **more: Any) -> str:
+        """What a start said that went to its end."""
+        return self.start(*overrides, **more).succeed()
+
+    def worker(
+        self, ranks: int, name: str = "gradient_worker", more: Sequence[str] = (), env: Any = None
+    ) -> dict[Any, Any]:
+        """What the ranks of a script of this folder find for the configuration."""
+        import torch  # noqa: PLC0415
+
+        out = self.config.with_suffix(".pt")
+        argv = [str(Path(__file__).with_name(f"{name}.py")), str(self.config), str(out), *more]
+        self.zygote.start(argv, ranks, self.config.with_suffix(".log"), env=env).succeed()
+        found: dict[Any, Any] = torch.load(out)
+        return found
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of NAME.jsonl."""
+        return list(read_jsonl(self.dir / f"{name}.jsonl"))
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return self.lines("log")
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """What ``end.json`` says."""
+        found: dict[str, Any] = json.loads((self.dir / "end.json").read_text())
+        return found
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.dir / "checkpoints"
+
+    def tags(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.glob("step_*"))
+
+    @property
+    def latest(self) -> str:
+        return (self.checkpoints / "latest").read_text()
+
+
+NewRun = Callable[..., Run]
+
+
+def _runs_in(folder: Path, zygote: Zygote, corpus: Corpus) -> NewRun:
+    def make(name: str = "run", **sections: object) -> Run:
+        config = corpus.config(folder / name, **sections)
+        return Run(zygote, folder / name, config)
+
+    return make
+
+
+@pytest.fixture
+def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
+    """``new_run(NAME, **sections)``: on the corpus, in a folder of its own."""
+    return _runs_in(tmp_path, zygote, corpus)
+
+
+@pytest.fixture(scope="module")
+def module_run(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> NewRun:
+    """The same, for what all tests of a module look at."""
+    return _runs_in(tmp_path_factory.mktemp("module"), zygote, corpus)
+
+
+@pytest.fixture
+def blend(corpus: Corpus, tmp_path: Path) -> Path:
+    return write_blend(tmp_path / "blend.yaml", corpus)

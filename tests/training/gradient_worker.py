@@ -91,19 +91,12 @@ def main() -> None:
                     assert (parameter - weights[name]).abs().max() < 1e-2, f"{name} is not back"
         buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
-            result = {"grads": grads, "losses": losses, "norms": norms, "weights": weights}
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            more = {
-                "initial": initial,
-                "graphs": graphs,
-                "num_buckets": len(capacities),
-                "held": held,
-                "balances": balances,
-                "averages": averages,
-                "capacities": capacities,
-                "offloaded": CountedOffload.num_bytes,
-            }
-            torch.save({**result, **more, "buffers": buffers}, sys.argv[2])
+            found: dict[str, Any] = {"grads": grads, "initial": initial, "weights": weights}
+            found |= {"losses": losses, "norms": norms, "balances": balances, "averages": averages}
+            found |= {"capacities": capacities, "num_buckets": len(capacities), "held": held}
+            found |= {"graphs": graphs, "offloaded": CountedOffload.num_bytes, "buffers": buffers}
+            torch.save(found, sys.argv[2])
 
 
 def mean(of_rank: torch.Tensor, weight: float) -> float:

@@ -63,14 +63,8 @@ def peak_of_a_step(path: str, ranks: int) -> int:
     tracker = MemTracker()
     with tracker:
         zero_3 = zero_3_configuration(config, ranks)
-        model = build_model(
-            config.model,
-            architecture,
-            backend="sdpa",
-            seed=0,
-            chunk_tokens=config.engine.loss_chunk_tokens,
-            zero_3=zero_3,
-        )
+        how: Any = {"chunk_tokens": config.engine.loss_chunk_tokens, "zero_3": zero_3}
+        model = build_model(config.model, architecture, backend="sdpa", seed=0, **how)
         if zero_3 is not None:
             model.cast(compute_dtype(config.engine))
         engine = start_engine(model, config, here)

@@ -104,10 +104,8 @@ def losses_one_by_one(
         source, segments = samples.segments(sample, content.num_lists)
         dataset = inputs.data.datasets[source]
         for document, begin, length in segments:
-            offset, total = (
-                int(of[document]) for of in (dataset.document_offsets, dataset.document_lengths)
-            )
-            whole = torch.tensor(dataset.tokens[offset : offset + total])
+            offset, total = int(dataset.document_offsets[document]), len(dataset[document])
+            whole = torch.tensor(dataset[document])
             room = samples.indices[source].fim_longest
             if content.fim is not None and 1 < length == total <= room:
                 key = definition.key_of(

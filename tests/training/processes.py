@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -87,19 +87,11 @@ class Zygote:
         port = port or free_port()
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
         for rank in range(world_size):
-            of_launcher = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            request = {
-                "argv": argv,
-                "env": {**of_launcher, **(env or {})},
-                "log": str(ranks.logs[rank]),
-            }
-            ranks.pids.append(self.ask({**request, **(of_rank or {}).get(rank, {})}))
+            world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            request = {"argv": argv, "env": {**world, **place, **(env or {})}}
+            request |= {"log": str(ranks.logs[rank]), **(of_rank or {}).get(rank, {})}
+            ranks.pids.append(self.ask(request))
         return ranks
 
     def close(self) -> None:
@@ -128,11 +120,17 @@ class Ranks:
         """Exit codes; negative: killed by that signal."""
         return [self.zygote.ask({"wait": pid}) for pid in self.pids]
 
-    def succeed(self) -> str:
-        """Wait, require success, return all output."""
-        codes = self.wait()
-        assert codes == [0] * len(codes), f"exit codes {codes}\n{self.output()[-4000:]}"
-        return self.output()
+    def succeed(self, *said: str) -> str:
+        """Wait, require success and that they said so, return all output."""
+        return self.end_with(0, *said)
+
+    def end_with(self, code: int, *said: str) -> str:
+        """Wait, require this exit code of all ranks and that they said so, return all output."""
+        codes, output = self.wait(), self.output()
+        assert codes == [code] * len(codes), f"exit codes {codes}\n{output[-4000:]}"
+        for text in said:
+            assert text in output, f"not said: {text}\n{output[-4000:]}"
+        return output
 
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in ranks if ranks is not None else range(len(self.pids)):
@@ -152,32 +150,8 @@ def start_run(
     return zygote.start(argv, ranks, config.with_name(f"{config.stem}-{name}.log"), **more)
 
 
-def run_worker(
-    zygote: Zygote,
-    config: Path,
-    ranks: int,
-    worker: str = "gradient_worker",
-    more: Sequence[str] = (),
-    env: dict[str, str] | None = None,
-) -> dict[Any, Any]:
-    """What the ranks of a worker script of this folder found for a configuration."""
-    import torch  # noqa: PLC0415
-
-    out = config.with_suffix(".pt")
-    argv = [str(Path(__file__).with_name(f"{worker}.py")), str(config), str(out), *more]
-    zygote.start(argv, ranks, config.with_suffix(".log"), env=env).succeed()
-    found: dict[Any, Any] = torch.load(out)
-    return found
-
-
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_jsonl(run_dir / "log.jsonl"))
-
-
-def read_end(run_dir: Path) -> dict[str, Any]:
-    """What ``end.json`` says."""
-    found: dict[str, Any] = json.loads((run_dir / "end.json").read_text())
-    return found
 
 
 def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
@@ -186,8 +160,10 @@ def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
     wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in fed), "steps")
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def wait_for(
+    condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.02
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+        time.sleep(pause)

@@ -1,4 +1,4 @@
-"""What may go wrong in a rank, made to happen: a request names a fault and its arguments."""
+"""What may go wrong in a rank, made to happen: a request names a function and its arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def stall_limit_from_step(first: int, seconds: float) -> None:
 
 def nan_gradients(steps: list[int]) -> None:
     """Some gradients of these calls of ``train_step`` are no numbers; the loss is one."""
-    original, calls = trainer.train_step, iter(range(10**9))
+    original, calls = trainer.train_step, count()
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
         weight = next(iter(around.module.parameters()))
@@ -107,7 +108,7 @@ def nan_gradients(steps: list[int]) -> None:
 
 def nan_weight_after(step: int) -> None:
     """A number of the model is none after this call of ``train_step``."""
-    original, calls = trainer.train_step, iter(range(10**9))
+    original, calls = trainer.train_step, count()
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(around, *args, **kwargs)
@@ -173,23 +174,3 @@ def writes_wait_for(gate: str, tag: str) -> None:
         original(self, state_dict, path)
 
     WrittenFiles._write = write  # type: ignore[method-assign]
-
-
-FAULTS: dict[str, Callable[..., None]] = {
-    f.__name__: f
-    for f in (
-        kill_before_step,
-        kill_at_first_start,
-        kill_after_decision,
-        decisions_seen_late,
-        hang_before_step,
-        stall_limit_from_step,
-        nan_gradients,
-        nan_weight_after,
-        slow_record,
-        small_disk,
-        slow_forward,
-        slow_first_batch,
-        writes_wait_for,
-    )
-}

@@ -15,14 +15,14 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from patience import PATIENCE
 from ports import free_port
 
-from .processes import ROOT, environment
+from .processes import ROOT, environment, wait_for
 
 SCRIPT = ROOT / "launch" / "slurm.sh"
 TOOLS = ("cc", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -103,21 +103,14 @@ class Slurm:
 
     def wait_until_over(self, job: str) -> dict[str, str]:
         """The facts of a job that is neither running nor going to."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            facts = self.facts(job)
-            if facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
-                return facts
-            time.sleep(0.5)
-        raise AssertionError(f"{self.facts(job)}\n{self.log()}")
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        wait_for(lambda: self.facts(job)["JobState"] in over, f"job {job}", pause=0.5)
+        return self.facts(job)
 
     def use_containers(self, there: bool) -> None:
         """Whether Slurm has the plugin; read by every srun."""
         line = f"required {self.folder}/container.so\n" if there else ""
         (self.folder / "plugstack.conf").write_text(line)
-
-    def log(self) -> str:
-        return (self.folder / "slurmctld.log").read_text()[-4000:]
 
 
 @contextmanager
@@ -136,17 +129,9 @@ def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
     for gpu in range(GPUS):
         os.mknod(folder / f"gpu{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     (folder / "gres.conf").write_text(f"NodeName={host} Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
-    controller_port, node_port = free_port(), free_port()
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(
-            host=host,
-            folder=folder,
-            controller_port=controller_port,
-            node_port=node_port,
-            kill_wait=kill_wait,
-            gpus=GPUS,
-        )
-    )
+    ports = {"controller_port": free_port(), "node_port": free_port()}
+    given = {"host": host, "folder": folder, "kill_wait": kill_wait, "gpus": GPUS, **ports}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**given))
     slurm = Slurm(folder)
     _compile_plugin(slurm)
     munge = [f"--socket={folder}/munge.socket"]
@@ -184,13 +169,10 @@ def _daemon(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_node(slurm: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
+    def is_idle() -> bool:
         assert all(daemon.poll() is None for daemon in daemons), "a daemon of Slurm ended"
-        try:
-            if "idle" in slurm.call("sinfo", "--noheader", "--format=%T"):
-                return
-        except AssertionError:
-            pass  # the controller does not answer yet
-        time.sleep(0.5)
-    raise AssertionError(f"the node does not come up\n{slurm.log()}")
+        with suppress(AssertionError):  # the controller does not answer yet
+            return "idle" in slurm.call("sinfo", "--noheader", "--format=%T")
+        return False
+
+    wait_for(is_idle, "the node", pause=0.5)

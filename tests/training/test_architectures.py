@@ -18,8 +18,7 @@ from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import attention_needs, model_configuration
 from megapack.training.model.opening import try_model
 
-from .conftest import Corpus
-from .processes import PRETRAIN, Zygote
+from .conftest import Corpus, NewRun
 
 RIGHT = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "qwen3_moe", "mixtral"),
@@ -65,20 +64,15 @@ QWEN3 = {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 8
 
 
 def test_qwen3_trains_from_its_keys_and_bloom_is_refused_by_name(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
+    new_run: NewRun, tmp_path: Path
 ) -> None:
+    model = {"preset": None, "config": QWEN3}
+    run = new_run(num_steps=2, model=model)
+    said = "step 2/2", "documents of a micro batch are kept apart"
+    run.start(launcher=False).succeed(*said)
     AutoConfig.for_model("bloom", vocab_size=64, **SMALL).save_pretrained(tmp_path / "bloom")
-    for name, given in (("qwen3", QWEN3), ("bloom", str(tmp_path / "bloom"))):
-        model = {"preset": None, "config": given}
-        config = corpus.config(tmp_path / f"run_{name}", num_steps=2, model=model)
-        argv = [str(PRETRAIN), "--config", str(config)]
-        ranks = zygote.start(argv, 1, tmp_path / f"log_{name}", {0: {"env": {}}})
-        if name == "qwen3":
-            assert "step 2/2" in ranks.succeed()
-            assert "documents of a micro batch are kept apart" in ranks.output()
-        else:
-            assert ranks.wait() != [0]
-            assert "'bloom'" in ranks.output() and "changes logits before it" in ranks.output()
+    bloom = new_run("bloom_run", num_steps=2, model={**model, "config": str(tmp_path / "bloom")})
+    bloom.start(launcher=False).end_with(2, "'bloom'", "changes logits before it")
 
 
 def test_a_transformers_configuration_is_given_as_keys_file_or_directory(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError
 from megapack.training.autopilot import (
     SourceReport,
+    Spike,
     SpikeWatch,
     next_mixture,
     odm,
@@ -31,12 +32,10 @@ from megapack.training.autopilot import (
     skip,
 )
 from megapack.training.config import AutopilotConfig, MixingConfig
-from megapack.training.engine.directory import read_jsonl
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 
-from .conftest import PER_STEP, ROW, Corpus, noisy_blend
-from .processes import Zygote, read_log, start_run
-from .test_sources import blend_config, write_blend
+from .conftest import PER_STEP, ROW, NewRun, Run, noisy_blend
+from .test_sources import drawn_from
 
 CONFIG = AutopilotConfig(spikes=True, window=32)
 
@@ -89,25 +88,23 @@ def test_spike_of_one_source_or_of_gradients_alone_is_found() -> None:
 
 
 def test_spike_needs_no_second_step_where_a_loss_is_not_a_number() -> None:
-    watch = SpikeWatch(CONFIG)
-    spike = watch.look(line(7, None), "")
+    spike = SpikeWatch(CONFIG).look(line(7, None), "")
     assert spike is not None and (spike.first, spike.last) == (7, 7)
 
 
 def test_spike_is_none_where_the_first_gradients_overflow() -> None:
     watch = SpikeWatch(CONFIG)
-    for step in range(80):
-        norm = None if step < 10 else 0.4
-        assert watch.look(line(step, 1.0, grad_norm=norm), "") is None
+    norms = [None] * 10 + [0.4] * 70
+    found = [watch.look(line(step, 1.0, grad_norm=norm), "") for step, norm in enumerate(norms)]
+    assert found == [None] * 80
     assert all(math.isfinite(v) for _, v in watch.state()["bands"]["gradients of bucket 64"])
 
 
 def test_spike_is_no_other_mixture() -> None:
     """Where what is drawn changes, levels begin anew; those of sources stay."""
-    watch = SpikeWatch(CONFIG)
-    for step in range(80):
-        loss = 1.0 if step < 40 else 3.0
-        assert watch.look(line(step, loss), "a" if step < 40 else "b") is None
+    watch, drawn = SpikeWatch(CONFIG), [("a", 1.0)] * 40 + [("b", 3.0)] * 40
+    found = [watch.look(line(step, loss), of) for step, (of, loss) in enumerate(drawn)]
+    assert found == [None] * 80
 
 
 @given(seed=st.integers(0, 99), cut=st.integers(0, 399), noise=st.integers(100, 390))
@@ -131,14 +128,10 @@ def _decided(*decisions: Decision) -> Decisions:
 
 
 def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> None:
-    from megapack.training.autopilot import Spike  # noqa: PLC0415
-
     decided = _decided()
-    sizes = []
     for first in (40, 41, 40, 90):
         decided = decided.with_new(skip(Spike(first, first + 2, "loss"), CONFIG, decided, 50))
-        sizes.append(decided.decisions[-1].stage.skip_steps)
-    assert sizes == [5, 10, 20, 5]
+    assert [made.stage.skip_steps for made in decided.decisions] == [5, 10, 20, 5]
     assert [s.from_step for s in decided.stages] == [39, 40, 89]
     few = AutopilotConfig(spikes=True, max_rollbacks=4)
     with pytest.raises(FloatingPointError, match=r"went back 4 times \(autopilot.max_rollbacks\)"):
@@ -161,24 +154,22 @@ def test_decisions_are_what_the_same_stages_written_by_hand_are(
     written: list[int], made: list[tuple[int, int, float | None]]
 ) -> None:
     decided = _decided()
+    stages = [Stage(from_step=begin, weights={"web": begin, "math": 2.0}) for begin in written]
+    by_hand: dict[int, dict[str, Any]] = {s.from_step or 0: dict(weights=s.weights) for s in stages}
     for begin, skipped, share in made:
         weights = None if share is None else {"web": share, "math": 1.0}
         stage = Stage(from_step=begin, skip_steps=skipped, weights=weights)
         decided = decided.with_new(Decision(by="autopilot", step=61, reason="", stage=stage))
-    stages = [Stage(from_step=begin, weights={"web": begin, "math": 2.0}) for begin in written]
-    by_hand: dict[int, dict[str, Any]] = {s.from_step or 0: dict(weights=s.weights) for s in stages}
-    for begin, skipped, share in made:
         entry = by_hand.setdefault(begin, {})
         entry["skip_steps"] = entry.get("skip_steps", 0) + skipped
-        if share is not None:
-            entry["weights"] = {"web": share, "math": 1.0}
-    config = ScheduleConfig(tokens_per_step=64)
+        entry["weights"] = weights or entry.get("weights")
     mixture = Mixture(weights=[1, 1], stages=stages, decided=decided.stages)
     expected = [Stage(from_step=begin, **by_hand[begin]) for begin in sorted(by_hand)]
-    names = ["web", "math"]
-    assert resolve(config, mixture.of(names)) == resolve(
-        config, Mixture(weights=[1, 1], stages=expected).of(names)
+    found, wanted = (
+        resolve(ScheduleConfig(tokens_per_step=64), of.of(["web", "math"]))
+        for of in (mixture, Mixture(weights=[1, 1], stages=expected))
     )
+    assert found == wanted
 
 
 def test_decisions_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -219,9 +210,8 @@ def test_odm_is_the_formula_of_its_paper() -> None:
 
 def test_report_has_the_means_since_the_last_decision() -> None:
     def of(step: int, loss: float, labels: int) -> dict[str, Any]:
-        return {
-            "step": step, "source_loss": {"web": loss}, "source_label_tokens": {"web": labels}
-        }  # fmt: skip
+        means = {"source_loss": {"web": loss}, "source_label_tokens": {"web": labels}}
+        return {"step": step, **means}
 
     lines = [of(0, 9.0, 1), of(1, 2.0, 10), of(2, 4.0, 30), of(3, 1.0, 5)]
     stage = Stage(from_step=1, weights={"web": 1})
@@ -260,16 +250,17 @@ def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) 
 def test_mixing_rule_is_given_the_same_state_whether_the_run_was_resumed(
     state: Any, kept: Any, tmp_path: Path
 ) -> None:
-    rule = {"weights": {"a": 1}, "state": state}
-    config = MixingConfig(rule="tests.training.mixing_rules:answers", options=rule)
-    decision = next_mixture(config, REPORT)
+    def answered(state: Any) -> Decision:
+        options = {"weights": {"a": 1}, "state": state}
+        config = MixingConfig(rule="tests.training.mixing_rules:answers", options=options)
+        return next_mixture(config, REPORT)
+
+    decision = answered(state)
     _decided(decision).write(tmp_path)
     resumed = read_decisions(tmp_path)
     assert resumed is not None and resumed.decisions[0].state == decision.state == kept
-    unreadable = {"weights": {"a": 1}, "state": {"seen": {1, 2}}}
-    config = MixingConfig(rule="tests.training.mixing_rules:answers", options=unreadable)
     with pytest.raises(ConfigError, match="failed at step 5: TypeError"):
-        next_mixture(config, REPORT)
+        answered({"seen": {1, 2}})
 
 
 # ---- Real runs
@@ -277,61 +268,59 @@ def test_mixing_rule_is_given_the_same_state_whether_the_run_was_resumed(
 BEGIN, NOISE = 40, 10  # steps
 
 
-def autopilot_config(folder: Path, blend: Path, run_dir: Path, **sections: Any) -> Path:
-    return Corpus(folder).config(
-        run_dir,
-        num_steps=64,
-        data={
-            "blend": str(blend), "prefix": None, "index": None, "valid_prefix": None,
-            "tokens_per_step": PER_STEP * ROW, "micro_batch_tokens": 2 * ROW,
-        },
-        optimizer={"lr": 0.02, "clip": 1.0},
-        learning_rate={"kind": "constant", "warmup_steps": 4},
-        checkpoint={"every": 5, "keep": 4, "export": False, "asynchronous": False},
-        logging={"every": 2, "tensorboard": False, "batches": True},
-        autopilot={"spikes": True, "window": 16, "deviations": 6.0},
-        **sections,
-    )  # fmt: skip
+@pytest.fixture
+def noisy(new_run: NewRun, tmp_path: Path) -> NewRun:
+    """``noisy(NAME, **sections)``: runs of 64 steps whose data are noise for ten of them."""
+    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
+    sizes = {"tokens_per_step": PER_STEP * ROW, "micro_batch_tokens": 2 * ROW}
+    checkpoint = {"every": 5, "keep": 4, "export": False, "asynchronous": False}
+    sections: dict[str, Any] = {
+        "num_steps": 64,
+        "data": {**drawn_from(blend), **sizes},
+        "optimizer": {"lr": 0.02, "clip": 1.0},
+        "learning_rate": {"kind": "constant", "warmup_steps": 4},
+        "checkpoint": checkpoint,
+        "autopilot": {"spikes": True, "window": 16, "deviations": 6.0},
+    }
+
+    def make(name: str, **more: Any) -> Run:
+        return new_run(name, **{**sections, **more})
+
+    return make
 
 
 @pytest.mark.multiprocess
 def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
-    zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    noisy: NewRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    output = start_run(zygote, autopilot_config(tmp_path, blend, whole), "whole").succeed()
-    assert "steps are skipped from step" in output
-    log = read_log(whole)
+    whole = noisy("whole")
+    whole.start().succeed("steps are skipped from step")
+    log = whole.log
     assert [item["step"] for item in log] == list(range(64))
     high = [item["step"] for item in log[36:] if item["loss"] > 1.5]
     assert len(high) < CONFIG.confirm, "of ten steps of noise hardly one was trained on"
-    decided = read_decisions(whole)
+    decided = read_decisions(whole.dir)
     assert decided is not None and 1 <= len(decided.decisions) <= 4
     skipped = range(BEGIN - 2 * PER_STEP, BEGIN + 60)
     assert all(d.by == "autopilot" and d.begin in skipped for d in decided.decisions)
 
-    config = autopilot_config(tmp_path, blend, killed, engine={"silence_seconds": 30})
-    begin = decided.decisions[0].begin
-    fault = {0: {"faults": {"kill_before_step": [begin - 6]}}}
-    codes = start_run(zygote, config, "killed", of_rank=fault).wait()
-    assert codes[0] == -signal.SIGKILL and codes[1] == LOST_CONTACT
+    killed, begin = noisy("killed", engine={"silence_seconds": 30}), decided.decisions[0].begin
+    codes = killed.start(faults={0: {"kill_before_step": [begin - 6]}}).wait()
+    assert codes == [-signal.SIGKILL, LOST_CONTACT]
     # On one rank from a checkpoint of two, and killed where it has decided and not gone back yet,
     # though there is a checkpoint of the steps that it takes back.
-    fault = {0: {"faults": {"kill_after_decision": []}}}
-    codes = start_run(zygote, config, "fewer", ranks=1, of_rank=fault).wait()
-    assert codes == [-signal.SIGKILL]
-    aside = [path.name for path in (killed / "checkpoints").glob("step_*.abandoned")]
+    fewer = killed.start(ranks=1, faults={0: {"kill_after_decision": []}})
+    fewer.end_with(-signal.SIGKILL)
+    aside = [path.name for path in killed.checkpoints.glob("step_*.abandoned")]
     assert aside and int(aside[0].split("_")[1]) > begin
-    start_run(zygote, config, "resumed").succeed()
-    assert read_decisions(killed) is not None
-    ours, theirs = read_decisions(killed), decided
-    assert [d.stage for d in ours.decisions] == [d.stage for d in theirs.decisions]
-    after = read_log(killed)
-    assert [i["samples"] for i in after] == [i["samples"] for i in log]
-    assert [i["loss"] for i in after] == pytest.approx([i["loss"] for i in log], rel=2e-3)
+    killed.succeed()
+    again = read_decisions(killed.dir)
+    assert again is not None
+    assert [d.stage for d in again.decisions] == [d.stage for d in decided.decisions]
+    assert [i["samples"] for i in killed.log] == [i["samples"] for i in log]
+    assert [i["loss"] for i in killed.log] == pytest.approx([i["loss"] for i in log], rel=2e-3)
 
-    assert build(["trace", str(whole / "config.yaml"), "--skipped", "--json"]) == 0
+    assert build(["trace", str(whole.dir / "config.yaml"), "--skipped", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["decisions"]
     shown = [s for fact in facts for step in fact["skipped"] for s in step["samples"]]
     noise = range(BEGIN * PER_STEP, (BEGIN + NOISE) * PER_STEP)
@@ -339,65 +328,51 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
 
 
 @pytest.mark.multiprocess
-def test_autopilot_goes_back_past_all_that_signals_saved(zygote: Zygote, tmp_path: Path) -> None:
+def test_autopilot_goes_back_past_all_that_signals_saved(noisy: NewRun) -> None:
     """The checkpoint of before was removed, as newer ones were as many as are kept, and the run
     ended."""
-    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
-    run = tmp_path / "run"
-    config = autopilot_config(tmp_path, blend, run)
+    run = noisy("run")
     for stop in (40, 41, 42):
-        stopped = ["checkpoint.keep=3", f"stop_at={stop}"]
-        start_run(zygote, config, "stopped", *stopped, ranks=1).succeed()
-    output = start_run(zygote, config, "on", "checkpoint.keep=3", ranks=1).succeed()
-    assert "back to step 35" in output
-    assert [item["step"] for item in read_log(run)] == list(range(64))
+        run.succeed("checkpoint.keep=3", f"stop_at={stop}", ranks=1)
+    run.start("checkpoint.keep=3", ranks=1).succeed("back to step 35")
+    assert [item["step"] for item in run.log] == list(range(64))
 
 
 @pytest.mark.multiprocess
-def test_autopilot_of_a_branch_goes_back_to_its_trunk(zygote: Zygote, tmp_path: Path) -> None:
+def test_autopilot_of_a_branch_goes_back_to_its_trunk(noisy: NewRun) -> None:
     """The noise begins before the branch has a checkpoint of its own."""
-    blend = noisy_blend(tmp_path, num_steps=90, begin=BEGIN, noise=NOISE)
-    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
-    config = autopilot_config(tmp_path, blend, trunk)
-    start_run(zygote, config, "trunk", "stop_at=35", ranks=1).succeed()
-    (milestone,) = (trunk / "checkpoints").glob("step_00000035_*")
-    config = autopilot_config(tmp_path, blend, branch)
+    trunk, branch = noisy("trunk"), noisy("branch")
+    trunk.succeed("stop_at=35", ranks=1)
+    (milestone,) = trunk.checkpoints.glob("step_00000035_*")
     rare = ["checkpoint.every=20", f"checkpoint.branch_from={milestone}", "stop_at=60"]
-    output = start_run(zygote, config, "branch", *rare, ranks=1).succeed()
-    assert "back to step 35" in output
-    log = read_log(branch)
-    assert [item["step"] for item in log] == list(range(60))
-    assert (branch / "checkpoints" / "latest").read_text().startswith("step_00000060_")
+    branch.start(*rare, ranks=1).succeed("back to step 35")
+    assert [item["step"] for item in branch.log] == list(range(60))
+    assert branch.latest.startswith("step_00000060_")
 
 
 @pytest.mark.multiprocess
-def test_mixing_that_was_decided_is_replayed_at_every_resume(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
+def test_mixing_that_was_decided_is_replayed_at_every_resume(new_run: NewRun, blend: Path) -> None:
     sections: dict[str, Any] = {
         "num_steps": 16,
+        "data": drawn_from(blend),
         "mixing": {"rule": "tests.training.mixing_rules:doubles", "every": 4},
         "checkpoint": {"every": 3, "asynchronous": False, "export": False},
         "evaluation": {"every": None},
     }
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    start_run(zygote, blend_config(blend, corpus, whole, **sections), "whole").succeed()
-    config = blend_config(blend, corpus, moved, **sections)
-    start_run(zygote, config, "to5", "stop_at=5", ranks=1).succeed()
+    whole, moved = new_run("whole", **sections), new_run("moved", **sections)
+    whole.succeed()
+    moved.succeed("stop_at=5", ranks=1)
     # The second decision is on the disk, and no checkpoint has it yet.
-    fault = {rank: {"faults": {"kill_before_step": [8]}} for rank in range(4)}
-    assert -signal.SIGKILL in start_run(zygote, config, "killed", ranks=4, of_rank=fault).wait()
-    late = {1: {"faults": {"decisions_seen_late": []}}}
-    start_run(zygote, config, "to13", "stop_at=13", of_rank=late).succeed()
-    start_run(zygote, config, "to16", ranks=1).succeed()
-    ours, theirs = read_decisions(moved), read_decisions(whole)
+    killed = moved.start(ranks=4, faults={rank: {"kill_before_step": [8]} for rank in range(4)})
+    assert -signal.SIGKILL in killed.wait()
+    moved.succeed("stop_at=13", faults={1: {"decisions_seen_late": []}})
+    moved.succeed(ranks=1)
+    ours, theirs = read_decisions(moved.dir), read_decisions(whole.dir)
     assert ours is not None and theirs is not None
     assert [d.begin for d in ours.decisions] == [4, 8, 12]
-    for mine, other in zip(ours.decisions, theirs.decisions, strict=True):
-        assert mine.stage == other.stage and mine.step == other.step
-    samples = [[item["samples"] for item in read_log(run)] for run in (moved, whole)]
-    assert samples[0] == samples[1]
+    stages = [[(d.stage, d.step) for d in of.decisions] for of in (ours, theirs)]
+    assert stages[0] == stages[1]
+    assert [item["samples"] for item in moved.log] == [item["samples"] for item in whole.log]
 
 
 # ---- The example of a rule of one's own
@@ -425,28 +400,24 @@ def test_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
 
 @pytest.mark.multiprocess
 def test_run_is_edited_by_its_own_losses_and_remembers_every_mixture(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
+    new_run: NewRun, blend: Path
 ) -> None:
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    run_dir = tmp_path / "run"
-    config = blend_config(
-        blend, corpus, run_dir, num_steps=11, logging={"every": 3}, evaluation={"every": None},
-        mixing={"rule": "examples.online_mixing:ado", "every": 2},
-    )  # fmt: skip
-    start_run(zygote, config, "one", "stop_at=7", ranks=1).succeed()
-    start_run(zygote, config, "two", ranks=1).succeed()
-    decided = read_decisions(run_dir)
+    data = drawn_from(blend)
+    mixing = {"rule": "examples.online_mixing:ado", "every": 2}
+    often = {"logging": {"every": 3}, "evaluation": {"every": None}}
+    run = new_run(num_steps=11, data=data, mixing=mixing, **often)
+    run.succeed("stop_at=7", ranks=1)
+    run.succeed(ranks=1)
+    decided, log = read_decisions(run.dir), run.log
     assert decided is not None and [d.begin for d in decided.decisions] == [2, 4, 6, 8, 10]
     assert all(set(d.stage.weights or ()) == {"web", "math"} for d in decided.decisions)
-    log = read_log(run_dir)
     assert [line["step"] for line in log] == list(range(11))
     before = dataclasses.replace(decided, decisions=decided.decisions[:4])
     report = report_of(log, before, decided.decisions[3].stage.weights or {}, 11, step=10)
     weights, state = ado(report)
     assert weights == decided.decisions[4].stage.weights, "a function of the log"
     assert {name: len(curve) for name, curve in state["curves"].items()} == {"web": 5, "math": 5}
-    starts = list(read_jsonl(run_dir / "starts.jsonl"))
-    stages = [len(start["data_order"].get("stages", ())) for start in starts]
+    stages = [len(start["data_order"].get("stages", ())) for start in run.lines("starts")]
     assert stages == [0, 2], "of three decisions the first, with too few points, changed nothing"
     # The learning rate is that of the whole run, not of its parts.
     assert log[3]["lr"] > log[7]["lr"] > log[10]["lr"] > 0

@@ -9,121 +9,111 @@ from typing import Any
 
 import pytest
 
-from megapack.config import load_config
 from megapack.data.run import read_decisions
 from megapack.errors import ConfigError
 from megapack.storage.metadata import checksum
 from megapack.storage.remote.client import put_object
-from megapack.training.config import CheckpointConfig, PretrainConfig
+from megapack.training.config import CheckpointConfig
+from megapack.training.engine.checkpoint import CheckpointManifest
+from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.mirror import Mirror
+from megapack.training.engine.world import RankProgress
+from megapack.training.start import check_branch, check_directory
 
-from .conftest import Corpus
-from .processes import Zygote, read_log, start_run
-from .test_sources import blend_config, write_blend
+from .conftest import NewRun, Run, drawn_from
 
 pytestmark = pytest.mark.multiprocess
-STEPS = 12
 
 
 def _sections(**checkpoint: Any) -> dict[str, Any]:
-    return {
-        "num_steps": STEPS,
-        "evaluation": {"every": None},
-        "checkpoint": {"every": 2, "keep": 1, "export": False, "asynchronous": False, **checkpoint},
-    }
+    every = {"every": 2, "keep": 1, "export": False, "asynchronous": False, **checkpoint}
+    return {"num_steps": 12, "evaluation": {"every": None}, "checkpoint": every}
 
 
-def _tags(run_dir: Path) -> list[int]:
-    return sorted(int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*"))
+def _steps(run: Run) -> list[int]:
+    """Of its checkpoints."""
+    return [int(tag.split("_")[1]) for tag in run.tags()]
 
 
 def _sums(run_dir: Path) -> dict[str, str]:
     return {str(p): checksum(p) for p in sorted(run_dir.rglob("*")) if p.is_file()}
 
 
+def _written(directory: Path, **files: Any) -> None:
+    """The manifest of a checkpoint."""
+    directory.mkdir(parents=True, exist_ok=True)
+    CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files).write(directory)
+
+
 @pytest.fixture(scope="module")
-def trunk(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("trunk") / "run"
-    sections = _sections(keep_every=4, keep_steps=[5])
-    start_run(zygote, corpus.config(run_dir, **sections), "trunk").succeed()
-    return run_dir
+def trunk(module_run: NewRun) -> Run:
+    run = module_run(**_sections(keep_every=4, keep_steps=[5]))
+    run.succeed()
+    return run
 
 
-def test_milestones_stay_beside_the_newest_and_need_no_interval(trunk: Path) -> None:
+def test_milestones_stay_beside_the_newest_and_need_no_interval(trunk: Run) -> None:
     section = CheckpointConfig(every=None, keep_every=4, keep_steps=(5,))
     assert [step for step in range(1, 10) if section.is_due(step)] == [4, 5, 8]
-    assert _tags(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
-    assert (trunk / "checkpoints" / "latest").read_text().startswith("step_00000012_")
+    assert _steps(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
+    assert trunk.latest.startswith("step_00000012_")
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_branch_continues_the_data_order_and_leaves_its_trunk_alone(
-    zygote: Zygote, corpus: Corpus, trunk: Path, tmp_path: Path, ranks: int
+    new_run: NewRun, trunk: Run, ranks: int
 ) -> None:
-    milestone = trunk / "checkpoints" / "step_00000005_tokens_5120"
+    milestone = trunk.checkpoints / "step_00000005_tokens_5120"
     # Where a step has other tokens, steps count anew: another one of this step, which is damaged.
     milestone.with_name("step_00000005_tokens_9999").mkdir(exist_ok=True)
-    before = _sums(trunk)
+    before = _sums(trunk.dir)
     decay = {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 2}
-    config = corpus.config(tmp_path / "run", learning_rate=decay, **_sections())
-    tree = load_config(PretrainConfig, config, [f"checkpoint.branch_from={milestone}"])
-    assert tree.checkpoint.branch_from == str(milestone)
-    branch = f"checkpoint.branch_from={milestone}"
+    run = new_run(learning_rate=decay, **_sections(branch_from=str(milestone)))
     anew = "checkpoint.resume=never"  # of its own checkpoints there are none
-    output = start_run(zygote, config, "branch", branch, anew, "stop_at=9", ranks=ranks).succeed()
-    assert f"continuing at step 5 from {milestone.name}" in output
-    again = start_run(zygote, config, "more", branch, ranks=ranks).succeed()
-    assert "continuing at step 9" in again, "its own checkpoints go before the trunk's"
-    ours, theirs = read_log(tmp_path / "run"), read_log(trunk)
+    said = f"continuing at step 5 from {milestone.name}"
+    run.start(anew, "stop_at=9", ranks=ranks).succeed(said)
+    # Its own checkpoints go before the trunk's.
+    run.start(ranks=ranks).succeed("continuing at step 9")
+    ours, theirs = run.log, trunk.log
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
     assert [line["loss"] for line in ours[:5]] == [line["loss"] for line in theirs[:5]]
     assert ours[5]["loss"] == pytest.approx(theirs[5]["loss"], rel=1e-3)
     assert ours[-1]["lr"] != theirs[-1]["lr"], "the branch has a learning rate of its own"
-    assert _sums(trunk) == before
+    assert _sums(trunk.dir) == before
 
 
-def test_branch_from_nothing_is_refused_before_ranks_meet(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
-    config = corpus.config(
-        tmp_path / "run", **_sections(branch_from=str(tmp_path / "step_00000003_x"))
-    )
-    ranks = start_run(zygote, config, "none", ranks=1)
-    assert ranks.wait() == [1] and "manifest.json cannot be read" in ranks.output()
+def test_branch_from_nothing_is_refused_before_ranks_meet(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(**_sections(branch_from=str(tmp_path / "step_00000003_x")))
+    run.start(ranks=1).end_with(1, "manifest.json cannot be read")
 
 
 def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
+    new_run: NewRun, blend: Path, tmp_path: Path
 ) -> None:
     """And with the log, from which the next mixture is decided."""
-    store, run_dir = tmp_path / "store", tmp_path / "run"
-    store.mkdir()
-    mirror = f"file://{store}/run"
+    store = tmp_path / "store" / "run"
+    store.parent.mkdir()
+    drawn: dict[str, Any] = {"data": drawn_from(blend), "mixing": {"rule": "odm", "every": 5}}
+    run = new_run(**drawn, **_sections(mirror=f"file://{store}", keep=2))
+    whole = new_run("whole", **drawn, **_sections())
     env = {"MEGAPACK_CACHE": str(tmp_path / "cache")}
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    mixing = {"mixing": {"rule": "odm", "every": 5}}
-    config = blend_config(blend, corpus, run_dir, **mixing, **_sections(mirror=mirror, keep=2))
-    start_run(zygote, config, "first", "stop_at=7", env=env).succeed()
-    kept = sorted(p.name for p in store.glob("run/*.manifest.json"))
-    assert [int(name.split("_")[1]) for name in kept] == _tags(run_dir) == [6, 7]
-    shutil.rmtree(run_dir)
-    output = start_run(zygote, config, "restored", env=env).succeed()
-    assert "restored step_00000007" in output and "continuing at step 7" in output
-    whole = tmp_path / "whole"
-    config_whole = blend_config(blend, corpus, whole, **mixing, **_sections())
-    start_run(zygote, config_whole, "whole").succeed()
-    ours, theirs = read_log(run_dir), read_log(whole)
-    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
-    assert read_decisions(run_dir) == read_decisions(whole)
-    after = sorted(p.name for p in store.glob("run/*.manifest.json"))
+    run.succeed("stop_at=7", env=env)
+    kept = sorted(p.name for p in store.glob("*.manifest.json"))
+    assert [int(name.split("_")[1]) for name in kept] == _steps(run) == [6, 7]
+    shutil.rmtree(run.dir)
+    run.start(env=env).succeed("restored step_00000007", "continuing at step 7")
+    whole.succeed()
+    assert [line["loss"] for line in run.log] == [line["loss"] for line in whole.log]
+    assert read_decisions(run.dir) == read_decisions(whole.dir)
+    after = sorted(p.name for p in store.glob("*.manifest.json"))
     # What was damaged far away is refused, whatever its name says.
-    shutil.rmtree(run_dir)
-    newest = sorted(store.glob("run/step_*/*.pt"))[-1]
+    shutil.rmtree(run.dir)
+    newest = sorted(store.glob("step_*/*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    ranks = start_run(zygote, config, "damaged", env=env)
-    assert ranks.wait() == [1, 1] and "another checksum than when it was written" in ranks.output()
-    ranks = start_run(zygote, config, "anew", "checkpoint.resume=never", env=env)
-    assert ranks.wait() == [2, 2] and "which this run would remove" in ranks.output()
-    assert sorted(p.name for p in store.glob("run/*.manifest.json")) == after
+    run.start(env=env).end_with(1, "another checksum than when it was written")
+    anew = run.start("checkpoint.resume=never", env=env)
+    anew.end_with(2, "which this run would remove")
+    assert sorted(p.name for p in store.glob("*.manifest.json")) == after
 
 
 @pytest.mark.parametrize(
@@ -141,12 +131,8 @@ def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], mess
 
 def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None:
     """It would be restored from there, not from its checkpoint, and remove the trunk's."""
-    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
-    from megapack.training.start import check_branch  # noqa: PLC0415
-
     origin = tmp_path / "trunk" / "checkpoints" / "step_00000002_tokens_9"
-    origin.mkdir(parents=True)
-    CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files={}).write(origin)
+    _written(origin)
     (tmp_path / "trunk" / "config.yaml").write_text("checkpoint: {mirror: s3://bucket/run}")
     check_branch(origin, "s3://bucket/branch")
     check_branch(origin, None)
@@ -158,18 +144,12 @@ def test_a_mirror_is_of_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another one's copies removed the checkpoints of the first; and was it restored, or moved?"""
-    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
-    from megapack.training.engine.directory import RunDirectory  # noqa: PLC0415
-    from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
-    from megapack.training.start import check_directory  # noqa: PLC0415
-
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     mirror = Mirror(f"file://{tmp_path}/store")
 
     def copy(run: str, tag: str) -> None:
         path = tmp_path / run / "checkpoints" / tag
-        path.mkdir(parents=True)
-        CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files={}).write(path)
+        _written(path)
         mirror.copy(path.parent, [tag], tag)
         mirror.keep_only(path.parent, [tag])
         mirror.wait()
@@ -198,10 +178,6 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
-    from megapack.training.engine.checkpoint import CheckpointManifest  # noqa: PLC0415
-    from megapack.training.engine.mirror import Mirror  # noqa: PLC0415
-    from megapack.training.engine.world import RankProgress  # noqa: PLC0415
-
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
     others = store / "run" / "corpus_7.manifest.json"  # of a dataset that was built there
     others.parent.mkdir(parents=True)
@@ -209,27 +185,25 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     progress = RankProgress()
     mirror = Mirror(f"file://{store}/run", progress)
     tags = ["step_00000002_tokens_9", "step_00000004_tokens_18"]
-    for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
-        (directory / tag).mkdir(parents=True)
-        (directory / tag / "there.pt").write_bytes(b"x")
-        files = {name: {"bytes": 1, "xxh3": "0"}}
-        manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
-        manifest.write(directory / tag)
+
+    def copy(tag: str) -> None:
         mirror.copy(directory, tags, tag)
         mirror.wait()
+
+    for tag, name in zip(tags, ("gone.pt", "there.pt"), strict=True):
+        _written(directory / tag, **{name: {"bytes": 1, "xxh3": "0"}})
+        (directory / tag / "there.pt").write_bytes(b"x")
+        copy(tag)
     assert mirror.tags() == tags[1:], "a file of the first could not be read"
     # The same step of another path: what is half of one and half of the other has no manifest.
     (directory / tags[1] / "there.pt").unlink()
-    mirror.copy(directory, tags, tags[1])
-    mirror.wait()
+    copy(tags[1])
     assert mirror.tags() == []
     for tag, name in zip(tags, ("one.pt", "two.pt"), strict=True):
-        (directory / tag / name).write_bytes(bytes(12 << 20))
-        files = {name: {"bytes": 12 << 20, "xxh3": checksum(directory / tag / name)}}
-        manifest = CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files)
-        manifest.write(directory / tag)
-        mirror.copy(directory, tags, tag)
-        mirror.wait()
+        path = directory / tag / name
+        path.write_bytes(bytes(12 << 20))
+        _written(directory / tag, **{name: {"bytes": 12 << 20, "xxh3": checksum(path)}})
+        copy(tag)
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megapack.errors import ConfigError
 from megapack.packing import pack
@@ -33,11 +32,9 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import Corpus
+from .conftest import NewRun, Run
 from .packing_helpers import VOCAB, tiny_model
-from .processes import PRETRAIN, Zygote, read_end, read_log, start_run, wait_for, wait_for_step
-
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+from .processes import wait_for, wait_for_step
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +46,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- overrides ---
+
+
+def _rope(kind: str, theta: float = 1e4, **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
 
 
 @pytest.mark.parametrize("source", ["preset", "checkpoint"])
@@ -64,20 +65,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"num_key_value_heads": 3}, r"num_key_value_heads: num_attention_heads 4 is no multiple"),
         ({"hidden_size": "64"}, r"hidden_size: .*expected int, got str"),
         ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan; it must be finite"),
-        ({"rope_parameters": {"rope_type": "yarm", "rope_theta": 1.0}}, r"rope_parameters: .*yarm"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, r"rope_parameters.*factor"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}},
-            r"rope_parameters: .*factor.*got -2",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
-            r"rope_parameters: rope_theta.*positive",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "facter": 2}},
-            r"rope_parameters: .*facter",
-        ),
+        (_rope("yarm"), r"rope_parameters: .*yarm"),
+        (_rope("yarn"), r"rope_parameters.*factor"),
+        (_rope("linear", factor=-2.0), r"rope_parameters: .*factor.*got -2"),
+        (_rope("default", -1e4), r"rope_parameters: rope_theta.*positive"),
+        (_rope("default", facter=2), r"rope_parameters: .*facter"),
     ],
     ids=str,
 )
@@ -100,9 +92,7 @@ def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_
         for preset in ("gpt2_tiny", "gpt2_tiny_alibi"):
             with pytest.raises(ConfigError, match=rf"^model\.overrides\.{name}.*{message}"):
                 model_configuration(ModelConfig(preset=preset, overrides={name: value}), 1)
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    AutoConfig.for_model("mixtral", **MIXTRAL).save_pretrained(tmp_path)
+    AutoConfig.for_model("mixtral", num_local_experts=4).save_pretrained(tmp_path)
     wrong = ModelConfig(pretrained=str(tmp_path), overrides={"num_experts_per_tok": 5})
     with pytest.raises(ConfigError, match=r"overrides\.num_experts_per_tok.*5, of 4 experts"):
         model_configuration(wrong, 1)
@@ -110,15 +100,11 @@ def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_
 
 def test_overrides_that_fit_are_taken(llama: Path) -> None:
     wide = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    for more in (
-        {"rope_theta": 1e6},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7}},
-    ):
-        made = model_configuration(
-            ModelConfig(preset="llama_tiny", overrides={**wide, **more}), VOCAB
-        )
+    for theta, more in ((1e6, {"rope_theta": 1e6}), (7, _rope("default", 7))):
+        config = ModelConfig(preset="llama_tiny", overrides={**wide, **more})
+        made = model_configuration(config, VOCAB)
         assert made.hidden_size == 96 and made.head_dim == 16
-        assert made.rope_parameters["rope_theta"] in (1e6, 7)
+        assert made.rope_parameters["rope_theta"] == theta
     longer = ModelConfig(pretrained=str(llama), overrides={"max_position_embeddings": 2**20})
     assert model_configuration(longer, VOCAB).max_position_embeddings == 2**20
     alibi = ModelConfig(preset="gpt2_tiny_alibi", overrides={"n_head": 2})
@@ -193,17 +179,14 @@ def test_a_tied_head_stays_tied_and_one_of_its_own_is_not_tied(llama: Path, tmp_
 
 
 def test_a_run_on_a_torn_checkpoint_does_not_begin(
-    zygote: Zygote, corpus: Corpus, llama: Path, tmp_path: Path
+    new_run: NewRun, llama: Path, tmp_path: Path
 ) -> None:
     """Nor where parameters are divided while they are loaded."""
     torn = changed(llama, tmp_path / "torn", without="model.layers.1.mlp.down_proj.weight")
     model = {"preset": None, "pretrained": str(torn)}
-    config = corpus.config(tmp_path / "run", num_steps=1, model=model, engine={"zero_stage": 3})
-    refused = start_run(zygote, config, "refused")
-    assert set(refused.wait()) == {2}
-    assert "at random: model.layers.1.mlp.down_proj.weight" in refused.output()
-    allow = "model.allow_missing=['*.down_proj.*']"
-    start_run(zygote, config, "allowed", allow).succeed()
+    run = new_run(num_steps=1, model=model, engine={"zero_stage": 3})
+    run.start().end_with(2, "at random: model.layers.1.mlp.down_proj.weight")
+    run.succeed("model.allow_missing=['*.down_proj.*']")
 
 
 # ---- A checkpoint is written while training goes on: it holds its step, and counts when whole
@@ -214,17 +197,15 @@ THIRD, SIXTH = "step_00000003_tokens_3072", "step_00000006_tokens_6144"
 
 
 @pytest.fixture(scope="module")
-def blocking(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def blocking(module_run: NewRun) -> Run:
     """A run that waits for its checkpoints."""
-    run_dir = tmp_path_factory.mktemp("blocking") / "run"
-    config = corpus.config(run_dir, checkpoint={**EVERY_THREE, "asynchronous": False})
-    start_run(zygote, config, "blocking").succeed()
-    return run_dir
+    run = module_run(checkpoint={**EVERY_THREE, "asynchronous": False})
+    run.succeed()
+    return run
 
 
 def _gated(gate: Path, tag: str) -> dict[int, dict[str, Any]]:
-    faults = {"writes_wait_for": [str(gate), tag]}
-    return {0: {"faults": faults}, 1: {"faults": faults}}
+    return {rank: {"writes_wait_for": [str(gate), tag]} for rank in range(2)}
 
 
 def _assert_same(ours: Any, theirs: Any, where: str) -> None:
@@ -236,71 +217,50 @@ def _assert_same(ours: Any, theirs: Any, where: str) -> None:
         for key, value in ours.items():
             _assert_same(value, theirs[key], f"{where}/{key}")
     elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs), where
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            _assert_same(a, b, f"{where}/{i}")
+        _assert_same(dict(enumerate(ours)), dict(enumerate(theirs)), where)
 
 
-def test_steps_go_on_meanwhile(
-    zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path
-) -> None:
-    run_dir, gate = tmp_path / "run", tmp_path / "gate"
-    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
-    ranks = start_run(zygote, config, "gated", of_rank=_gated(gate, THIRD))
-    wait_for_step(run_dir, 5, ranks=2)
-    checkpoints = run_dir / "checkpoints"
-    assert [p.name for p in checkpoints.glob("step_*")] == [f"{THIRD}.partial"]
+def test_steps_go_on_meanwhile(new_run: NewRun, blocking: Run, tmp_path: Path) -> None:
+    run, gate = new_run(checkpoint=EVERY_THREE), tmp_path / "gate"
+    ranks = run.start(faults=_gated(gate, THIRD))
+    wait_for_step(run.dir, 5, ranks=2)
+    assert run.tags() == [f"{THIRD}.partial"]
     gate.touch()
-    output = ranks.succeed()
-    assert f"{THIRD}: training waited " in output
-    assert [line["loss"] for line in read_log(run_dir)] == [
-        line["loss"] for line in read_log(blocking)
-    ]
+    ranks.succeed(f"{THIRD}: training waited ")
+    assert [line["loss"] for line in run.log] == [line["loss"] for line in blocking.log]
     for tag in (THIRD, SIXTH):
-        ours, theirs = checkpoints / tag, blocking / "checkpoints" / tag
-        names = sorted(p.name for p in theirs.glob("*.pt"))
-        assert names == sorted(p.name for p in ours.glob("*.pt")) and len(names) == 3
-        for name in names:
-            _assert_same(
-                torch.load(ours / name, weights_only=False),
-                torch.load(theirs / name, weights_only=False),
-                name,
-            )
+        ours, theirs = (
+            {path.name: torch.load(path, weights_only=False) for path in found.glob("*.pt")}
+            for found in (run.checkpoints / tag, blocking.checkpoints / tag)
+        )
+        assert len(ours) == 3
+        _assert_same(ours, theirs, tag)
 
 
-def test_killed_run_goes_on(zygote: Zygote, corpus: Corpus, blocking: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
-    ranks = start_run(zygote, config, "killed", of_rank=_gated(tmp_path / "never", SIXTH))
-    wait_for_step(run_dir, 7, ranks=2)
+def test_killed_run_goes_on(new_run: NewRun, blocking: Run, tmp_path: Path) -> None:
+    run = new_run(checkpoint=EVERY_THREE)
+    ranks = run.start(faults=_gated(tmp_path / "never", SIXTH))
+    wait_for_step(run.dir, 7, ranks=2)
     ranks.signal(signal.SIGKILL)
     ranks.wait()
-    checkpoints = run_dir / "checkpoints"
-    assert (checkpoints / f"{SIXTH}.partial").is_dir()
-    assert (checkpoints / "latest").read_text() == THIRD
-    assert read_end(run_dir)["reason"] == "running"
-    output = start_run(zygote, config, "resumed").succeed()
-    assert f"continuing at step 3 from {THIRD}" in output
-    losses = [line["loss"] for line in read_log(blocking)]
-    assert [line["loss"] for line in read_log(run_dir)] == pytest.approx(losses, rel=1e-9)
-    assert not list(checkpoints.glob("*.partial"))
+    assert (run.checkpoints / f"{SIXTH}.partial").is_dir() and run.latest == THIRD
+    assert run.end["reason"] == "running"
+    run.start().succeed(f"continuing at step 3 from {THIRD}")
+    losses = [line["loss"] for line in blocking.log]
+    assert [line["loss"] for line in run.log] == pytest.approx(losses, rel=1e-9)
+    assert not list(run.checkpoints.glob("*.partial"))
 
 
-def test_nan_loss_keeps_the_begun_checkpoint(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
-    run_dir, gate = tmp_path / "run", tmp_path / "gate"
-    config = corpus.config(run_dir, checkpoint=EVERY_THREE)
+def test_nan_loss_keeps_the_begun_checkpoint(new_run: NewRun, tmp_path: Path) -> None:
+    run, gate = new_run(checkpoint=EVERY_THREE), tmp_path / "gate"
     faults = {"writes_wait_for": [str(gate), THIRD], "nan_weight_after": [3]}
-    ranks = start_run(zygote, config, "nan", ranks=1, of_rank={0: {"faults": faults}})
-    log = run_dir / "log.jsonl"
+    ranks = run.start(ranks=1, faults={0: faults})
+    log = run.dir / "log.jsonl"
     wait_for(lambda: log.exists() and '"loss": null' in log.read_text(), "the loss")
     gate.touch()
-    assert ranks.wait() == [1]
-    assert "is not a number" in ranks.output()
-    assert (run_dir / "checkpoints" / "latest").read_text() == THIRD
-    end = read_end(run_dir)
-    assert end["reason"] == "error" and end["saved"] == 3
+    ranks.end_with(1, "is not a number")
+    assert run.latest == THIRD
+    assert run.end["reason"] == "error" and run.end["saved"] == 3
 
 
 def test_rewriting_that_is_left_ends_its_converter(
@@ -308,6 +268,7 @@ def test_rewriting_that_is_left_ends_its_converter(
 ) -> None:
     """By an interrupt, say; and that of a rank which is killed does not write into the next one's
     folder, as it did: what was loaded could be half of the one and half of the other."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -347,13 +308,8 @@ def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path)
 def test_every_tensor_that_is_loaded_is_progress(llama: Path) -> None:
     signs: list[int] = []
     config = ModelConfig(pretrained=str(llama))
-    build_model(
-        config,
-        model_configuration(config, VOCAB),
-        backend="sdpa",
-        seed=0,
-        progress=lambda: signs.append(1),
-    )
+    architecture, loading = model_configuration(config, VOCAB), lambda: signs.append(1)
+    build_model(config, architecture, backend="sdpa", seed=0, progress=loading)
     assert len(signs) >= len(load_file(llama / "model.safetensors"))
 
 
@@ -363,14 +319,17 @@ def test_every_tensor_that_is_loaded_is_progress(llama: Path) -> None:
 LETTERS, END = 20, 20
 
 
-def _write(folder: Path, *, metadata: dict[str, int] | None = None) -> IndexedDataset:
+def _write(folder: Path, **metadata: int) -> IndexedDataset:
     """Documents that count up from anywhere to the last letter and end there."""
-    random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(
-        folder / "text", np.uint16, vocab_size=END + 1, metadata=metadata
-    ) as builder:
-        for first in random.integers(0, LETTERS - 1, 600):
-            builder.add_document(np.array([*range(first, LETTERS), END], np.uint16))
+    folder.mkdir(exist_ok=True)
+    documents = [
+        [*range(first, LETTERS), END]
+        for first in np.random.default_rng(0).integers(0, LETTERS - 1, 600)
+    ]
+    options: Any = {"vocab_size": END + 1, "metadata": metadata or None}
+    with IndexedDatasetBuilder(folder / "text", np.uint16, **options) as builder:
+        for document in documents:
+            builder.add_document(np.array(document, np.uint16))
     return IndexedDataset(folder / "text")
 
 
@@ -382,29 +341,21 @@ def _tokenizer(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_exported_model_generates_to_the_end(zygote: Zygote, tmp_path: Path) -> None:
-    dataset = _write(tmp_path, metadata={"document_end_token": END})
+def test_exported_model_generates_to_the_end(new_run: NewRun, tmp_path: Path) -> None:
+    dataset = _write(tmp_path, document_end_token=END)
     samples = tmp_path / "text.samples"
     pack(dataset.document_lengths, "bucket", buckets=[32]).save(samples, source=dataset)
-    config = {
-        "run_dir": str(tmp_path / "run"),
-        "num_steps": 60,
-        "model": {"preset": "llama_tiny", "tokenizer": str(_tokenizer(tmp_path))},
-        "data": {
-            "prefix": str(tmp_path / "text"),
-            "index": str(samples),
-            "tokens_per_step": 1024,
-            "micro_batch_tokens": 1024,
-        },
-        "optimizer": {"lr": 0.01},
-        "logging": {"tensorboard": False},
-        "engine": {"precision": "fp32", "zero_stage": 0},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    argv = [str(PRETRAIN), "--config", str(tmp_path / "run.yaml")]
-    zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
+    run = new_run(
+        num_steps=60,
+        model={"tokenizer": str(_tokenizer(tmp_path))},
+        data={"prefix": dataset.prefix, "index": str(samples), "valid_prefix": None},
+        optimizer={"lr": 0.01},
+        checkpoint={"export": True},
+        engine={"zero_stage": 0},
+    )
+    run.succeed("data.micro_batch_tokens=1024", launcher=False)
 
-    exported = tmp_path / "run" / "model"
+    exported = run.dir / "model"
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)
     prompt = tokenizer("p q", return_tensors="pt").input_ids
@@ -417,18 +368,11 @@ def test_exported_model_generates_to_the_end(zygote: Zygote, tmp_path: Path) -> 
     assert written["pad_token_id"] is None, "an embedding would never train the row of the end"
 
 
-def test_document_end_is_what_datasets_say(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in "abc":
-        (tmp_path / name).mkdir()
-    ends = _write(tmp_path / "a", metadata={"document_end_token": END})
-    other = _write(tmp_path / "b", metadata={"document_end_token": 3})
-    silent = _write(tmp_path / "c")
-    assert end_token([ends, ends]) == END
-    assert end_token([ends, other]) is None
-    assert end_token([ends, silent]) is None
-    assert end_token([silent]) is None
+def test_document_end_is_what_datasets_say(tmp_path: Path) -> None:
+    ends = _write(tmp_path / "a", document_end_token=END)
+    other, silent = _write(tmp_path / "b", document_end_token=3), _write(tmp_path / "c")
+    found = [end_token(list(of)) for of in ((ends, ends), (ends, other), (ends, silent), (silent,))]
+    assert found == [END, None, None, None]
 
 
 def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
@@ -440,15 +384,10 @@ def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
 def _sentencepiece_model(path: Path, *, add_dummy_prefix: bool) -> str:
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter([f"a line of {i} words, (with) signs" for i in range(300)]),
-        model_prefix=str(path),
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=add_dummy_prefix,
-        minloglevel=2,
-    )
+        model_prefix=str(path), vocab_size=330, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=add_dummy_prefix, minloglevel=2,
+    )  # fmt: skip
     return f"{path}.model"
 
 

@@ -50,6 +50,12 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / expected.detach().double().norm().cpu())
 
 
+def _on_device(lengths: list[int], padding: int = 0) -> dict[str, Any]:
+    """What a model is handed of documents."""
+    batch = pack_documents(documents(lengths), padding).arguments()
+    return {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,8 +93,7 @@ def test_packed_bfloat16_stream_is_its_documents(preset: str, compiled: bool) ->
     if compiled:
         for layer in packed.layers:
             layer.compile(fullgraph=True, dynamic=False)
-    batch = pack_documents(documents(LENGTHS), padding=32)
-    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    on_device = _on_device(LENGTHS, padding=32)
     loss, *_ = packed(**on_device)
     loss.backward()
     reference.model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -110,8 +115,7 @@ def test_the_host_waits_for_nothing_in_a_forward_and_backward(preset: str, keepi
     model = _model(preset).cuda().cast(torch.bfloat16)
     if keeping != "activations":
         model.checkpoint_activations(ON_HOST if keeping == "inputs on the host" else None)
-    batch = pack_documents(documents(LENGTHS), padding=32)
-    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    on_device = _on_device(LENGTHS, padding=32)
     model(**on_device)[0].backward()  # what is compiled or set up once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -125,8 +129,7 @@ def test_the_host_waits_for_nothing_in_a_forward_and_backward(preset: str, keepi
 def test_inputs_of_layers_on_the_host_leave_the_memory_of_the_device() -> None:
     layers, tokens, width = 12, 32_768, 64
     torch.manual_seed(0)
-    batch = pack_documents(documents([tokens // 8] * 8))
-    on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.arguments().items()}
+    on_device = _on_device([tokens // 8] * 8)
     peak, losses, grads = {}, {}, {}
     for saving in (None, ON_HOST):
         model = _model("llama_tiny", num_hidden_layers=layers).cuda().cast(torch.bfloat16)
@@ -186,13 +189,8 @@ def _pretrain(config: Path, run_dir: Path) -> list[dict[str, Any]]:
     env = environment()
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         env.pop(name)
-    done = subprocess.run(
-        [sys.executable, str(PRETRAIN), "--config", str(config)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = [sys.executable, str(PRETRAIN), "--config", str(config)]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE}
+    done = subprocess.run(command, env=env, check=False, **how)
     assert done.returncode == 0, done.stderr[-4000:]
     return list(read_jsonl(run_dir / "log.jsonl"))

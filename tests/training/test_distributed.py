@@ -16,6 +16,7 @@ from .conftest import Corpus
 from .processes import ROOT, environment
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
@@ -25,6 +26,11 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         # Set first, so that what join() writes is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
 
 
 def _found() -> dict[str, str | None]:
@@ -39,27 +45,19 @@ def test_a_plain_process_is_a_run_of_one() -> None:
 
 
 def test_deepspeed_launcher_gives_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
+    values = {"RANK": "5", "WORLD_SIZE": "8", **MASTER}
+    _set(monkeypatch, **values)
     join(local_rank=1)
     assert _found() == {**values, "LOCAL_RANK": "1"}
 
 
 def test_slurm_tasks_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
+    _set(monkeypatch, SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
     with pytest.raises(ConfigError, match="did not set MASTER_ADDR, MASTER_PORT; start with"):
         join()
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    _set(monkeypatch, **MASTER)
     join()
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (
-        "9",
-        "16",
-        "1",
-    )
+    assert list(_found().values())[:3] == ["9", "16", "1"]
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +87,8 @@ class SlurmScript:
 
     def run(self, **more: str) -> tuple[int, str]:
         """Its exit code, and what was called."""
-        env = {
-            "PATH": f"{self.folder}:/usr/bin:/bin",
-            "CONFIG": "x.yaml",
-            "SLURM_JOB_ID": "7",
-            "SLURM_RESTART_COUNT": "77",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            **more,
-        }
+        job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
+        env = {"PATH": f"{self.folder}:/usr/bin:/bin", "CONFIG": "x.yaml", **job, **more}
         command = ["bash", str(ROOT / "launch" / "slurm.sh"), "--set", "seed=3"]
         done = subprocess.run(command, check=False, env=env, cwd=self.folder, capture_output=True)
         return done.returncode, (self.folder / "calls").read_text()
@@ -108,17 +100,8 @@ class SlurmScript:
 
 @pytest.mark.parametrize(
     ("code", "lost", "again"),
-    [
-        (0, 0, 0),
-        (1, 0, 0),
-        (2, 0, 0),
-        (75, 99, 1),
-        (138, 9, 1),
-        (138, 10, 0),
-        (76, 0, 1),
-        (137, 9, 1),
-        (137, 10, 0),
-    ],
+    [(0, 0, 0), (1, 0, 0), (2, 0, 0), (75, 99, 1), (138, 9, 1), (138, 10, 0), (76, 0, 1)]
+    + [(137, 9, 1), (137, 10, 0)],
 )
 def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: Path) -> None:
     script = SlurmScript(tmp_path, code, checkpoint="step_00000006_tokens_18")
@@ -151,11 +134,10 @@ def test_slurm_script_has_a_container_and_gpus_per_node_as_settings(tmp_path: Pa
     box += " --container-mounts=/data:/data python3 -m megapack.training"
     assert f"srun first-node --kill-on-bad-exit=0 --wait=600 {box}.pretrain" in calls
     assert f"--ntasks=1 {box}.command" in calls
-    _, calls = script.run(
-        SLURM_JOB_ID="", NODES="4", GPUS_PER_NODE="2", TASK_OPTIONS="--mem=0 -C x"
-    )
-    sizes = "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --mem=0 -C x "
-    assert f"{sizes}{ROOT}/launch/slurm.sh --set seed=3" in calls
+    sizes = {"NODES": "4", "GPUS_PER_NODE": "2", "TASK_OPTIONS": "--mem=0 -C x"}
+    _, calls = script.run(SLURM_JOB_ID="", **sizes)
+    asked = "sbatch --nodes=4 --ntasks-per-node=2 --gpus-per-node=2 --mem=0 -C x "
+    assert f"{asked}{ROOT}/launch/slurm.sh --set seed=3" in calls
 
 
 def test_launchers_are_told_where_a_run_lies(corpus: Corpus, tmp_path: Path) -> None:

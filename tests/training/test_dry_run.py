@@ -22,9 +22,8 @@ from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 
-from .conftest import Corpus
+from .conftest import Corpus, blend_config, drawn_from, write_blend
 from .packing_helpers import plain
-from .test_sources import blend_config, write_blend
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -52,22 +51,19 @@ def test_the_busiest_rank_is_that_of_the_samples_which_ranks_draw(
     work = flops.attention(1) * work + flops.per_token * tokens  # (ranks, steps, micro steps)
     mean = work.sum() / ranks
     per_step, per_micro_step = work.sum(2).max(0).sum() / mean, work.max(0).sum() / mean
-    found = re.findall(
-        r"predicted: (\S+) per step, (\S+) per micro step", dry_run(config, world_size=ranks)
-    )
+    plan = dry_run(config, world_size=ranks)
+    found = re.findall(r"predicted: (\S+) per step, (\S+) per micro step", plan)
     assert found == [(f"{per_step:.4f}", f"{per_micro_step:.4f}")]
     assert (per_micro_step > 1.0005) == (ranks > 1), "otherwise nothing was to be found"
 
 
-def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, tmp_path: Path) -> None:
+def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
     """A window that grows made a run dearer than its first steps, which alone were looked at."""
-    blend, source = tmp_path / "blend.yaml", {"prefix": str(corpus.train)}
     grows = {"from_step": 60, "attention_window": 128, "window_steps": 100}
-    source["index"] = f"{corpus.train}.samples"
-    tree = {"attention_window": 2, "stages": [grows], "sources": [source]}
-    blend.write_text(yaml.safe_dump(tree))
-    data = {"prefix": None, "index": None, "valid_prefix": None, "blend": str(blend)}
-    config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=300, data=data))
+    write_blend(blend, corpus, attention_window=2, stages=[grows])
+    config = load_config(
+        PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=300)
+    )
     inputs, model = plain(config)
     flops, schedule = ModelFlops.of(model, model.configuration), inputs.schedule
     work = [StepWork.of(schedule, schedule.step(i), flops) for i in range(300)]
@@ -158,9 +154,8 @@ def test_what_stops_a_start_is_met_by_its_plan(
     tree = yaml.safe_load(text.replace("{run}", f"{tmp_path}/run"))
     run_dir = tmp_path / tree.pop("run_dir", "run")
     if tree.pop("blend", False):
-        path = blend_config(write_blend(tmp_path / "blend.yaml", corpus), corpus, run_dir, **tree)
-    else:
-        path = corpus.config(run_dir, **tree)
+        tree["data"] = drawn_from(write_blend(tmp_path / "blend.yaml", corpus))
+    path = corpus.config(run_dir, **tree)
     with pytest.raises(ConfigError, match=message):
         dry_run(load_config(PretrainConfig, path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from megapack.training.engine.deepspeed_config import check_deepspeed, deepspeed
 from megapack.training.engine.engine import parameter_groups
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import Corpus
+from .conftest import Corpus, NewRun
 from .packing_helpers import check_gradients, losses_one_by_one, plain, tiny_model
-from .processes import Zygote, run_worker
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +44,27 @@ def _check(result: dict[str, Any], expected: TrainingModel, *, exact: bool = Tru
         check_gradients(result["grads"], expected)
 
 
-def _run(
-    zygote: Zygote,
-    corpus: Corpus,
-    directory: Path,
-    ranks: int,
-    *,
-    steps: int = 3,
-    model: dict[str, Any] | None = None,
-    env: dict[str, str] | None = None,
-    **engine: object,
-) -> dict[str, Any]:
-    name = "_".join([str(ranks), *map(str, engine.values())])
-    config = corpus.config(directory / name, num_steps=steps, model=model or {}, engine=engine)
-    return run_worker(zygote, config, ranks, env=env)
+Trained = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def trained(new_run: NewRun) -> Trained:
+    """``trained(RANKS, **engine)``: what gradient_worker.py finds in three steps."""
+
+    def run(ranks: int, *, model: Any = (), env: Any = None, **engine: object) -> dict[str, Any]:
+        name = "_".join(map(str, [ranks, *engine.values()]))
+        made = new_run(name, num_steps=3, model=dict(model), engine=engine)
+        return made.worker(ranks, env=env)
+
+    return run
 
 
 def test_the_gradient_does_not_depend_on_ranks_or_zero_stage(
-    zygote: Zygote, corpus: Corpus, expected: TrainingModel, tmp_path: Path
+    trained: Trained, expected: TrainingModel
 ) -> None:
     # A step is 4 micro batches: 4 micro steps of 1 rank, 2 of 2, 1 of 4.
     results = {
-        (ranks, stage): _run(zygote, corpus, tmp_path, ranks, precision="fp32", zero_stage=stage)
+        (ranks, stage): trained(ranks, precision="fp32", zero_stage=stage)
         for ranks, stage in [(1, 1), (2, 1), (4, 1), (1, 0), (2, 0), (2, 2), (2, 3)]
     }
     for result in results.values():
@@ -82,24 +81,22 @@ def test_the_gradient_does_not_depend_on_ranks_or_zero_stage(
         assert torch.equal(results[2, 3]["initial"][name], weight), f"{name} begins elsewhere"
 
 
-def test_mlps_in_chunks_give_the_same_gradient(
-    zygote: Zygote, corpus: Corpus, expected: TrainingModel, tmp_path: Path
-) -> None:
+def test_mlps_in_chunks_give_the_same_gradient(trained: Trained, expected: TrainingModel) -> None:
     """A gradient that is reduced before the last chunk, or never, would be another."""
     chunks: dict[str, Any] = {"precision": "fp32", "mlp_chunk_tokens": 60}
     recomputed = {"zero_stage": 3, "activation_checkpointing": True}
     for case in ({"zero_stage": 1}, {"zero_stage": 2}, recomputed):
-        _check(_run(zygote, corpus, tmp_path, 2, **chunks, **case), expected)
+        _check(trained(2, **chunks, **case), expected)
     autocast = {**chunks, "precision": "bf16", "zero_stage": 0}
-    _check(_run(zygote, corpus, tmp_path, 2, **autocast), expected, exact=False)
+    _check(trained(2, **autocast), expected, exact=False)
 
 
-def test_zero_3_loads_checkpoints_in_shares(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_zero_3_loads_checkpoints_in_shares(trained: Trained, tmp_path: Path) -> None:
     saved = tiny_model("qwen2_tiny", seed=5, vocab_size=64)
     saved.save(tmp_path / "saved")
     model = {"preset": None, "pretrained": str(tmp_path / "saved")}
     engine = {"precision": "bf16", "zero_stage": 3}
-    result = _run(zygote, corpus, tmp_path, 2, steps=1, model=model, **engine)
+    result = trained(2, model=model, **engine)
     assert result["held"] == 0
     for name, weight in saved.named_parameters():
         assert torch.equal(result["initial"][name], weight.bfloat16().float()), name
@@ -107,24 +104,24 @@ def test_zero_3_loads_checkpoints_in_shares(zygote: Zygote, corpus: Corpus, tmp_
 
 
 def test_bfloat16_trains_like_float32_to_its_precision(
-    zygote: Zygote, corpus: Corpus, expected: TrainingModel, tmp_path: Path
+    trained: Trained, expected: TrainingModel
 ) -> None:
     for stage, more in [(0, {}), (3, {}), (1, {"activation_checkpointing": True})]:
-        result = _run(zygote, corpus, tmp_path, 2, precision="bf16", zero_stage=stage, **more)
+        result = trained(2, precision="bf16", zero_stage=stage, **more)
         _check(result, expected, exact=False)
         # RoPE frequencies in bfloat16 would be off by whole turns at long positions.
         assert result["buffers"] == {"torch.float32"}, stage
 
 
 def test_compiled_layers_train_the_same_with_one_graph_per_bucket(
-    zygote: Zygote, corpus: Corpus, expected: TrainingModel, tmp_path: Path
+    trained: Trained, expected: TrainingModel
 ) -> None:
     plain = {"precision": "fp32", "zero_stage": 1}
     mixed = {"precision": "bf16", "zero_stage": 2, "activation_checkpointing": True}
     # The second without kernels, which take longest: its graphs alone.
     for engine, tolerance, backend in [(plain, 1e-5, "inductor"), (mixed, 1e-2, "aot_eager")]:
         env = {"COMPILED_BY": backend}
-        result = _run(zygote, corpus, tmp_path, 1, env=env, compile=True, **engine)
+        result = trained(1, env=env, compile=True, **engine)
         assert result["losses"][0] == pytest.approx(expected.loss.item(), rel=tolerance)
         theirs = {name: p.grad for name, p in expected.named_parameters()}
         ours, theirs = (
@@ -151,9 +148,8 @@ def test_weight_decay_spares_norms_biases_and_embeddings_if_asked() -> None:
     assert any("wte" in name for name in decayed)
     assert all(".ln_" in name or name.endswith(".bias") for name in kept)
     decayed, kept = split(decay_embeddings=False)
-    assert {name for name in kept if "wte" in name or "wpe" in name} and not any(
-        "wte" in name for name in decayed
-    )
+    assert any("wte" in name for name in kept) and any("wpe" in name for name in kept)
+    assert not any("wte" in name or "wpe" in name for name in decayed)
 
 
 # Of every part of DeepSpeed's configuration something that a run may set.
@@ -183,11 +179,10 @@ def test_what_deepspeed_knows_may_be_tuned_and_the_stage_stays(
     check_deepspeed(config)
     made = DeepSpeedConfig(deepspeed_configuration(config, 1))
     assert made.zero_optimization_stage == config.engine.stage == zero_stage
-    wrong = {
-        key: {**value, "no_such": 1} for key, value in tuned.items() if isinstance(value, dict)
-    }
-    for key, value in wrong.items():
-        engine["deepspeed"] = {key: value}
+    for key, value in tuned.items():
+        if not isinstance(value, dict):
+            continue
+        engine["deepspeed"] = {key: {**value, "no_such": 1}}
         path = corpus.config(tmp_path / "run", engine=engine)
         with pytest.raises(ConfigError, match="no_such"):
             check_deepspeed(load_config(PretrainConfig, path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,8 @@ def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) ->
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(dataset.num_documents):
-            begin = int(dataset.document_offsets[i])
-            length = int(dataset.document_lengths[i])
-            tokens = torch.tensor(dataset.tokens[begin : begin + length]).long()
-            for at in range(0, length - 1, context):
+            tokens = torch.from_numpy(dataset[i].astype(np.int64))
+            for at in range(0, len(tokens) - 1, context):
                 piece = tokens[at : at + context + 1]
                 logits = model.model(piece[:-1].unsqueeze(0), use_cache=False).logits[0]
                 total += F.cross_entropy(logits, piece[1:], reduction="sum").item()
@@ -72,14 +70,24 @@ def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) ->
     return total, count
 
 
-def test_perplexity_is_that_of_documents(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
-    dataset = IndexedDataset(corpus.valid)
-    total, count = _brute_force(model, dataset, max(BUCKETS))
-    for index in (f"{corpus.valid}.samples", None):
+@pytest.fixture
+def evaluated(corpus: Corpus, model: TrainingModel, world: World) -> Callable[..., Any]:
+    """``evaluated(index)``: of the validation documents."""
+
+    def run(index: str | None = None, micro_batch_tokens: int = 256, **more: Any) -> Any:
         data = open_validation(str(corpus.valid), index, buckets=BUCKETS)
-        result = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256)
+        options = {"micro_batch_tokens": micro_batch_tokens, **more}
+        return evaluate(model, data, world=world, config=CONFIG, **options)
+
+    return run
+
+
+def test_perplexity_is_that_of_documents(
+    corpus: Corpus, model: TrainingModel, evaluated: Callable[..., Any]
+) -> None:
+    total, count = _brute_force(model, IndexedDataset(corpus.valid), max(BUCKETS))
+    for index in (f"{corpus.valid}.samples", None):
+        result = evaluated(index)
         assert sum(result.label_tokens.values()) == count
         assert result.loss == pytest.approx(total / count, rel=1e-5)
         assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
@@ -88,11 +96,9 @@ def test_perplexity_is_that_of_documents(
 
 
 def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, world: World) -> None:
-    dataset = IndexedDataset(corpus.valid)
-    contexts = [16, 64, 256]
-    result = perplexity_by_context(
-        model, dataset, contexts, world=world, config=CONFIG, micro_batch_tokens=256
-    )
+    dataset, contexts = IndexedDataset(corpus.valid), [16, 64, 256]
+    how = {"world": world, "config": CONFIG, "micro_batch_tokens": 256}
+    result = perplexity_by_context(model, dataset, contexts, **how)
     counts = {sum(r.label_tokens.values()) for r in result.values()}
     assert counts == {dataset.num_tokens - dataset.num_documents}
     for context in contexts:
@@ -101,33 +107,22 @@ def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, wo
     assert result[16].loss != pytest.approx(result[256].loss, rel=1e-3)
 
 
-def test_result_ignores_micro_batches(corpus: Corpus, model: TrainingModel, world: World) -> None:
-    data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
-    losses = [
-        evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=n).loss
-        for n in (32, 300, 4096)
-    ]
+def test_result_ignores_micro_batches(evaluated: Callable[..., Any]) -> None:
+    losses = [evaluated(micro_batch_tokens=n).loss for n in (32, 300, 4096)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_fewer_tokens_take_first_samples(
-    corpus: Corpus, model: TrainingModel, world: World
-) -> None:
-    data = open_validation(str(corpus.valid), None, buckets=BUCKETS)
-    whole = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256)
-    part = evaluate(model, data, world=world, config=CONFIG, micro_batch_tokens=256, max_tokens=128)
+def test_fewer_tokens_take_first_samples(evaluated: Callable[..., Any]) -> None:
+    whole, part = evaluated(), evaluated(max_tokens=128)
     for capacity in BUCKETS:
-        assert 0 < part.label_tokens[capacity] <= 128
-        assert part.label_tokens[capacity] <= whole.label_tokens[capacity]
-
+        assert 0 < part.label_tokens[capacity] <= min(128, whole.label_tokens[capacity])
     assert sum(part.label_tokens.values()) < sum(whole.label_tokens.values())
 
 
 def test_lossy_index_cannot_evaluate(corpus: Corpus, tmp_path: object) -> None:
     dataset = IndexedDataset(corpus.valid)
     index = pack(dataset.document_lengths, "concat", buckets=[64], last="drop")
-    if not index.metrics()["dropped_tokens"]:
-        pytest.fail("the index drops nothing: the test would prove nothing")
+    assert index.metrics()["dropped_tokens"], "or the test would prove nothing"
     path = f"{tmp_path}/concat.samples"
     index.save(path, source=dataset)
     with pytest.raises(ConfigError, match="dropped_tokens; evaluate with an index"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,23 +24,15 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
 
-from .conftest import VOCAB, Corpus
+from .conftest import VOCAB, NewRun
 from .packing_helpers import documents, pack_documents
-from .processes import Zygote, read_log, run_worker, start_run
 
 COEFFICIENT = 0.1
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": COEFFICIENT,
-    "output_router_logits": True,
-    "pad_token_id": None,
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+    **{"num_experts_per_tok": 2, "router_aux_loss_coef": COEFFICIENT},
+    **{"output_router_logits": True, "pad_token_id": None},
 }
 ARCHITECTURES = {
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24},
@@ -72,27 +64,26 @@ def opened(directory: Path, **overrides: Any) -> TrainingModel:
 
 @given(
     layers=st.integers(1, 3),
-    real=st.integers(1, 12),
+    real=st.integers(0, 12),
     padding=st.integers(0, 5),
     chosen=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
 def test_loss_is_as_defined(layers: int, real: int, padding: int, chosen: int, seed: int) -> None:
+    """And nothing, with its gradient, where a micro batch is padding alone."""
     generator = torch.Generator().manual_seed(seed)
-    logits = tuple(torch.randn(real + padding, 4, generator=generator) for _ in range(layers))
-    order = torch.randperm(real + padding, generator=generator)
-    mask = order < real
+    logits = tuple(
+        torch.randn(real + padding, 4, generator=generator).requires_grad_() for _ in range(layers)
+    )
+    mask = torch.randperm(real + padding, generator=generator) < real
     balancing = LoadBalancing(num_experts=4, experts_per_token=chosen, coefficient=1.0)
-    expected = load_balancing_loss([layer[mask].tolist() for layer in logits], chosen)
-    assert float(balancing.loss(logits, mask)) == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_micro_batch_of_padding_only_is_balanced() -> None:
-    logits = (torch.zeros(5, 4, requires_grad=True),)
-    balancing = LoadBalancing(num_experts=4, experts_per_token=2, coefficient=1.0)
-    loss = balancing.loss(logits, torch.zeros(5, dtype=torch.bool))
-    loss.backward()
-    assert loss.item() == 0 and not logits[0].grad.any()  # type: ignore[union-attr]
+    loss = balancing.loss(logits, mask)
+    if real:
+        expected = balance_of([layer[mask] for layer in logits], chosen)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    else:
+        loss.backward()
+        assert loss.item() == 0 and not any(layer.grad.any() for layer in logits)
 
 
 def test_tokens_are_those_of_segments_that_are_no_padding() -> None:
@@ -159,33 +150,29 @@ def plain_step(model: Any, inputs: Inputs, config: PretrainConfig, ranks: int) -
             losses, routed, count = [], [], 0
             for sample in batch:
                 source, segments = samples.segments(sample)
-                dataset = inputs.data.datasets[source]
                 for document, begin, length in segments:
-                    at = int(dataset.document_offsets[document])
-                    end = int(dataset.document_lengths[document])
-                    whole = torch.tensor(dataset.tokens[at : at + end]).long()
+                    text = inputs.data.datasets[source][document].astype(np.int64)
+                    whole = torch.from_numpy(text)
                     tokens, label = whole[begin : begin + length], whole[begin + 1 :][:length]
                     found = model(input_ids=tokens.unsqueeze(0), use_cache=False)
                     routed.append(found.router_logits)
                     logits = found.logits[0, : len(label)]
                     losses.append(F.cross_entropy(logits, label, reduction="sum"))
                     count += len(label)
-            balance = balance_of([torch.cat(layer) for layer in zip(*routed, strict=True)])
+            balance = balance_of([torch.cat(layer) for layer in zip(*routed, strict=True)], 2)
             total.append(torch.stack(losses).sum() + count * COEFFICIENT * balance)
             labels += count
     assert labels == inputs.schedule.step(0).num_label_tokens
     return torch.stack(total).sum() / labels
 
 
-def balance_of(layers: list[Tensor]) -> Tensor:
-    """The definition, with a gradient."""
-    logits = torch.cat(layers)
-    probabilities = logits.softmax(-1)
-    chosen = F.one_hot(probabilities.topk(2).indices, logits.shape[-1]).sum(1).float()
-    loss = logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
-    lists = [layer.detach().tolist() for layer in layers]
-    assert float(loss.detach()) == pytest.approx(load_balancing_loss(lists, 2), rel=1e-4)
-    return loss
+def balance_of(layers: Sequence[Tensor], chosen_per_token: int) -> Tensor:
+    """The definition: ``experts * sum over e of f(e) * P(e)``, over the tokens of all layers, of
+    which f is the share that chose an expert and P its mean probability."""
+    probabilities = torch.cat(list(layers)).softmax(-1)
+    num_experts = probabilities.shape[-1]
+    choices = F.one_hot(probabilities.topk(chosen_per_token).indices, num_experts).sum(1).float()
+    return num_experts * (choices.mean(0) * probabilities.mean(0)).sum()
 
 
 @pytest.mark.parametrize(
@@ -196,49 +183,39 @@ def balance_of(layers: list[Tensor]) -> Tensor:
     ],
 )
 def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stage(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, name: str, cases: list[Any]
+    new_run: NewRun, tmp_path: Path, name: str, cases: list[Any]
 ) -> None:
-    directory = saved(name, tmp_path / "model")
+    of = {"preset": None, "pretrained": str(saved(name, tmp_path / "model"))}
     for ranks, engine in cases:
-        path = tmp_path / "_".join([str(ranks), *map(str, engine.values())])
-        config_path = corpus.config(
-            path,
-            num_steps=2,
-            model={"preset": None, "pretrained": str(directory)},
-            engine=engine,
-        )
-        found = run_worker(zygote, config_path, ranks)
-        config = load_config(PretrainConfig, config_path)
-        inputs = open_inputs(config)
-        model = opened(directory).model
+        run = new_run("_".join(map(str, [ranks, *engine.values()])), model=of, engine=engine)
+        found = run.worker(ranks, more=["num_steps=2"])
+        config = load_config(PretrainConfig, run.config)
+        model = opened(tmp_path / "model").model
         model.set_attn_implementation("eager")
-        loss = plain_step(model, inputs, config, ranks)
+        loss = plain_step(model, open_inputs(config), config, ranks)
         loss.backward()
-        assert found["losses"][0] + COEFFICIENT * found["balances"][0] == pytest.approx(
-            loss.item(), rel=1e-5
-        )
-        gates = 0
-        for key, parameter in model.named_parameters():
-            grad = found["grads"][f"model.{key}"]
-            error = (grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-6)
+        balanced = found["losses"][0] + COEFFICIENT * found["balances"][0]
+        assert balanced == pytest.approx(loss.item(), rel=1e-5)
+        grads = {key: p.grad for key, p in model.named_parameters()}
+        assert sum("gate.weight" in key for key in grads) == 2
+        for key, grad in grads.items():
+            error = (found["grads"][f"model.{key}"] - grad).norm() / grad.norm().clamp(min=1e-6)
             assert error < 2e-3, f"{ranks} {engine} {key}: {error:.1e}"
-            gates += "gate.weight" in key
-        assert gates == 2
 
 
-def test_slices_balance_the_whole_sample(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_slices_balance_the_whole_sample(new_run: NewRun, tmp_path: Path) -> None:
     """Two ranks that share long samples against one that holds them: the same micro batches."""
-    directory, found = saved("mixtral", tmp_path / "model"), []
-    for ranks, micro in ((1, 128), (2, 64)):
-        config = corpus.config(
-            tmp_path / f"{ranks}",
+    of = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
+    alone, shared = (
+        new_run(
+            f"{ranks}",
             num_steps=1,
-            model={"preset": None, "pretrained": str(directory)},
-            data={"micro_batch_tokens": micro, "tokens_per_step": 1024},
+            model=of,
+            data={"micro_batch_tokens": micro},
             engine={"sequence_parallel_size": ranks},
-        )
-        found.append(run_worker(zygote, config, ranks))
-    alone, shared = found
+        ).worker(ranks)
+        for ranks, micro in ((1, 128), (2, 64))
+    )
     assert alone["capacities"] == {128}, "the first step has the longest bucket"
     for name in ("losses", "balances", "norms"):
         assert shared[name] == pytest.approx(alone[name], rel=1e-4), name
@@ -246,41 +223,13 @@ def test_slices_balance_the_whole_sample(zygote: Zygote, corpus: Corpus, tmp_pat
         assert (shared["grads"][key] - grad).norm() < 2e-3 * grad.norm().clamp(min=1e-6), key
 
 
-def test_run_logs_the_load_balancing_loss(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_run_logs_the_load_balancing_loss(new_run: NewRun, tmp_path: Path) -> None:
     model = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
-    config = corpus.config(tmp_path / "run", num_steps=6, model=model, optimizer={"lr": 0.01})
-    output = start_run(zygote, config, "run", "optimizer.clip=0", "engine.zero_stage=0").succeed()
-    assert "with 0.1 times the load-balancing loss of 6 experts" in output
-    log = read_log(tmp_path / "run")
-    balances = [line["load_balancing_loss"] for line in log]
+    run = new_run(num_steps=6, model=model, optimizer={"lr": 0.01})
+    ranks = run.start("optimizer.clip=0", "engine.zero_stage=0")
+    ranks.succeed("with 0.1 times the load-balancing loss of 6 experts")
+    balances = [line["load_balancing_loss"] for line in run.log]
     assert 2 <= balances[-1] < balances[0] < 6
-    assert all(line["grad_norm"] > 0 for line in log), "without ZeRO and without clipping, too"
-    assert log[-1]["loss"] < log[0]["loss"] < 10
+    assert all(line["grad_norm"] > 0 for line in run.log), "without ZeRO and clipping, too"
+    assert run.log[-1]["loss"] < run.log[0]["loss"] < 10
     assert SIZES["vocab_size"] > VOCAB
-
-
-# ---- The load-balancing loss of a mixture of experts, token by token
-
-
-Logits = Sequence[Sequence[float]]
-
-
-def load_balancing_loss(layers: Sequence[Logits], chosen_per_token: int) -> float:
-    """``experts * sum over e of f(e) * P(e)``, over the tokens of all layers.
-
-    Args:
-        layers: of every layer, of every token that counts, the router's logits.
-        chosen_per_token: experts that a token goes to: those of the largest logits.
-    """
-    tokens = [logits for layer in layers for logits in layer]
-    num_experts = len(tokens[0])
-    choices = [0] * num_experts
-    probability = [0.0] * num_experts
-    for logits in tokens:
-        weights = [math.exp(x - max(logits)) for x in logits]
-        for expert in range(num_experts):
-            probability[expert] += weights[expert] / sum(weights)
-        for expert in sorted(range(num_experts), key=lambda e: -logits[e])[:chosen_per_token]:
-            choices[expert] += 1
-    pairs = zip(choices, probability, strict=True)
-    return num_experts * sum(f / len(tokens) * p / len(tokens) for f, p in pairs)

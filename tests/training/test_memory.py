@@ -27,9 +27,9 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import build_model
 
-from .conftest import Corpus
-from .packing_helpers import VOCAB, documents, pack_documents, tiny_model
-from .processes import ROOT, Zygote, run_worker
+from .conftest import Corpus, NewRun
+from .packing_helpers import documents, pack_documents, tiny_model
+from .processes import ROOT, Zygote
 from .test_experts import saved
 
 WORKER = str(Path(__file__).with_name("memory_worker.py"))
@@ -63,10 +63,8 @@ def _write(name: str, directory: Path) -> tuple[Path, PretrainConfig]:
         "run_dir": "-",
         "model": model,
         "data": {
-            "prefix": "-",
-            "index": "-",
+            **{"prefix": "-", "index": "-", "micro_batch_tokens": tokens},
             "tokens_per_step": tokens * micro_steps * RANKS,
-            "micro_batch_tokens": tokens,
         },
         "engine": {
             "precision": precision,
@@ -82,13 +80,19 @@ def _write(name: str, directory: Path) -> tuple[Path, PretrainConfig]:
 
 
 def _estimate(config: PretrainConfig, ranks: int) -> MemoryEstimate:
-    architecture = model_configuration(config.model, 300)
+    architecture, chunk = model_configuration(config.model, 300), config.engine.loss_chunk_tokens
     with torch.device("meta"):
-        model = build_model(config.model, architecture, backend="sdpa", seed=0,
-                            chunk_tokens=config.engine.loss_chunk_tokens)  # fmt: skip
+        model = build_model(config.model, architecture, backend="sdpa", seed=0, chunk_tokens=chunk)
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
     longest = config.data.micro_batch_tokens
     return estimate_memory(model, config, ranks, longest=longest, zero=zero)
+
+
+def _tiny(tokens: int, ranks: int = 1, **sections: Any) -> MemoryEstimate:
+    """Of 16 micro batches."""
+    data = DataConfig(prefix="-", index="-", tokens_per_step=16 * tokens, micro_batch_tokens=tokens)
+    model = ModelConfig(preset="llama_tiny")
+    return _estimate(PretrainConfig(run_dir="-", model=model, data=data, **sections), ranks)
 
 
 def test_the_estimate_is_what_deepspeeds_engines_hold(zygote: Zygote, tmp_path: Path) -> None:
@@ -99,9 +103,8 @@ def test_the_estimate_is_what_deepspeeds_engines_hold(zygote: Zygote, tmp_path: 
     zygote.start([WORKER, paths, str(out)], 1, tmp_path / "log").succeed()
     table = [f"{'':>24} {'tracked MiB':>12} {'estimated':>10} {'ratio':>6}"]
     ratios = {}
-    for (name, (_, config)), tracked in zip(
-        written.items(), json.loads(out.read_text()), strict=True
-    ):
+    peaks = json.loads(out.read_text())
+    for (name, (_, config)), tracked in zip(written.items(), peaks, strict=True):
         found = _estimate(config, RANKS)
         ratios[name] = found.total / tracked
         row = f"{name:>24} {tracked / 2**20:12.2f} {found.total / 2**20:10.2f} {ratios[name]:6.3f}"
@@ -112,17 +115,9 @@ def test_the_estimate_is_what_deepspeeds_engines_hold(zygote: Zygote, tmp_path: 
 
 
 def test_zero_divides_what_it_says_it_divides() -> None:
-    def parts(stage: int, ranks: int) -> dict[str, int]:
-        config = PretrainConfig(
-            run_dir="-",
-            model=ModelConfig(preset="llama_tiny"),
-            data=DataConfig(
-                prefix="-", index="-", tokens_per_step=256 * 16, micro_batch_tokens=256
-            ),
-            optimizer=OptimizerConfig(ema_decay=0.9),
-            engine=EngineConfig(zero_stage=stage),  # type: ignore[arg-type]
-        )
-        return _estimate(config, ranks).parts
+    def parts(stage: Any, ranks: int) -> dict[str, int]:
+        average, engine = OptimizerConfig(ema_decay=0.9), EngineConfig(zero_stage=stage)
+        return _tiny(256, ranks, optimizer=average, engine=engine).parts
 
     count = 82_240 + (384 - 128) * 64  # the vocabulary of 300 is padded to 384 rows
     alone = parts(1, 1)
@@ -199,21 +194,13 @@ def test_hooks_get_the_input_of_every_layer_and_nothing_else(preset: str) -> Non
     ids=lambda case: "_".join(map(str, case.values())) if isinstance(case, dict) else "",
 )
 def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, engine: dict[str, Any], itemsize: int
+    new_run: NewRun, engine: dict[str, Any], itemsize: int
 ) -> None:
     results = {}
+    data = {"micro_batch_tokens": 64 if "sequence_parallel_size" in engine else 256}
     for offload in (False, True):
-        config = corpus.config(
-            tmp_path / f"{offload}",
-            num_steps=3,
-            data={"micro_batch_tokens": 64 if "sequence_parallel_size" in engine else 256},
-            engine={
-                "activation_checkpointing": True,
-                "offload_activations": offload,
-                **engine,
-            },
-        )
-        results[offload] = run_worker(zygote, config, 2)
+        kept = {"activation_checkpointing": True, "offload_activations": offload, **engine}
+        results[offload] = new_run(f"{offload}", num_steps=3, data=data, engine=kept).worker(2)
     plain, offloaded = results[False], results[True]
     assert plain["offloaded"] == 0
     tokens_of_rank = 3 * 1024 // 2
@@ -226,27 +213,17 @@ def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
 
 def test_the_estimate_moves_the_inputs_to_the_host() -> None:
     def estimate(**engine: Any) -> MemoryEstimate:
-        config = PretrainConfig(
-            run_dir="-",
-            model=ModelConfig(preset="llama_tiny"),
-            data=DataConfig(prefix="-", index="-", tokens_per_step=200, micro_batch_tokens=200),
-            engine=EngineConfig(**engine),
-        )
-        with torch.device("meta"):
-            architecture = model_configuration(config.model, VOCAB)
-            model = build_model(config.model, architecture, backend="sdpa", seed=0)
-        zero = {"reduce_bucket_size": 1000}
-        return estimate_memory(model, config, 1, longest=200, zero=zero)
+        return _tiny(200, engine=EngineConfig(activation_checkpointing=True, **engine))
 
-    kept = estimate(activation_checkpointing=True)
-    less = estimate(activation_checkpointing=True, offload_activations=True)
+    kept = estimate()
+    less = estimate(offload_activations=True)
     each = 200 * WIDTH * 2  # bfloat16
     assert 0 < kept.parts["activations"] - less.parts["activations"] <= LAYERS * each
     assert kept.on_host == 0
     assert less.on_host == LAYERS * 2**15 and 2**14 < each < 2**15, "page-locked in powers of two"
     del kept.parts["activations"], less.parts["activations"]
     assert kept.parts == less.parts
-    autocast = estimate(activation_checkpointing=True, offload_activations=True, zero_stage=0)
+    autocast = estimate(offload_activations=True, zero_stage=0)
     assert autocast.on_host == LAYERS * 2**16, "autocast: between layers it is float32"
 
 

@@ -31,30 +31,20 @@ from .packing_helpers import VOCAB, check_gradients, documents, pack_documents, 
 
 LENGTHS = [37, 120, 1, 66]
 # preset -> backend: Gemma-2's soft cap needs the formula on a CPU
-PRESETS = {
-    "llama_tiny": "sdpa",
-    "qwen2_tiny": "sdpa",
-    "gpt2_tiny": "sdpa",
-    "gemma2_tiny": "eager",
-    "gpt2_tiny_alibi": "sdpa",
+PRESETS = dict.fromkeys(("llama_tiny", "qwen2_tiny", "gpt2_tiny", "gpt2_tiny_alibi"), "sdpa")
+PRESETS["gemma2_tiny"] = "eager"
+WINDOW = {"sliding_window": 16}
+OVERRIDES: dict[str, dict[str, Any]] = {  # caps that bite, windows shorter than the documents
+    "gemma2_tiny": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0, **WINDOW},
+    "qwen2_tiny": {
+        **{"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
 }
 
 
 def _model(preset: str) -> TrainingModel:
-    overrides = {}
-    if preset == "gemma2_tiny":  # a cap that bites, a window shorter than the documents
-        overrides = {
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 1.0,
-            "sliding_window": 16,
-        }
-    if preset == "qwen2_tiny":
-        overrides = {
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 1,
-            "layer_types": ["full_attention", "sliding_attention"],
-        }
+    overrides = OVERRIDES.get(preset, {})
     model = tiny_model(preset, backend=PRESETS[preset], overrides=overrides)
     with torch.no_grad():  # small initial weights would hide what attention does
         for parameter in model.parameters():
@@ -196,15 +186,10 @@ for cache in (True, False):
         use_cache=cache, pad_token_id=0).tolist()
 print("same", greedy[True] == greedy[False])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {"PATH": "/usr/bin", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=env, check=False, **how)
     assert done.returncode == 0, done.stderr
     assert "refused True" in done.stdout, "it must not load as a stock GPT-2 by mistake"
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:4] == "loss"]
@@ -307,26 +292,15 @@ def test_plain_rows_without_segments_are_one_segment_each() -> None:
 # ---- How long a document may be: learned positions, RoPE and its scalings, ALiBi
 
 
+SWITCH = {"original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 PHI: dict[str, Any] = {
-    "vocab_size": 64,
     "initializer_range": 0.3,  # of trained weights, so that positions matter
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "max_position_embeddings": 64,
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-    },
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **SWITCH, **FACTORS},
+    **SWITCH,
 }
 
 

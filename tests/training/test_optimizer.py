@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -19,9 +18,9 @@ from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConf
 from megapack.training.engine.engine import parameter_groups
 from megapack.training.engine.inputs import check_run, open_inputs
 
-from .conftest import Corpus
+from .conftest import Corpus, NewRun
 from .packing_helpers import losses_one_by_one, plain, tiny_model
-from .processes import ROOT, Zygote, run_worker, start_run
+from .processes import ROOT, Zygote
 
 STEPS, LR, Z_LOSS, DECAY = 3, 0.01, 0.02, 0.75
 OPTIMIZER: dict[str, Any] = {"lr": 0.003, "muon_lr": 0.006, "clip": 0.5, "ema_decay": DECAY}
@@ -32,9 +31,11 @@ def plain_loop(config: PretrainConfig) -> dict[str, Any]:
     settings, or DeepSpeed."""
     inputs, model = plain(config)
     weights = dict(model.named_parameters())
-    is_muon = config.optimizer.kind == "muon"
-    muon = {n: torch.zeros_like(p) for n, p in weights.items() if ".layers." in n and p.ndim == 2}
-    muon = muon if is_muon else {}
+    muon = {
+        n: torch.zeros_like(p)
+        for n, p in weights.items()
+        if config.optimizer.kind == "muon" and ".layers." in n and p.ndim == 2
+    }
     others = {n: p for n, p in weights.items() if n not in muon}
     groups = [
         {"params": [p for p in others.values() if p.ndim >= 2], "weight_decay": 0.1},
@@ -77,10 +78,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 # Ranks, ZeRO stage, precision; all of them where MEGAPACK_GRADIENTS is.
-CASES = {
-    "adamw": [(1, 1, "fp32"), (2, 3, "fp32")],
-    "muon": [(2, 0, "fp32"), (2, 1, "bf16")],
-}
+CASES = {"adamw": [(1, 1, "fp32"), (2, 3, "fp32")], "muon": [(2, 0, "fp32"), (2, 1, "bf16")]}
 if os.environ.get("MEGAPACK_GRADIENTS"):
     CASES["adamw"] += [(2, 0, "fp32"), (2, 2, "fp32")]
     CASES["muon"] += [(1, 0, "fp32"), (1, 1, "bf16")]
@@ -88,7 +86,7 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 @pytest.mark.parametrize(("kind", "cases"), CASES.items())
 def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, kind: str, cases: list[Any]
+    new_run: NewRun, kind: str, cases: list[Any]
 ) -> None:
     sections: dict[str, Any] = {
         "num_steps": STEPS,
@@ -96,12 +94,12 @@ def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
         "optimizer": {**OPTIMIZER, "kind": kind},
     }
     engine = {"precision": "fp32", "zero_stage": 0}
-    plain = corpus.config(tmp_path / "plain", engine=engine, **sections)
-    expected = plain_loop(load_config(PretrainConfig, plain))
+    plain = new_run("plain", engine=engine, **sections)
+    expected = plain_loop(load_config(PretrainConfig, plain.config))
     for ranks, stage, precision in cases:
         case = f"{ranks}_{stage}_{precision}"
         engine = {"precision": precision, "zero_stage": stage}
-        found = run_worker(zygote, corpus.config(tmp_path / case, engine=engine, **sections), ranks)
+        found = new_run(case, engine=engine, **sections).worker(ranks)
         exact = precision == "fp32"
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4 if exact else 5e-2)
         for part in ("weights", "averages"):
@@ -125,6 +123,9 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_others() -> None:
     assert taken[-1] == {n for n in names.values() if n.endswith("_proj.weight")} != set()
 
 
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -132,11 +133,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_others() -> None:
         ({"precision": "fp32", "zero_stage": 1}, "zero_stage 1 in fp32"),
         ({"precision": "bf16", "zero_stage": 3}, "zero_stage 3 in bf16"),
         (
-            {
-                "zero_stage": 1,
-                "precision": "bf16",
-                "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            },
+            {"precision": "bf16", "zero_stage": 1, "deepspeed": OFFLOADED},
             "offload_optimizer is set",
         ),
     ],
@@ -155,12 +152,8 @@ def test_muon_is_refused_where_deepspeed_clips_its_updates(
 def test_muon_of_experts_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     keys = {"model_type": "mixtral", **sizes, "num_key_value_heads": 2}
-    config = corpus.config(
-        tmp_path / "run",
-        model={"preset": None, "config": keys},
-        optimizer={"kind": "muon"},
-        engine={"zero_stage": 0},
-    )
+    model, muon = {"preset": None, "config": keys}, {"kind": "muon"}
+    config = corpus.config(tmp_path / "run", model=model, optimizer=muon, engine={"zero_stage": 0})
     loaded = load_config(PretrainConfig, config)
     with pytest.raises(ConfigError, match="'mixtral' has experts"):
         check_run(loaded, open_inputs(loaded), 1)
@@ -170,7 +163,7 @@ def test_muon_of_experts_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> N
     ("kind", "stage", "precision"), [("adamw", 2, "fp32"), ("muon", 1, "bf16")]
 )
 def test_a_resumed_run_has_the_same_average(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, kind: str, stage: int, precision: str
+    zygote: Zygote, new_run: NewRun, tmp_path: Path, kind: str, stage: int, precision: str
 ) -> None:
     """Evaluated, exported, the same bits after a stop; and, with AdamW, on other ranks alike."""
     sections: dict[str, Any] = {
@@ -181,32 +174,32 @@ def test_a_resumed_run_has_the_same_average(
     }
     losses, models = {}, {}
     eager = {"TORCH_STANCE": "force_eager"}  # DeepSpeed compiles Muon's kernels
-    stopped = corpus.config(tmp_path / "stopped", **sections)
-    start_run(zygote, stopped, "half", "stop_at=3", env=eager).succeed()
-    shutil.copytree(tmp_path / "stopped", tmp_path / "others")
-    for name, ranks in (("whole", 2), ("stopped", 2), ("others", 1)):
-        run = tmp_path / name
-        config = corpus.config(run, **sections)
-        started = start_run(zygote, config, name, "stop_at=6", ranks=ranks, env=eager)
+    runs = {name: new_run(name, **sections) for name in ("whole", "stopped", "others")}
+    runs["stopped"].succeed("stop_at=3", env=eager)
+    shutil.copytree(runs["stopped"].dir, runs["others"].dir)
+    for name, run in runs.items():
+        started = run.start("stop_at=6", ranks=1 if name == "others" else 2, env=eager)
         if (name, kind) == ("others", "muon"):
             assert started.wait() != [0]
             assert "no place for Muon's momentum; go on with 2 ranks" in started.output()
             return
         started.succeed()
-        (*_, line) = map(json.loads, (run / "evaluation.jsonl").read_text().splitlines())
+        line = run.lines("evaluation")[-1]
         losses[name] = line["loss"], line["average"]["loss"]
-        model = AutoModelForCausalLM.from_pretrained(run / "model_average")
-        models[name] = dict(model.named_parameters())
+        models[name] = run.dir / "model_average"
     # One process, of what two wrote.
+    models["exported"] = tmp_path / "out"
     argv = [str(ROOT / "launch" / "export.py"), str(tmp_path / "whole"), "--average"]
     zygote.start([*argv, "--output", str(tmp_path / "out")], 1, tmp_path / "out.log").succeed()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    models["exported"] = dict(model.named_parameters())
     live, averaged = losses["whole"]
     assert averaged > live, "in six steps an average lags behind: they were not the same weights"
     assert losses["stopped"] == losses["whole"]
     assert losses["others"] == pytest.approx(losses["whole"], rel=1e-4)
-    for name, weight in models["whole"].items():
-        assert torch.equal(models["stopped"][name], weight), name
-        assert torch.equal(models["exported"][name], weight), name
-        assert torch.allclose(models["others"][name], weight, atol=1e-4), name
+    weights = {
+        name: dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        for name, path in models.items()
+    }
+    for name, weight in weights["whole"].items():
+        assert torch.equal(weights["stopped"][name], weight), name
+        assert torch.equal(weights["exported"][name], weight), name
+        assert torch.allclose(weights["others"][name], weight, atol=1e-4), name

@@ -20,55 +20,56 @@ from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 from megapack.training.monitoring.signals import PREEMPTED
 
-from .conftest import Corpus
-from .processes import FORKED, PRETRAIN, ROOT, Zygote, read_end, read_log, start_run, wait_for_step
+from .conftest import Corpus, NewRun, Run
+from .processes import FORKED, PRETRAIN, ROOT, Ranks, wait_for_step
 
-RANKS = 2
+FIRST, MIDDLE, LAST = (f"step_0000000{i}_tokens_{i * 1024}" for i in (3, 6, 8))
 
 
-def _samples(run_dir: Path) -> dict[int, list[int]]:
+def _samples(run: Run) -> dict[int, list[int]]:
     """Step -> the sample ids of all ranks, in order of id."""
     found: dict[int, list[int]] = {}
-    for path in sorted((run_dir / "batches").glob("rank_*.jsonl")):
+    for path in sorted((run.dir / "batches").glob("rank_*.jsonl")):
         for line in read_jsonl(path):
             found.setdefault(line["step"], []).extend(line["sample_ids"])
     return {step: sorted(ids) for step, ids in found.items()}
 
 
-def _same_curve(a: list[dict[str, Any]], b: list[dict[str, Any]], rel: float) -> None:
-    assert [line["step"] for line in a] == [line["step"] for line in b]
-    for name in ("samples", "bucket", "lr", "label_tokens", "tokens"):
+def _same_curve(run: Run, other: Run | list[dict[str, Any]], rel: float) -> None:
+    a, b = run.log, other.log if isinstance(other, Run) else other
+    for name in ("step", "samples", "bucket", "lr", "label_tokens", "tokens"):
         assert [line[name] for line in a] == [line[name] for line in b], name
-    ours, theirs = [line["loss"] for line in a], [line["loss"] for line in b]
-    assert ours == pytest.approx(theirs, rel=rel)
+    assert [line["loss"] for line in a] == pytest.approx([line["loss"] for line in b], rel=rel)
 
 
 @pytest.fixture(scope="module")
-def whole(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(module_run: NewRun) -> Run:
     """A run of two ranks that nobody disturbed; checkpoints at steps 3, 6 and 8."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    config = corpus.config(run_dir, checkpoint={"every": 3, "keep": 3, "export": True})
-    start_run(zygote, config, "all").succeed()
-    return run_dir
+    run = module_run(checkpoint={"every": 3, "keep": 3, "export": True})
+    run.succeed()
+    return run
 
 
-def _copy(whole: Path, tmp_path: Path, corpus: Corpus, *, after: int, **sections: object) -> Path:
+@pytest.fixture
+def copy(new_run: NewRun, whole: Run) -> NewRun:
     """The run as it stood after some steps, to be continued under a changed configuration."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(whole, run_dir)
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        if int(path.name.split("_")[1]) > after:
-            shutil.rmtree(path)
-    corpus.config(run_dir, **sections)
-    return run_dir
+
+    def make(*, after: int, **sections: object) -> Run:
+        run = new_run(**sections)
+        shutil.copytree(whole.dir, run.dir)
+        for path in run.checkpoints.glob("step_*"):
+            if int(path.name.split("_")[1]) > after:
+                shutil.rmtree(path)
+        return run
+
+    return make
 
 
-def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path) -> None:
-    ranks = [list(read_jsonl(p)) for p in sorted((whole / "batches").glob("rank_*.jsonl"))]
-    assert len(ranks) == RANKS
+def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Run) -> None:
+    ranks = [list(read_jsonl(p)) for p in sorted((whole.dir / "batches").glob("rank_*.jsonl"))]
     places = [[(b["step"], b["micro_step"], b["bucket"]) for b in rank] for rank in ranks]
-    assert places[0] == places[1]
-    log = read_log(whole)
+    assert len(ranks) == 2 and places[0] == places[1]
+    log = whole.log
     assert len(log) == 8 and len({line["bucket"] for line in log}) > 1
     assert [line["bucket"] for line in log] == [p[2] for p in places[0] if p[1] == 0]
     for step, ids in _samples(whole).items():
@@ -78,190 +79,146 @@ def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Path
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
 
 
-def test_killed_run_continues(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, checkpoint={"asynchronous": False})  # there before the kill
-    ranks = start_run(zygote, config, "killed", of_rank={1: {"faults": {"kill_before_step": [4]}}})
+def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
+    run = new_run(checkpoint={"asynchronous": False})  # there before the kill
+    ranks = run.start(faults={1: {"kill_before_step": [4]}})
     assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
     assert "lost contact to rank 1 on " in ranks.output()
-    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000003_tokens_3072"
+    assert run.latest == FIRST
     # What a kill in the middle of saving would leave behind.
-    (run_dir / "checkpoints" / "step_00000006.partial").mkdir()
-    late = {0: {"faults": {"slow_record": [0.5]}}}  # and the other rank waits for it
+    (run.checkpoints / "step_00000006.partial").mkdir()
+    late = {0: {"slow_record": [0.5]}}  # and the other rank waits for it
     alone = "data.check_ranks_every=0"  # which would wait, too
-    output = start_run(zygote, config, "resumed", alone, of_rank=late).succeed()
-    assert "continuing at step 3 from step_00000003_tokens_3072" in output
-    _same_curve(read_log(run_dir), read_log(whole), rel=1e-9)
-    assert _samples(run_dir) == _samples(whole)
-    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_*")) == [
-        "step_00000006_tokens_6144",
-        "step_00000008_tokens_8192",
-    ], "keep=2 keeps two, and nothing half-written"
+    run.start(alone, faults=late).succeed(f"continuing at step 3 from {FIRST}")
+    _same_curve(run, whole, rel=1e-9)
+    assert _samples(run) == _samples(whole)
+    assert run.tags() == [MIDDLE, LAST], "keep=2 keeps two, and nothing half-written"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(3, 1), (2, 2)])
 def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, ranks: int, stage: int
+    copy: NewRun, whole: Run, ranks: int, stage: int
 ) -> None:
-    run_dir = _copy(whole, tmp_path, corpus, after=6, engine={"zero_stage": stage})
-    config = run_dir.with_suffix(".yaml")
+    run = copy(after=6, engine={"zero_stage": stage})
     # Three ranks do not divide the four micro batches of a step.
-    output = start_run(zygote, config, "moved", "data.uneven=pad", ranks=ranks).succeed()
-    assert "written by 2 ranks with ZeRO-1" in output
-    _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
-    last, positions = read_log(run_dir)[-1], 1536 if ranks == 3 else 1024  # of six micro batches
+    run.start("data.uneven=pad", ranks=ranks).succeed("written by 2 ranks with ZeRO-1")
+    _same_curve(run, whole, rel=2e-3)
+    last, positions = run.log[-1], 1536 if ranks == 3 else 1024  # of six micro batches, of four
     assert last["padding"] == pytest.approx(1 - last["useful_tokens"] / positions)
-    assert _samples(run_dir) == _samples(whole)
-    leftovers = [p.name for p in (run_dir / "checkpoints").iterdir() if "universal" in p.name]
-    assert not leftovers
+    assert _samples(run) == _samples(whole)
+    assert not list(run.checkpoints.glob("*universal*"))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, stage: int
+    new_run: NewRun, whole: Run, stage: int
 ) -> None:
-    run_dir = tmp_path / "run"
     export = {"every": 6, "keep": 2, "export": stage == 3}
-    config = corpus.config(run_dir, engine={"zero_stage": stage}, checkpoint=export)
-    start_run(zygote, config, "whole").succeed()
-    _same_curve(read_log(run_dir), read_log(whole), rel=2e-3)
-    ours, theirs = (next(read_jsonl(d / "evaluation.jsonl")) for d in (run_dir, whole))
+    run = new_run(engine={"zero_stage": stage}, checkpoint=export)
+    run.succeed()
+    _same_curve(run, whole, rel=2e-3)
+    ours, theirs = (of.lines("evaluation")[0] for of in (run, whole))
     assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=5e-3)
     assert ours["label_tokens"] == theirs["label_tokens"]
     if stage == 3:  # gathered from all ranks
-        ours = load_file(run_dir / "model" / "model.safetensors")
-        theirs = load_file(whole / "model" / "model.safetensors")
+        ours, theirs = (load_file(of.dir / "model" / "model.safetensors") for of in (run, whole))
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)
-    shutil.rmtree(run_dir / "checkpoints" / "step_00000008_tokens_8192")
-    alone = read_log(run_dir)
-    start_run(zygote, config, "moved", "checkpoint.export=false", ranks=1).succeed()
-    _same_curve(read_log(run_dir), alone, rel=1e-6)
-    ranks = start_run(zygote, config, "refused", "engine.zero_stage=1")
-    assert ranks.wait() == [1, 1]
-    assert f"written with ZeRO-{stage} and this run has ZeRO-1" in ranks.output()
+    shutil.rmtree(run.checkpoints / LAST)
+    before = run.log
+    run.succeed("checkpoint.export=false", ranks=1)
+    _same_curve(run, before, rel=1e-6)
+    said = f"written with ZeRO-{stage} and this run has ZeRO-1"
+    run.start("engine.zero_stage=1").end_with(1, said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, number: signal.Signals
+    new_run: NewRun, whole: Run, number: signal.Signals
 ) -> None:
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, checkpoint={"every": None, "export": False})
-    ranks = start_run(zygote, config, "stopped", "num_steps=100000")
-    wait_for_step(run_dir, 1)
+    run = new_run(checkpoint={"every": None, "export": False})
+    slow = {rank: {"slow_forward": [0.2]} for rank in range(2)}  # or step 8 is past, too
+    ranks = run.start("num_steps=100000", faults=slow)
+    wait_for_step(run.dir, 1)
     ranks.signal(number, [1])
-    assert ranks.wait() == [PREEMPTED] * RANKS, ranks.output()
-    assert f"megapack: {number.name}: saving after this step" in ranks.output()
-    end = read_end(run_dir)
-    assert end["reason"] == "signal" and 2 <= end["step"] < 100000
-    assert len(read_log(run_dir)) == end["step"], "all steps that were done are in the log"
-    if number == signal.SIGTERM and end["step"] < 8:
-        start_run(zygote, config, "resumed").succeed()
+    ranks.end_with(PREEMPTED, f"megapack: {number.name}: saving after this step")
+    end = run.end
+    assert end["reason"] == "signal" and 2 <= end["step"] < 8
+    assert len(run.log) == end["step"], "all steps that were done are in the log"
+    if number == signal.SIGTERM:
+        run.succeed()
         # The learning rate of the first steps was that of a longer run.
-        ours, theirs = read_log(run_dir), read_log(whole)
-        assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
+        assert [line["samples"] for line in run.log] == [line["samples"] for line in whole.log]
 
 
-def test_a_validation_that_a_signal_left_out_is_made_up(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_a_validation_that_a_signal_left_out_is_made_up(new_run: NewRun) -> None:
     """A run that is told to stop saves at once, also where a validation is due."""
-    config = corpus.config(tmp_path / "run", evaluation={"every": 4, "max_tokens": 256})
-    path = tmp_path / "run" / "evaluation.jsonl"
-    start_run(zygote, config, "begun", "stop_at=4", ranks=1).succeed()
-    (before,) = read_jsonl(path)
-    path.unlink()
-    for name in ("resumed", "again"):
-        start_run(zygote, config, name, ranks=1).succeed()
-        found = list(read_jsonl(path))
+    run = new_run(evaluation={"every": 4, "max_tokens": 256})
+    run.succeed("stop_at=4", ranks=1)
+    (before,) = run.lines("evaluation")
+    (run.dir / "evaluation.jsonl").unlink()
+    for _ in range(2):
+        run.succeed(ranks=1)
+        found = run.lines("evaluation")
         assert [line["step"] for line in found] == [4, 8] and found[0] == before
 
 
-def test_damage_is_named(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
-    run_dir = _copy(whole, tmp_path, corpus, after=8)
-    config = run_dir.with_suffix(".yaml")
-    newest = run_dir / "checkpoints" / "step_00000008_tokens_8192"
-    shard = next(newest.glob("*rank_1*optim_states.pt"))
+def test_damage_is_named(copy: NewRun, whole: Run) -> None:
+    run = copy(after=8)
+    shard = next((run.checkpoints / LAST).glob("*rank_1*optim_states.pt"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 255
-    manifest = newest / "manifest.json"
+    manifest = run.checkpoints / LAST / "manifest.json"
     sound = manifest.read_text()
     manifest.write_text(sound.replace('"step": 8,\n   "order', '"step": 7,\n   "order'))
-    ranks = start_run(zygote, config, "moved")
-    assert ranks.wait() == [1, 1] and "manifest.json is damaged: its state" in ranks.output()
+    run.start().end_with(1, "manifest.json is damaged: its state")
     manifest.write_text(sound)
     shard.write_bytes(data)
-
-    ranks = start_run(zygote, config, "refused")
-    assert ranks.wait() == [1, 1]
-    assert f"{shard.name} has another checksum" in ranks.output()
-    assert "checkpoint.fallback=true" in ranks.output()
-    assert "Traceback" not in ranks.output()
+    said = f"{shard.name} has another checksum", "checkpoint.fallback=true"
+    assert "Traceback" not in run.start().end_with(1, *said)
 
     shard.unlink()
-    middle = run_dir / "checkpoints" / "step_00000006_tokens_6144"
-    manifest = middle / "manifest.json"
+    manifest = run.checkpoints / MIDDLE / "manifest.json"
     manifest.write_text(manifest.read_text()[:100])
-    output = start_run(zygote, config, "fallback", "checkpoint.fallback=true").succeed()
-    assert f"{shard.name} is missing" in output
-    assert "manifest.json cannot be read" in output
-    assert "continuing at step 3" in output
-    _same_curve(read_log(run_dir), read_log(whole), rel=1e-9)
-    assert (run_dir / "checkpoints" / f"{newest.name}.damaged").is_dir(), "nothing is deleted"
-    ranks = start_run(zygote, config, "never", "checkpoint.resume=never")
-    assert ranks.wait() == [2, 2]
-    assert "has checkpoints and checkpoint.resume is never" in ranks.output()
+    said = f"{shard.name} is missing", "manifest.json cannot be read"
+    run.start("checkpoint.fallback=true").succeed(*said, "continuing at step 3")
+    _same_curve(run, whole, rel=1e-9)
+    assert (run.checkpoints / f"{LAST}.damaged").is_dir(), "nothing is deleted"
+    never = run.start("checkpoint.resume=never")
+    never.end_with(2, "has checkpoints and checkpoint.resume is never")
 
 
-def test_other_order_is_refused(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
-    run_dir = _copy(whole, tmp_path, corpus, after=6, seed=5)
-    config = run_dir.with_suffix(".yaml")
-    ranks = start_run(zygote, config, "refused")
-    assert ranks.wait() == [1, 1]
-    assert "seed was 0 and is 5" in ranks.output()
-    allow = "checkpoint.allow_change=[seed]"
-    output = start_run(zygote, config, "allowed", allow).succeed()
-    assert "continuing at step 6" in output
+def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
+    run = copy(after=6, seed=5)
+    run.start().end_with(1, "seed was 0 and is 5")
+    output = run.start("checkpoint.allow_change=[seed]").succeed("continuing at step 6")
     assert output.count("the data order is changed") == 1, "every rank says so"
-    ours, theirs = read_log(run_dir), read_log(whole)
-    assert [line["samples"] for line in ours[:6]] == [line["samples"] for line in theirs[:6]]
-    assert ours[6]["samples"] != theirs[6]["samples"]
+    ours, theirs = ([line["samples"] for line in of.log] for of in (run, whole))
+    assert ours[:6] == theirs[:6] and ours[6] != theirs[6]
 
 
 @pytest.mark.parametrize("changed", [{"weight_decay": 50.0}, {"clip": 0.001}], ids=str)
 def test_optimizer_is_that_of_the_configuration_after_a_resume_too(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path, changed: dict[str, float]
+    copy: NewRun, whole: Run, changed: dict[str, float]
 ) -> None:
     """Its state brings those of the run that saved it along."""
-    run_dir = _copy(whole, tmp_path, corpus, after=6, optimizer=changed)
-    start_run(zygote, run_dir.with_suffix(".yaml"), "changed").succeed()
-    ours, theirs = read_log(run_dir), read_log(whole)
+    run = copy(after=6, optimizer=changed)
+    run.succeed()
+    ours, theirs = run.log, whole.log
     assert ours[6]["loss"] == pytest.approx(theirs[6]["loss"], rel=1e-9), "before an update"
     assert ours[7]["loss"] != pytest.approx(theirs[7]["loss"], rel=1e-5)
 
 
-def test_nan_loss_ends_the_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    clip = {"lr": 1e9, "clip": 0.0}
-    config = corpus.config(run_dir, optimizer=clip, num_steps=40, learning_rate={"warmup_steps": 0})
-    ranks = start_run(zygote, config, "nan")
-    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
-    assert "is not a number; everything from here on would be lost time" in ranks.output()
-    log = read_log(run_dir)
-    assert log[0]["loss"] > 0 and log[-1]["loss"] is None
+def test_nan_loss_ends_the_run(new_run: NewRun) -> None:
+    steep = {"optimizer": {"lr": 1e9, "clip": 0.0}, "learning_rate": {"warmup_steps": 0}}
+    run = new_run(num_steps=40, **steep)
+    run.start().end_with(1, "is not a number; everything from here on would be lost time")
+    assert run.log[0]["loss"] > 0 and run.log[-1]["loss"] is None
 
 
-def test_other_model_is_refused(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
+def test_other_model_is_refused(copy: NewRun) -> None:
     model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
-    run_dir = _copy(whole, tmp_path, corpus, after=6, model=model)
-    ranks = start_run(zygote, run_dir.with_suffix(".yaml"), "refused")
-    assert ranks.wait() == [1, 1]
-    assert "does not fit this run" in ranks.output()
+    copy(after=6, model=model).start().end_with(1, "does not fit this run")
 
 
 @pytest.mark.parametrize(
@@ -272,16 +229,15 @@ def test_other_model_is_refused(
     ],
 )
 def test_ranks_that_differ_stop(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, key: str, value: str, message: str
+    new_run: NewRun, corpus: Corpus, key: str, value: str, message: str
 ) -> None:
-    config = corpus.config(tmp_path / "run")
-    words = [f"{key}={value}"]
+    run = new_run()
+    argv = [str(PRETRAIN), "--config", str(run.config)]
+    other = [*argv, "--set", f"{key}={value}"]
     if key == "data.index":  # files may lie elsewhere on another node, and hold the same
-        words = [f"{key}={corpus.directory / value}", f"data.prefix={corpus.valid}"]
-    other = [str(PRETRAIN), "--config", str(config)]
-    for word in words:
-        other += ["--set", word]
-    ranks = start_run(zygote, config, "mixed", of_rank={1: {"argv": other}})
+        other = [*argv, "--set", f"{key}={corpus.directory / value}"]
+        other += ["--set", f"data.prefix={corpus.valid}"]
+    ranks = run.zygote.start(argv, 2, run.config.with_name("mixed.log"), {1: {"argv": other}})
     assert all(code != 0 for code in ranks.wait())
     assert re.search(message, ranks.output()), ranks.output()[-2000:]
 
@@ -300,47 +256,45 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
 
 
-def test_checkpoint_is_a_model(zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:
     """Checkpoints of two ranks, exported by one."""
-    run_dir = _copy(whole, tmp_path, corpus, after=8)
-    before = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
-    export = [str(ROOT / "launch" / "export.py"), str(run_dir), "--output"]
-    for step in (3, 8):
-        argv = [*export, str(tmp_path / str(step)), "--step", str(step)]
-        zygote.start(argv, 1, tmp_path / f"log-{step}").succeed()
+    run = copy(after=8)
+    before = sorted(p.name for p in run.checkpoints.iterdir())
+
+    def export(*words: str | Path) -> Ranks:
+        argv = [str(ROOT / "launch" / "export.py"), str(run.dir), "--output", *map(str, words)]
+        return run.zygote.start(argv, 1, tmp_path / f"log{len(list(tmp_path.iterdir()))}")
+
+    for step in ("3", "8"):
+        export(tmp_path / step, "--step", step).succeed()
     third, last, ended = (
         load_file(directory / "model.safetensors")
-        for directory in (tmp_path / "3", tmp_path / "8", whole / "model")
+        for directory in (tmp_path / "3", tmp_path / "8", whole.dir / "model")
     )
     assert all(torch.equal(last[name], ended[name]) for name in ended)
     assert not any(torch.equal(third[name], ended[name]) for name in ended)
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == before
     assert not list(tmp_path.glob(".export*"))
-    refused = zygote.start([*export, str(tmp_path / "x"), "--step", "5"], 1, tmp_path / "log-5")
-    assert refused.wait() == [1] and "(steps: 3, 6, 8)" in refused.output()
-    refused = zygote.start([*export, str(run_dir)], 1, tmp_path / "log-run")
-    assert refused.wait() == [2] and "is there and is no model" in refused.output()
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == before
+    export(tmp_path / "x", "--step", "5").end_with(1, "(steps: 3, 6, 8)")
+    export(run.dir).end_with(2, "is there and is no model")
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == before
 
 
-def test_the_run_directory_says_what_was_run(whole: Path, corpus: Corpus) -> None:
-    starts = list(read_jsonl(whole / "starts.jsonl"))
-    assert len(starts) == 1
-    start = starts[0]
+def test_the_run_directory_says_what_was_run(whole: Run) -> None:
+    (start,) = whole.lines("starts")
     assert start["world_size"] == 2 and start["attention"]["name"] == "sdpa"
     assert {"python", "torch", "deepspeed", "transformers"} <= set(start["versions"])
     assert start["git"] is None or len(start["git"]["commit"]) == 40
     assert len(start["fingerprints"]["documents"]) == len(start["fingerprints"]["samples"]) == 1
-    assert "num_steps: 8" in (whole / "config.yaml").read_text()
-    line = read_log(whole)[3]
+    assert "num_steps: 8" in (whole.dir / "config.yaml").read_text()
+    line = whole.log[3]
     assert 0 < line["useful_tokens"] <= line["tokens"] == 1024
     assert line["padding"] == pytest.approx(1 - line["useful_tokens"] / 1024)
     assert 0 <= line["data_wait_share"] < 1 and line["imbalance"] >= 1
     assert line["epoch_end"] > line["epoch"] and line["grad_norm"] > 0
-    evaluations = list(read_jsonl(whole / "evaluation.jsonl"))
-    assert [e["step"] for e in evaluations] == [8]
-    assert evaluations[0]["perplexity"] == pytest.approx(np.exp(evaluations[0]["loss"]))
-    assert (whole / "model" / "model.safetensors").exists()
+    (evaluation,) = whole.lines("evaluation")
+    assert evaluation["step"] == 8
+    assert evaluation["perplexity"] == pytest.approx(np.exp(evaluation["loss"]))
+    assert (whole.dir / "model" / "model.safetensors").exists()
 
 
 def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_path: Path) -> None:
@@ -358,67 +312,50 @@ def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_pa
 
 
 @pytest.mark.multiprocess
-def test_lost_worker_restarts_the_job(
-    zygote: Zygote, corpus: Corpus, whole: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, checkpoint={"asynchronous": False})
+def test_lost_worker_restarts_the_job(new_run: NewRun, whole: Run, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"asynchronous": False})
     torchrun = [FORKED, "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    torchrun += ["--max-restarts", "1", "-m", "megapack.training.pretrain", "--config", str(config)]
+    torchrun += ["--max-restarts", "1", "-m", "megapack.training.pretrain"]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     lost = {"env": env, "faults": {"kill_at_first_start": [1, 4]}}
-    zygote.start(torchrun, 1, tmp_path / "output", {0: lost}).succeed()
-    assert [start["step"] for start in read_jsonl(run_dir / "starts.jsonl")] == [0, 3]
-    _same_curve(read_log(run_dir), read_log(whole), rel=1e-4)
+    argv = [*torchrun, "--config", str(run.config)]
+    run.zygote.start(argv, 1, tmp_path / "output", {0: lost}).succeed()
+    assert [start["step"] for start in run.lines("starts")] == [0, 3]
+    _same_curve(run, whole, rel=1e-4)
 
 
 # ---- A run whose mix and batch size change while it goes, edited when it resumes
 
 
-def _manifest(corpus: Corpus, path: Path, *stages: dict[str, object]) -> Path:
+def test_stages_are_edited_at_a_resume(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
+    manifest = tmp_path / "blend.yaml"
     sources = [
         {"name": name, "prefix": str(prefix), "index": f"{prefix}.samples", "weight": weight}
         for name, prefix, weight in (("web", corpus.train, 1), ("math", corpus.valid, 0))
     ]
-    path.write_text(yaml.safe_dump({"sources": sources, "stages": list(stages)}))
-    return path
 
+    def write(*stages: dict[str, object]) -> None:
+        manifest.write_text(yaml.safe_dump({"sources": sources, "stages": list(stages)}))
 
-def test_stages_are_edited_at_a_resume(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
     grow = {"from_step": 2, "tokens_per_step": 2048, "weights": {"web": 3, "math": 1}}
-    manifest = _manifest(corpus, tmp_path / "blend.yaml", grow)
-    run_dir = tmp_path / "run"
+    write(grow)
     data = {"prefix": None, "index": None, "blend": str(manifest)}
-
-    def start(ranks: int, num_steps: int) -> tuple[list[int], str]:
-        options = {"num_steps": num_steps, "evaluation": {"buckets": [32, 64, 128]}}
-        config = corpus.config(run_dir, data=data, **options)
-        started = zygote.start([str(PRETRAIN), "--config", str(config)], ranks, tmp_path / "log")
-        return started.wait(), started.output()
-
-    assert start(2, 4)[0] == [0, 0]
-    _manifest(corpus, manifest, {**grow, "from_step": 3})
-    codes, output = start(1, 6)
-    assert codes == [1]
-    assert "of the stages before step 4 (the first difference is at 2)" in output
+    run = new_run(data=data, evaluation={"buckets": [32, 64, 128]})
+    run.succeed("num_steps=4")
+    write({**grow, "from_step": 3})
+    said = "of the stages before step 4 (the first difference is at 2)"
+    run.start("num_steps=6", ranks=1).end_with(1, said)
     back = {"from_step": 5, "tokens_per_step": 1024, "weights": {"math": 1}, "skip_steps": 1}
-    _manifest(corpus, manifest, grow, back)
-    codes, output = start(1, 6)
-    assert codes == [0]
+    write(grow, back)
     change = "from step 5 on skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"
-    assert f"the data order is changed: {change}" in output
+    run.start("num_steps=6", ranks=1).succeed(f"the data order is changed: {change}")
 
-    log = list(read_jsonl(run_dir / "log.jsonl"))
-    assert [line["tokens"] for line in log] == [1024, 1024, 2048, 2048, 2048, 1024]
-    first, second = read_jsonl(run_dir / "starts.jsonl")
+    assert [line["tokens"] for line in run.log] == [1024, 1024, 2048, 2048, 2048, 1024]
+    first, second = run.lines("starts")
     assert first["data_order_changes"] == [] and len(first["data_order"]["stages"]) == 1
     assert second["data_order_changes"][0].startswith(change)
     assert len(second["data_order"]["stages"]) == 2
     schedule = Schedule(open_blend(load_blend(manifest)), tokens_per_step=1024)
-    found: dict[int, list[int]] = {}
-    for path in sorted((run_dir / "batches").glob("rank_*.jsonl")):
-        for line in read_jsonl(path):
-            found.setdefault(line["step"], []).extend(line["sample_ids"])
-    for step in range(6):
-        assert sorted(found[step]) == sorted(schedule.step(step).sample_ids.tolist())
+    expected = {step: sorted(schedule.step(step).sample_ids.tolist()) for step in range(6)}
+    assert _samples(run) == expected
     assert (schedule.step(5).sample_ids >= schedule.samples.bases[1]).all()

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from ports import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig
-from megapack.training.engine.directory import read_jsonl
 from megapack.training.engine.inputs import open_validation
 from megapack.training.evaluate import build_parser, check_model, evaluate
 from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
@@ -30,120 +28,98 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import build_model
 
-from .conftest import BUCKETS, Corpus
+from .conftest import BUCKETS, Corpus, NewRun, drawn_from
 from .packing_helpers import tiny_model
-from .processes import FORKED, PRETRAIN, ROOT, Zygote, start_run
+from .processes import FORKED, ROOT, Ranks, Zygote
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 
 
+def run_script(zygote: Zygote, log: Path, *argv: object, **env: str) -> Ranks:
+    """One process, without what a launcher sets."""
+    return zygote.start([str(word) for word in argv], 1, log, {0: {"env": env}})
+
+
 def test_the_deepspeed_launcher_trains_two_ranks(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
+    zygote: Zygote, new_run: NewRun, tmp_path: Path
 ) -> None:
-    config = corpus.config(
-        tmp_path / "run", num_steps=4, logging={"every": 2, "tensorboard": True, "batches": True}
-    )
+    run = new_run(num_steps=4, logging={"every": 2, "tensorboard": True})
     launcher = [FORKED, "deepspeed.launcher.runner", "--num_accelerators", "2"]
     launcher += ["--master_port", str(free_port()), "--module", "megapack.training.pretrain"]
-    argv = [*launcher, "--config", str(config)]
-    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
-    assert "step 4/4" in output and "validation perplexity" in output
-    lines = list(read_jsonl(tmp_path / "run" / "log.jsonl"))
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert len(list((tmp_path / "run" / "batches").glob("rank_*.jsonl"))) == 2
-    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    ranks = run_script(zygote, tmp_path / "log", *launcher, "--config", run.config)
+    ranks.succeed("step 4/4", "validation perplexity")
+    assert [line["step"] for line in run.log] == [0, 1, 2, 3]
+    assert len(list((run.dir / "batches").glob("rank_*.jsonl"))) == 2
+    assert list((run.dir / "tensorboard").glob("events*"))
 
 
-def test_one_process_trains_a_blend(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    blend = tmp_path / "blend.yaml"
-    source = {"prefix": str(corpus.train), "index": f"{corpus.train}.samples"}
-    other = {"prefix": str(corpus.valid), "index": f"{corpus.valid}.samples"}
-    blend.write_text(
-        yaml.safe_dump({"sources": [{**source, "weight": 0.9}, {**other, "weight": 0.1}]})
-    )
+def test_one_process_trains_a_blend(new_run: NewRun, blend: Path) -> None:
     classic = {"attention": "sample", "positions": "sample", "label_boundary": "sample"}
-    config = corpus.config(
-        run_dir,
+    run = new_run(
         num_steps=3,
-        data={"prefix": None, "index": None, "blend": str(blend), **classic},
+        data={**drawn_from(blend), **classic},
         model={"preset": "gpt2_tiny_alibi"},
         engine={"precision": "bf16", "activation_checkpointing": True},
         checkpoint={"every": None, "export": True},
     )
-    argv = [str(PRETRAIN), "--config", str(config), "--local_rank", "0"]
-    ranks = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}})
-    output = ranks.succeed()
-    assert "step 3/3" in output and "kept apart: probed" in output
+    alone = run.start(words=["--local_rank", "0"], launcher=False)
+    output = alone.succeed("step 3/3", "kept apart: probed")
     assert output.count(" steps of ") == 1, "another plan stood there, of the steps up to the probe"
-    line = next(read_jsonl(run_dir / "log.jsonl"))
+    line = run.log[0]
     assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
-    exported = {path.name for path in (run_dir / "model").iterdir()}
+    exported = {path.name for path in (run.dir / "model").iterdir()}
     assert {"config.json", "model.safetensors", "modeling_gpt2_alibi.py"} <= exported
 
 
-def test_dry_run_prints_the_plan(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    config = corpus.config(tmp_path / "run", num_steps=None, num_epochs=2)
-    argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
-    argv += ["--world-size", "4", "--set", "engine.precision=bf16", "--show-config"]
-    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
-    assert "precision: bf16" in output and "positions: segment" in output
+def test_dry_run_prints_the_plan(new_run: NewRun) -> None:
+    run = new_run(num_steps=None, num_epochs=2, engine={"precision": "bf16"})
+    words = ["--dry-run", "--device", "H100", "--show-config", "--world-size"]
+    output = run.start(words=[*words, "4"], launcher=False).succeed(
+        *("precision: bf16", "positions: segment", "model: llama, 82,240 parameters"),
+        "ranks: 4, 1 micro steps of 256 tokens each",
+        "ZeRO: stage 1; 0.00 GiB of gradients (float32) are reduced once per step",
+        *("parameters", "optimizer state", "activations", "GiB", "FLOP", "on 4 ranks"),
+    )
     assert "epochs: 2.0" in output or "epochs: 1.9" in output
-    assert "model: llama, 82,240 parameters" in output
-    assert "ranks: 4, 1 micro steps of 256 tokens each" in output
-    for capacity in BUCKETS:
-        assert any(line.split()[:1] == [str(capacity)] for line in output.splitlines()), capacity
-    assert "ZeRO: stage 1; 0.00 GiB of gradients (float32) are reduced once per step" in output
-    for part in ("parameters", "optimizer state", "activations", "GiB", "FLOP", "on 4 ranks"):
-        assert part in output, part
+    first = {line.split()[0] for line in output.splitlines() if line.strip()}
+    assert first >= set(map(str, BUCKETS))
     assert output.index("model: llama") < output.index("precision: bf16"), "the plan comes first"
     assert "time: 0.0 " not in output
-    assert not (tmp_path / "run").exists()
-    refused = zygote.start([*argv, "--world-size", "3"], 1, tmp_path / "refused", {0: {"env": {}}})
-    assert refused.wait() == [2]
-    assert "3 ranks do not divide the 4 micro batches" in refused.output()
+    assert not run.dir.exists()
+    refused = run.start(words=[*words, "3"], launcher=False)
+    refused.end_with(2, "3 ranks do not divide the 4 micro batches")
 
 
-def test_dry_run_plans_from_lengths(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_dry_run_plans_from_lengths(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
     """The same steps and arithmetic as with the documents that have these lengths."""
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, IndexedDataset(corpus.train).document_lengths)
-    model = {"preset": "llama_tiny", "vocab_size": 64}
-    config = corpus.config(tmp_path / "run", num_steps=None, model=model)
-    argv = [str(PRETRAIN), "--config", str(config), "--dry-run", "--device", "H100"]
-    argv += ["--gpu-price", "2.5"]
-    real = zygote.start(argv, 1, tmp_path / "real", {0: {"env": {}}}).succeed()
-    nowhere = ["--set", f"data.prefix={tmp_path}/no", "--set", f"data.index={tmp_path}/no.samples"]
-    nowhere += ["--set", "data.valid_prefix=null"]
-    buckets = ",".join(map(str, BUCKETS))
-    plan = [*argv, *nowhere, "--lengths", str(lengths), "--buckets", buckets]
-    assert zygote.start(plan, 1, tmp_path / "plan", {0: {"env": {}}}).succeed() == real
-    assert "cost: " in real and "at 2.5 per rank and hour" in real and "run_dir:" not in real
-    refused = zygote.start([*argv, *nowhere], 1, tmp_path / "refused", {0: {"env": {}}})
-    assert refused.wait() == [2]
-    assert f"{tmp_path}/no" in refused.output() and "--dry-run --lengths" in refused.output()
+    run = new_run(num_steps=None, model={"vocab_size": 64})
+    words = ["--dry-run", "--device", "H100", "--gpu-price", "2.5"]
+    real = run.start(words=words, launcher=False).succeed("cost: ", "at 2.5 per rank and hour")
+    assert "run_dir:" not in real
+    nowhere = [f"data.prefix={tmp_path}/no", f"data.index={tmp_path}/no.samples"]
+    nowhere += ["data.valid_prefix=null"]
+    plan = [*words, "--lengths", str(lengths), "--buckets", ",".join(map(str, BUCKETS))]
+    assert run.succeed(*nowhere, words=plan, launcher=False) == real
+    refused = run.start(*nowhere, words=words, launcher=False)
+    refused.end_with(2, f"{tmp_path}/no", "--dry-run --lengths")
 
 
-def test_foreign_attention_is_one_line(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    config = corpus.config(tmp_path / "run")
-    ranks = start_run(zygote, config, "flash", "model.attention_backend=flash2", ranks=1)
-    assert ranks.wait() == [2]
-    assert "cannot serve" in ranks.output() and "Traceback" not in ranks.output()
+def test_foreign_attention_is_one_line(new_run: NewRun) -> None:
+    ranks = new_run().start("model.attention_backend=flash2", ranks=1)
+    assert "Traceback" not in ranks.end_with(2, "cannot serve")
 
 
-def test_damaged_index_is_refused(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_damaged_index_is_refused(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
     """A changed segment start would be trained without a word: batches of other tokens."""
     index = tmp_path / "train.samples"
     data = bytearray(Path(f"{corpus.train}.samples").read_bytes())
     data[-5] ^= 1  # in the array along the segments, which loading does not read
     index.write_bytes(data)
-    config = corpus.config(tmp_path / "run", data={"index": str(index)}, num_steps=1)
-    argv = [str(PRETRAIN), "--config", str(config)]
-    ranks = zygote.start(argv, 2, tmp_path / "log")
-    assert ranks.wait() == [1, 1], ranks.output()[-3000:]
-    assert f"{index}" in ranks.output() and "checksum" in ranks.output()
-    assert "Traceback" not in ranks.output()
-    assert not (tmp_path / "run").exists()
+    run = new_run(data={"index": str(index)}, num_steps=1)
+    assert "Traceback" not in run.start().end_with(1, str(index), "checksum")
+    assert not run.dir.exists()
 
 
 @pytest.fixture(scope="module")
@@ -158,34 +134,43 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def write_log(folder: Path, losses: list[float], steps_per_epoch: int, cut: str = "") -> Path:
+    """Of a run; its last line may be cut."""
+    folder.mkdir(exist_ok=True)
+    epochs = [i / steps_per_epoch for i in range(len(losses) + 1)]
+    lines = [
+        {"step": i, "loss": loss, "epoch": epochs[i], "epoch_end": epochs[i + 1]}
+        for i, loss in enumerate(losses)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + cut
+    (folder / "log.jsonl").write_text(text)
+    return folder
+
+
 def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_path: Path) -> None:
-    for name, factor in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / name).mkdir()
-        lines = [
-            {"step": i, "loss": factor / (i + 1), "epoch": i / 4, "epoch_end": (i + 1) / 4}
-            for i in range(4)
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / name / "log.jsonl").write_text(text)
-    argv = [str(EVALUATE), "--model", f"tiny={exported}", "--data", str(corpus.valid)]
-    argv += ["--buckets", *map(str, BUCKETS), "--contexts", "16", "64", "--output"]
-    argv += [str(tmp_path / "out"), "--micro-batch-tokens", "512"]
-    argv += ["--run", f"first={tmp_path / 'a'}", "--run", f"second={tmp_path / 'b'}"]
-    held_out = {"prefix": "nowhere", "valid_prefix": str(corpus.valid)}
-    (tmp_path / "blend.json").write_text(json.dumps({"sources": [{**held_out, "name": "web"}]}))
-    argv += ["--blend", str(tmp_path / "blend.json")]
-    output = zygote.start(argv, 1, tmp_path / "log", {0: {"env": {}}}).succeed()
-    assert "tiny: perplexity" in output and "context     16" in output
+    runs = [
+        f"{name}={write_log(tmp_path / name, [factor / (i + 1) for i in range(4)], 4)}"
+        for name, factor in (("first", 1.0), ("second", 2.0))
+    ]
+    held_out = {"prefix": "nowhere", "valid_prefix": str(corpus.valid), "name": "web"}
+    (tmp_path / "blend.json").write_text(json.dumps({"sources": [held_out]}))
+    out = tmp_path / "out"
+    output = run_script(
+        *(zygote, tmp_path / "log", EVALUATE, "--model", f"tiny={exported}"),
+        *("--data", corpus.valid, "--buckets", *BUCKETS, "--contexts", 16, 64, "--output", out),
+        *("--micro-batch-tokens", 512, "--run", runs[0], "--run", runs[1]),
+        *("--blend", tmp_path / "blend.json"),
+    ).succeed("tiny: perplexity", "context     16")
     assert "in epochs 0 to 1, the last that all runs have:\nfirst: " in output
     assert output.index("first: final perplexity") < output.index("second: final perplexity")
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    found = json.loads((out / "evaluation.json").read_text())
     assert found["runs"]["first"]["mean_rank"] == 1.0
     model = found["models"]["tiny"]
     assert set(model["contexts"]) == {"16", "64"} and model["perplexity"] > 1
     assert model["source_perplexity"] == {"web": model["perplexity"]}
     assert f"source web: perplexity {model['perplexity']:.4f}" in output
     for plot in ("perplexity_by_context.png", "training_perplexity.png"):
-        assert (tmp_path / "out" / plot).read_bytes()[:4] == b"\x89PNG"
+        assert (out / plot).read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
@@ -257,36 +242,28 @@ metric_list:
 
 
 def test_lm_eval_scores_exported_model(zygote: Zygote, exported: Path, tmp_path: Path) -> None:
-    data = tmp_path / "task.json"
-    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("CDEF", "KJIH", "ABAB")))
-    tasks = tmp_path / "tasks"
+    data, tasks, texts = tmp_path / "task.json", tmp_path / "tasks", ("CDEF", "KJIH", "ABAB")
+    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     tasks.mkdir()
     (tasks / "next_letter.yaml").write_text(TASK.format(data=data))
-    argv = [str(EVALUATE), "--model", str(exported), "--lm-eval", "next_letter"]
-    argv += ["--lm-eval-path", str(tasks), "--tokenizer", str(exported.parent / "tokenizer.json")]
+    tokenizer = str(exported.parent / "tokenizer.json")
+    commands = [
+        [str(EVALUATE), "--model", str(exported), "--lm-eval", name, "--lm-eval-path", str(tasks)]
+        + ["--tokenizer", tokenizer, "--output", str(tmp_path / "out")]
+        for name in ("next_letter", "no_such_task")
+    ]
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    argv += ["--output", str(tmp_path / "out")]
-    unknown = [*argv[:4], "no_such_task", *argv[5:]]
     script = tmp_path / "twice.py"
-    script.write_text(TWICE.format(commands=[argv, unknown]))
-    output = zygote.start([str(script)], 1, tmp_path / "log", {0: {"env": env}}).succeed()
-    assert "exit code 0" in output and "exit code 2" in output
-    assert "has no task no_such_task" in output
+    script.write_text(TWICE.format(commands=commands))
+    said = "exit code 0", "exit code 2", "has no task no_such_task"
+    run_script(zygote, tmp_path / "log", script, **env).succeed(*said)
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     accuracy = found["lm_eval"][str(exported)]["next_letter"]["acc,none"]
-    assert accuracy == pytest.approx(_accuracy(exported, ["CDEF", "KJIH", "ABAB"]))
-
-
-def _accuracy(directory: Path, texts: list[str]) -> float:
-    from transformers import LlamaForCausalLM  # noqa: PLC0415
-
-    model: Any = LlamaForCausalLM.from_pretrained(directory)
-    right = 0
-    for text in texts:
-        tokens = torch.tensor([[ord(c) - ord("0") for c in text]])
-        scores = model(tokens).logits[0, -1]
-        right += int(scores[ord("A") - ord("0")] > scores[ord("B") - ord("0")])
-    return right / len(texts)
+    model: Any = LlamaForCausalLM.from_pretrained(exported)
+    tokens = torch.tensor([[ord(c) - ord("0") for c in text] for text in texts])
+    scores = model(tokens).logits[:, -1]
+    right = scores[:, ord("A") - ord("0")] > scores[:, ord("B") - ord("0")]
+    assert accuracy == pytest.approx(float(right.float().mean()))
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
@@ -373,18 +350,12 @@ def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
 
 
 def test_a_curve_is_read_from_the_log_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
-    lines = [
-        {"step": i, "loss": math.log(i + 2), "epoch": i / 2, "epoch_end": (i + 1) / 2}
-        for i in range(2)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo'
-    (tmp_path / "log.jsonl").write_text(text)
-    curve = read_curve(tmp_path)
+    losses = [math.log(i + 2) for i in range(2)]
+    curve = read_curve(write_log(tmp_path, losses, 2, cut='{"step": 2, "lo'))
     assert curve.perplexity.tolist() == pytest.approx([2.0, 3.0])
     assert curve.epoch.tolist() == [0.0, 0.5, 1.0]
-    (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(DataError, match="has no steps"):
-        read_curve(tmp_path)
+        read_curve(write_log(tmp_path, [], 2))
 
 
 def test_smoothing_is_unbiased_and_forgets() -> None:

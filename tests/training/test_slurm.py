@@ -14,8 +14,8 @@ import pytest
 
 from megapack.training.engine.directory import read_jsonl
 
-from .conftest import Corpus
-from .processes import Zygote, start_run, wait_for
+from .conftest import Corpus, NewRun
+from .processes import wait_for
 from .slurm import Slurm, missing, one_node
 
 SECTIONS: dict[str, Any] = {
@@ -39,13 +39,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def undisturbed(module_run: NewRun) -> list[dict[str, Any]]:
     """Log lines of the same run without Slurm and without faults."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    start_run(zygote, corpus.config(run_dir, **SECTIONS), "undisturbed").succeed()
-    return list(read_jsonl(run_dir / "log.jsonl"))
+    run = module_run(**SECTIONS)
+    run.succeed()
+    return run.log
 
 
 class Job:
@@ -99,24 +97,14 @@ class Job:
         assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "stop",
-    [
-        ("scancel", "--signal=USR1"),  # Slurm's warning before the time limit
-        ("scontrol", "requeue"),  # SIGTERM, then SIGKILL: another job takes its place
-    ],
-    ids=" ".join,
-)
+# Slurm's warning before the time limit; SIGTERM, then SIGKILL: another job takes its place.
+@pytest.mark.parametrize("stop", ["scancel --signal=USR1", "scontrol requeue"])
 def test_a_preempted_job_saves_is_queued_again_and_finishes(
-    stop: tuple[str, ...],
-    slurm: Slurm,
-    corpus: Corpus,
-    undisturbed: list[dict[str, Any]],
-    tmp_path: Path,
+    stop: str, slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = Job(slurm, corpus, tmp_path)
     saved = job.wait_for_checkpoint()
-    slurm.call(*stop, job.id)
+    slurm.call(*stop.split(), job.id)
     facts = slurm.wait_until_over(job.id)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.output()[-4000:]
     first, second = job.starts()

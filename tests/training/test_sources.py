@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,37 +24,30 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_documen
 from megapack.storage.builder import write_weights
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.directory import read_jsonl
 from megapack.training.engine.engine import _by_sample
 from megapack.training.engine.inputs import open_inputs
 from megapack.training.monitoring.monitor import mean_by_source, named_means
 
-from .conftest import PER_STEP, ROW, Corpus, noisy_blend
+from .conftest import (
+    BUCKETS,
+    PER_STEP,
+    ROW,
+    Corpus,
+    NewRun,
+    blend_config,
+    drawn_from,
+    noisy_blend,
+    write_blend,
+)
 from .packing_helpers import check_gradients, losses_one_by_one, plain
-from .processes import Zygote, run_worker, start_run
 
 
-def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
-    """Two sources of equal weight, each with its held-out documents (of the other one)."""
-    pairs = {"web": (corpus.train, corpus.valid), "math": (corpus.valid, corpus.train)}
-    sources = [
-        {
-            "name": name,
-            "prefix": str(prefix),
-            "index": f"{prefix}.samples",
-            "weight": 1,
-            "valid_prefix": str(held_out),
-            "valid_index": f"{held_out}.samples",
-        }
-        for name, (prefix, held_out) in pairs.items()
-    ]
-    path.write_text(yaml.safe_dump({"sources": sources, **more}))
-    return path
-
-
-def blend_config(path: Path, corpus: Corpus, run_dir: Path, **sections: object) -> Path:
-    data = {"prefix": None, "index": None, "valid_prefix": None, "blend": str(path)}
-    return corpus.config(run_dir, data=data, **sections)
+@contextmanager
+def edited(blend: Path) -> Iterator[dict[str, Any]]:
+    """The tree of a manifest, which is written again."""
+    tree = yaml.safe_load(blend.read_text())
+    yield tree
+    blend.write_text(yaml.safe_dump(tree))
 
 
 def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tuple[float, int]]:
@@ -67,25 +63,25 @@ def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tu
     return result
 
 
-def test_run_tells_loss_of_every_source(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    logs = {}
-    for ranks in (1, 2):
-        run_dir = tmp_path / f"run{ranks}"
-        path = blend_config(
-            blend, corpus, run_dir, num_steps=2, logging={"every": 1, "tensorboard": ranks == 2}
+def test_run_tells_loss_of_every_source(new_run: NewRun, blend: Path) -> None:
+    runs = [
+        new_run(
+            f"run{ranks}",
+            num_steps=2,
+            data=drawn_from(blend),
+            logging={"every": 1, "tensorboard": ranks == 2},
         )
-        output = start_run(zygote, path, "run", ranks=ranks).succeed()
-        logs[ranks] = list(read_jsonl(run_dir / "log.jsonl"))
-    config = load_config(PretrainConfig, path)
-    expected = expected_losses(config)
+        for ranks in (1, 2)
+    ]
+    _, output = (run.succeed(ranks=ranks) for ranks, run in enumerate(runs, start=1))
+    expected = expected_losses(load_config(PretrainConfig, runs[1].config))
     assert set(expected) == {"web", "math"}
-    for log in logs.values():
-        first = log[0]
+    for run in runs:
+        first = run.log[0]
         assert first["source_label_tokens"] == {name: n for name, (_, n) in expected.items()}
         for name, (loss, _) in expected.items():
             assert first["source_loss"][name] == pytest.approx(loss, rel=1e-5)
-        for line in log:
+        for line in run.log:
             tokens = line["source_label_tokens"]
             assert sum(tokens.values()) == line["label_tokens"]
             total = sum(line["source_loss"][name] * n for name, n in tokens.items())
@@ -93,48 +89,40 @@ def test_run_tells_loss_of_every_source(zygote: Zygote, corpus: Corpus, tmp_path
     assert re.search(r"loss [\d.]+ \((web|math) [\d.]+, (web|math) [\d.]+\), lr", output)
     assert re.search(r"validation perplexity [\d.]+ \(web [\d.]+, math [\d.]+\)", output)
     assert "realised" in output and re.search(r"epochs.*source", output), "before the launch"
-    [line] = read_jsonl(run_dir / "evaluation.jsonl")
+    [line] = runs[1].lines("evaluation")
     losses = line["source_loss"]
     assert line["source_perplexity"]["math"] == pytest.approx(math.exp(losses["math"]))
     # The figure of the run is that of all held-out documents together.
     assert min(losses.values()) < line["loss"] < max(losses.values())
-    written = b"".join(p.read_bytes() for p in (run_dir / "tensorboard").iterdir())
+    written = b"".join(p.read_bytes() for p in (runs[1].dir / "tensorboard").iterdir())
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
 
 
 def test_step_without_a_label_that_weighs_has_no_loss_and_the_run_goes_on(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path
+    new_run: NewRun, tmp_path: Path
 ) -> None:
     """Its loss was 0.0: half of what a log line said of two steps, and a level to the autopilot."""
-    blend, run = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0), tmp_path / "run"
+    blend = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0)
     documents = np.ones((4, PER_STEP, ROW), np.float16)
     documents[1] = 0  # of the second step, as scores are sorted
     write_weights(tmp_path / "web", documents.reshape(-1, ROW))
-    path = blend_config(
-        *(blend, corpus, run),
-        num_steps=4,
-        autopilot={"spikes": True, "confirm": 1},
-    )
-    path.write_text(path.read_text().replace("tokens_per_step: 1024", "tokens_per_step: 512"))
-    output = start_run(zygote, path, "run").succeed()
-    log = list(read_jsonl(run / "log.jsonl"))
-    assert [line["loss"] is None for line in log] == [False, True, False, False]
-    assert log[1]["grad_norm"] == 0 and f"step 2/4, loss {log[0]['loss']:.4f}, " in output
-    losses = next(check for check in checks(read_run(run)) if check.what == "losses")
+    data = {**drawn_from(blend), "tokens_per_step": PER_STEP * ROW}
+    run = new_run(num_steps=4, data=data, autopilot={"spikes": True, "confirm": 1})
+    output = run.succeed()
+    assert [line["loss"] is None for line in run.log] == [False, True, False, False]
+    assert run.log[1]["grad_norm"] == 0 and f"step 2/4, loss {run.log[0]['loss']:.4f}, " in output
+    losses = next(check for check in checks(read_run(run.dir)) if check.what == "losses")
     assert losses == (0, "losses", "all finite")
 
 
-def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_label_counts_like_loss_weight(new_run: NewRun, blend: Path) -> None:
     """The gradient is that of the weighted mean over single documents, on any number of ranks."""
     weights = {"web": 1.0, "math": 4.0}
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    tree = yaml.safe_load(blend.read_text())
-    tree["sources"][1]["loss_weight"] = weights["math"]
-    blend.write_text(
-        yaml.safe_dump({**tree, "stages": [{"from_step": 1, "loss_weights": {"math": 1}}]})
-    )
-    path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
-    config = load_config(PretrainConfig, path)
+    with edited(blend) as tree:
+        tree["sources"][1]["loss_weight"] = weights["math"]
+        tree["stages"] = [{"from_step": 1, "loss_weights": {"math": 1}}]
+    run = new_run(num_steps=2, data=drawn_from(blend), logging={"every": 1})
+    config = load_config(PretrainConfig, run.config)
     inputs, model = plain(config)
     found = losses_one_by_one(model, inputs, 0)
     factor = [weights[name] for name in inputs.schedule.samples.names]
@@ -143,20 +131,19 @@ def test_label_counts_like_loss_weight(zygote: Zygote, corpus: Corpus, tmp_path:
     mean.backward()
 
     for ranks in (1, 2):
-        result = run_worker(zygote, path, ranks)
+        result = run.worker(ranks)
         assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-5)
         check_gradients(result["grads"], model)
 
-    start_run(zygote, path, "run").succeed()
-    first, second = read_jsonl(tmp_path / "run" / "log.jsonl")
-    expected = expected_losses(config)
+    run.succeed()
+    first, second = run.log
     assert first["loss"] == pytest.approx(mean.item(), rel=1e-5)
-    for name, (loss, _) in expected.items():
+    for name, (loss, _) in expected_losses(config).items():
         assert first["source_loss"][name] == pytest.approx(loss, rel=1e-5), "not weighted"
     tokens = second["source_label_tokens"]
     total = sum(second["source_loss"][name] * n for name, n in tokens.items())
     assert second["loss"] == pytest.approx(total / second["label_tokens"], rel=1e-5)
-    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    [start] = run.lines("starts")
     assert start["data_order"]["loss_weights"] == [1.0, 4.0]
 
 
@@ -173,29 +160,26 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 @pytest.mark.parametrize(("loss", "ranks", "stage", "shared"), WEIGHED)
 def test_weights_of_tokens_meet_their_losses(
-    zygote: Zygote, corpus: Corpus, tmp_path: Path, loss: str, ranks: int, stage: int, shared: int
+    new_run: NewRun, blend: Path, loss: str, ranks: int, stage: int, shared: int
 ) -> None:
     """The gradient is that of documents one by one, every token with its weight and that of its
     source, over all tokens or over the means of sequences."""
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    tree = yaml.safe_load(blend.read_text())
     weights = []
-    for source, seed in zip(tree["sources"], (1, 2), strict=True):
-        lengths = read_document_lengths(source["prefix"])
-        random = np.random.default_rng(seed)
-        own = [random.choice([0, 0.25, 1, 3], size=n).astype(np.float32) for n in lengths]
-        source["token_weights"] = str(tmp_path / f"{source['name']}.weights")
-        with IndexedDatasetBuilder(source["token_weights"], np.float16) as builder:
-            for values in own:
-                builder.add_document(values)
-        weights.append(np.concatenate(own))
-    tree["sources"][1]["loss_weight"] = 2.5
-    blend.write_text(yaml.safe_dump(tree))
-    path = blend_config(blend, corpus, tmp_path / "run", num_steps=1)
+    with edited(blend) as tree:
+        for source, seed in zip(tree["sources"], (1, 2), strict=True):
+            lengths = read_document_lengths(source["prefix"])
+            random = np.random.default_rng(seed)
+            own = [random.choice([0, 0.25, 1, 3], size=n).astype(np.float32) for n in lengths]
+            source["token_weights"] = str(blend.with_name(f"{source['name']}.weights"))
+            with IndexedDatasetBuilder(source["token_weights"], np.float16) as builder:
+                for values in own:
+                    builder.add_document(values)
+            weights.append(np.concatenate(own))
+        tree["sources"][1]["loss_weight"] = 2.5
+    run = new_run(num_steps=1, data=drawn_from(blend))
     more = [f"data.loss={loss}", f"engine.zero_stage={stage}"]
     more += [f"engine.sequence_parallel_size={shared}", f"data.micro_batch_tokens={128 // shared}"]
-    config = load_config(PretrainConfig, path, more)
-    inputs, model = plain(config)
+    inputs, model = plain(load_config(PretrainConfig, run.config, more))
     found = losses_one_by_one(model, inputs, 0, weights=weights)
     factor = [1.0, 2.5] if inputs.schedule.samples.names[0] == "web" else [2.5, 1.0]
     if loss == "token_mean":
@@ -206,54 +190,51 @@ def test_weights_of_tokens_meet_their_losses(
         terms = [factor[source] * sums / weight for source, sums, weight in found if weight]
     mean = torch.stack(terms).sum() / total
     mean.backward()
-    result = run_worker(zygote, path, ranks, more=more)
+    result = run.worker(ranks, more=more)
     assert result["losses"][0] == pytest.approx(mean.item(), rel=1e-6)
     check_gradients(result["grads"], model, rel=1e-6)
 
 
-def test_attention_stays_in_the_window(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_attention_stays_in_the_window(new_run: NewRun, corpus: Corpus, blend: Path) -> None:
     """A token is predicted from its piece of the document alone, and evaluation has no window."""
     stages = [{"from_step": 1, "attention_window": 0}]
-    blend = write_blend(tmp_path / "blend.yaml", corpus, attention_window=16, stages=stages)
-    path = blend_config(blend, corpus, tmp_path / "run", num_steps=2, logging={"every": 1})
-    config = load_config(PretrainConfig, path)
-    start_run(zygote, path, "run").succeed()
-    first, _ = read_jsonl(tmp_path / "run" / "log.jsonl")
+    write_blend(blend, corpus, attention_window=16, stages=stages)
+    run = new_run(num_steps=2, data=drawn_from(blend), logging={"every": 1})
+    config = load_config(PretrainConfig, run.config)
+    run.succeed()
+    first, _ = run.log
     cut, whole = expected_losses(config, 16), expected_losses(config)
     assert {n: labels for n, (_, labels) in cut.items()} == first["source_label_tokens"]
     for name in ("web", "math"):
         assert first["source_loss"][name] == pytest.approx(cut[name][0], rel=1e-5)
         assert first["source_loss"][name] != pytest.approx(whole[name][0], rel=1e-4)
     assert "attention window: 16 tokens" in dry_run(config)
-    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    [start] = run.lines("starts")
     assert start["data_order"]["attention_window"] == [16, 0, 0, 0]
 
 
-def test_documents_have_their_middle_last(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_documents_have_their_middle_last(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
     """The loss is that of the documents of the definition, whatever ranks there are; the plan says
     how many can be turned round."""
     dataset = IndexedDataset(corpus.train)
-    index = pack(dataset.document_lengths, "bucket", buckets=[32, 64, 128], fim_room=3)
+    index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, fim_room=3)
     index.save(tmp_path / "train.samples", source=dataset)
     fim = {"sentinels": {"prefix": 64, "suffix": 65, "middle": 66}, "eod": "none"}
     data = {"index": str(tmp_path / "train.samples"), "fim": fim}
-    options = {"num_steps": 2, "data": data, "logging": {"every": 1}}
-    path = corpus.config(tmp_path / "run", **options)
-    config = load_config(PretrainConfig, path)
+    run = new_run(num_steps=2, data=data, logging={"every": 1})
+    config = load_config(PretrainConfig, run.config)
     assert open_inputs(config).schedule.step(0).fim is not None
-    losses = expected_losses(config)
-    start_run(zygote, path, "run", ranks=2).succeed()
-    first = next(iter(read_jsonl(tmp_path / "run" / "log.jsonl")))
-    [(loss, labels)] = losses.values()
-    assert first["label_tokens"] == labels
-    assert first["loss"] == pytest.approx(loss, rel=1e-5)
-    [start] = read_jsonl(tmp_path / "run" / "starts.jsonl")
+    run.succeed()
+    [(loss, labels)] = expected_losses(config).values()
+    assert run.log[0]["label_tokens"] == labels
+    assert run.log[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    [start] = run.lines("starts")
     assert start["data_order"]["fim_rates"] == [0.5] and start["data_order"]["fim"]["middle"] == 66
     plan = dry_run(config)
     with_room = index.metrics()["num_documents_with_fim_room"]
     assert f"{with_room:,} of 700 documents have room for 3 tokens" in plan
     assert re.search(r"fill-in-the-middle, share of documents: \S+train 0.5", plan)
-    small = load_config(PretrainConfig, path, ["data.fim.sentinels.middle=128"])
+    small = load_config(PretrainConfig, run.config, ["data.fim.sentinels.middle=128"])
     with pytest.raises(ConfigError, match="fim writes token id 128, and the model has ids below"):
         dry_run(small)
 
@@ -278,15 +259,13 @@ def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -
     assert named_means({}) == ""
 
 
-def test_dry_run_tells_the_epochs_of_every_source(corpus: Corpus, tmp_path: Path) -> None:
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
+def test_dry_run_tells_the_epochs_of_every_source(
+    corpus: Corpus, blend: Path, tmp_path: Path
+) -> None:
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=8))
-    text = dry_run(config)
-    inputs = open_inputs(config)
+    text, samples = dry_run(config), open_inputs(config).schedule.samples
     assert text.count("epochs") == 2
-    for name, tokens in zip(
-        ("web", "math"), inputs.schedule.samples.tokens_per_epoch.tolist(), strict=True
-    ):
+    for name, tokens in zip(("web", "math"), samples.tokens_per_epoch.tolist(), strict=True):
         [line] = [line for line in text.splitlines() if line.endswith(f"  {name}")]
         assert float(line.split()[2]) == pytest.approx(8 * 1024 / 2 / tokens, rel=0.2)
     write_blend(blend, corpus, max_epochs=0.5)
@@ -306,15 +285,13 @@ def test_dry_run_counts_the_groups_of_a_source(corpus: Corpus, tmp_path: Path) -
     assert f": {-(-len(lengths) // 5):,}, {cut:,} cut, " in text and cut > 0
 
 
-def test_equal_held_out_sets_are_refused(corpus: Corpus, tmp_path: Path) -> None:
-    blend = write_blend(tmp_path / "blend.yaml", corpus)
-    tree = yaml.safe_load(blend.read_text())
-    tree["sources"][1]["name"] = "web"
-    blend.write_text(yaml.safe_dump(tree))
+def test_equal_held_out_sets_are_refused(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run"))
+    with edited(blend) as tree:
+        tree["sources"][1]["name"] = "web"
     with pytest.raises(ConfigError, match="two sources with held-out documents are named 'web'"):
         open_inputs(config)
-    del tree["sources"][0]["valid_prefix"]
-    blend.write_text(yaml.safe_dump(tree))
+    with edited(blend) as tree:
+        del tree["sources"][0]["valid_prefix"]
     with pytest.raises(ConfigError, match="has a valid_index and no valid_prefix"):
         open_inputs(config)

@@ -12,10 +12,8 @@ import pytest
 from patience import PATIENCE
 from ports import free_port
 
-from megapack.training.engine.directory import read_jsonl
-
-from .conftest import Corpus
-from .processes import PRETRAIN, ROOT, Zygote, environment
+from .conftest import NewRun
+from .processes import PRETRAIN, ROOT, environment
 
 SCRIPT = Path(__file__).with_name("two_nodes.sh")
 BIN = Path(sys.executable).parent
@@ -47,7 +45,7 @@ def _command(command: list[str], **env: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_loss_of_a_node_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> None:
+def test_loss_of_a_node_is_named(new_run: NewRun, tmp_path: Path) -> None:
     if not os.environ.get("CLUSTER"):
         pytest.skip("make test-cluster starts two nodes")
     code, output = _command(["bash", str(SCRIPT), "--probe"])
@@ -55,18 +53,13 @@ def test_loss_of_a_node_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path)
         pytest.skip(output.strip())
     assert code == 0, output
 
-    run_dir = tmp_path / "run"
-    config = corpus.config(run_dir, num_steps=100000, **SECTIONS)
-    code, output = _command(
-        ["bash", str(SCRIPT), str(PRETRAIN), "--config", str(config)],
-        KILL_NODE="1",
-        KILL_WHEN=str(run_dir / "checkpoints" / "step_00000003_tokens_3072"),
-        PORT=str(free_port()),
-    )
+    run = new_run(num_steps=100000, **SECTIONS)
+    kill = {"KILL_NODE": "1", "KILL_WHEN": str(run.checkpoints / "step_00000003_tokens_3072")}
+    command = ["bash", str(SCRIPT), str(PRETRAIN), "--config", str(run.config)]
+    code, output = _command(command, PORT=str(free_port()), **kill)
     assert code != 0
     assert "lost contact to rank 1 on node1" in output, output[-4000:]
-    done = int((run_dir / "checkpoints" / "latest").read_text().split("_")[1])
-    start = next(read_jsonl(run_dir / "starts.jsonl"))
+    done, start = int(run.latest.split("_")[1]), run.lines("starts")[0]
     assert start["world_size"] == 2 and start["host"] == "node0"
 
     # The other node alone, started as a node without ssh is.
@@ -75,16 +68,13 @@ def test_loss_of_a_node_is_named(zygote: Zygote, corpus: Corpus, tmp_path: Path)
     hosts.write_text("localhost slots=1\n")
     launcher = ["deepspeed", "--hostfile", str(hosts), "--no_ssh", "--node_rank", "0"]
     launcher += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    code, output = _command(
-        [*launcher, str(PRETRAIN), "--config", str(config), "--set", f"num_steps={num_steps}"]
-    )
+    launcher += [str(PRETRAIN), "--config", str(run.config), "--set", f"num_steps={num_steps}"]
+    code, output = _command(launcher)
     assert code == 0, output[-4000:]
     assert f"continuing at step {done}" in output and "written by 2 ranks" in output
 
-    whole = corpus.config(tmp_path / "whole", num_steps=num_steps, **SECTIONS)
-    zygote.start([str(PRETRAIN), "--config", str(whole)], 2, tmp_path / "log").succeed()
-    ours = list(read_jsonl(run_dir / "log.jsonl"))
-    theirs = list(read_jsonl(tmp_path / "whole" / "log.jsonl"))
-    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
-    losses = [line["loss"] for line in theirs]
-    assert [line["loss"] for line in ours] == pytest.approx(losses, rel=2e-3)
+    whole = new_run("whole", num_steps=num_steps, **SECTIONS)
+    whole.succeed()
+    assert [line["samples"] for line in run.log] == [line["samples"] for line in whole.log]
+    losses = [line["loss"] for line in whole.log]
+    assert [line["loss"] for line in run.log] == pytest.approx(losses, rel=2e-3)

@@ -47,7 +47,7 @@ def run_child(request: dict[str, Any]) -> None:
         torch.compiler.set_stance(os.environ["TORCH_STANCE"])
     sys.argv = request["argv"]
     for fault, arguments in request.get("faults", {}).items():
-        sabotage.FAULTS[fault](*arguments)
+        getattr(sabotage, fault)(*arguments)
     leave_after(lambda: runpy.run_path(request["argv"][0], run_name="__main__"))
 
 
