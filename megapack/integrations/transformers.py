@@ -84,7 +84,10 @@ def check_model(
     tell_recurrent_layers(bare)
     text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
-        check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)
+        # Within the wrappers that PEFT puts round it.
+        embeddings = bare.get_input_embeddings().modules()
+        size = next(one.num_embeddings for one in embeddings if hasattr(one, "num_embeddings"))
+        check_token_ids(dataset, size)
         _check_windows(text._attn_implementation, dataset)
 
     def build(configuration: Any, implementation: str) -> Any:

@@ -196,8 +196,11 @@ def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     dataset = make_dataset(tmp_path, [40, 24, 501] * 4)
     data = PackedDataset(dataset, pack(dataset.document_lengths, buckets=[64]))
-    with pytest.raises(ConfigError, match=r"text holds token id 999, .* ids below 500"):
-        check_model(model, data)
+    embeddings = model.get_input_embeddings()
+    for wrapped in (torch.nn.Sequential(embeddings), embeddings):  # as PEFT's adapters do
+        model.set_input_embeddings(wrapped)
+        with pytest.raises(ConfigError, match=r"text holds token id 999, .* ids below 500"):
+            check_model(model, data)
     model.resize_token_embeddings(1000)
     check_model(model, data)
 
