@@ -244,14 +244,15 @@ class PackedTrainerMixin:
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Whether the loss of a micro batch is that of its labels.
 
-        The gradient of a loss by the logits of a token is below 0 at the label that it took, and 0
-        where it took none. A loss that makes no logits (fused with the head) is not seen.
+        The gradient of a loss by the logits of a token, all 0 here, is below 0 at the label that it
+        took, and 0 where it took none: at a model's own, one that is sure of a label has none, or
+        another's. A loss that makes no logits (fused with the head) is not seen.
         """
         found: list[torch.Tensor] = []
 
         def keep(head: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
             del head, given
-            found.append(logits.detach().requires_grad_())
+            found.append(torch.zeros_like(logits, requires_grad=True))
             return found[-1]
 
         inputs = self._inputs(batch)
