@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
@@ -155,7 +156,8 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         # A checkpoint of another trainer has none, and the next one is to have it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = kept["attributes"]["saved"]
-        for change in self.schedule.check_state(saved) if self.schedule and saved else ():
+        resumed = self.schedule is not None and saved and self.step
+        for change in self.schedule.check_state(saved) if resumed else ():
             logger.warning("%s", change)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -194,7 +196,8 @@ class PackedTrainerMixin:
         """A loader of this rank's micro batches.
 
         Raises:
-            ConfigError: max_steps is not set, or gradient_accumulation_steps does not fit.
+            ConfigError: max_steps is not set, gradient_accumulation_steps does not fit, or
+                ignore_data_skip.
         """
         if not isinstance(self.train_dataset, MicroBatches):
             return super().get_train_dataloader()  # type: ignore[misc]
@@ -203,6 +206,11 @@ class PackedTrainerMixin:
                 "max_steps is not set; the schedule counts steps over epochs: "
                 f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
                 "(schedule.num_steps(num_epochs))"
+            )
+        if self.args.ignore_data_skip:
+            raise ConfigError(
+                "ignore_data_skip would train the run's first steps again when it is resumed; to "
+                "skip them gathers nothing here: leave it out"
             )
         batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
         if self.args.gradient_accumulation_steps != batches.num_micro_steps:
@@ -437,7 +445,9 @@ class PackedTrainerMixin:
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
         # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
         workers = self.args.dataloader_num_workers
-        return DataLoader(
+        # Accelerate's, which deals nothing by itself, says the last batch to batch_eval_metrics.
+        loader = DataLoaderShard if batches.schedule.finite else DataLoader
+        return loader(
             batches,
             batch_size=1,
             collate_fn=operator.itemgetter(0),
