@@ -72,8 +72,7 @@ def check_model(
         ConfigError: naming the architecture, the layer and the difference, or the ids; or there
             are attention windows, and the model's attention makes its mask of positions.
     """
-    bare = getattr(model, "_orig_mod", model)
-    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
         warnings.warn(
             f"{type(bare).__name__} is no transformers model: whether it keeps the documents of a "
@@ -105,6 +104,11 @@ def check_model(
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
         )
+
+
+def bare_model(model: Any) -> Any:
+    """What PEFT has adapted, where it has."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
@@ -443,19 +447,26 @@ class PackedTrainerMixin:
         return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
-        # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
-        workers = self.args.dataloader_num_workers
         # Accelerate's, which deals nothing by itself, says the last batch to batch_eval_metrics.
-        loader = DataLoaderShard if batches.schedule.finite else DataLoader
-        return loader(
-            batches,
-            batch_size=1,
-            collate_fn=operator.itemgetter(0),
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
-            persistent_workers=bool(self.args.dataloader_persistent_workers and workers),
-        )
+        kind = DataLoaderShard if batches.schedule.finite else DataLoader
+        # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
+        return own_loader(batches, self.args, kind, batch_size=1)
+
+
+def own_loader(
+    dataset: Any, args: Any, kind: type[DataLoader[Any]] = DataLoader, **batches: Any
+) -> DataLoader[Any]:
+    """Of what one rank takes at once, with the options of a run; Trainer does not deal it again."""
+    workers = args.dataloader_num_workers
+    return kind(
+        dataset,
+        collate_fn=operator.itemgetter(0),
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        persistent_workers=bool(args.dataloader_persistent_workers and workers),
+        **batches,
+    )
 
 
 class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # no stubs
