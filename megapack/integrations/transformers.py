@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
@@ -160,9 +160,9 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         # A checkpoint of another trainer has none, and the next one is to have it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = kept["attributes"]["saved"]
-        resumed = self.schedule is not None and saved and self.step
-        for change in self.schedule.check_state(saved) if resumed else ():
-            logger.warning("%s", change)
+        if self.schedule is not None and saved and self.step:  # resumed
+            for change in self.schedule.check_state(saved):
+                logger.warning("%s", change)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         del args, control, more
