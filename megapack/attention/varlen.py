@@ -175,7 +175,7 @@ def _unpacked(
 
 
 _PLACES = "Tensor cu_seqlens, Tensor? alibi_slopes"
-_REST = "int max_seqlen, float scale, bool causal, int window, float softcap, str backend"
+_REST = "SymInt max_seqlen, float scale, bool causal, int window, float softcap, str backend"
 
 
 @torch.library.custom_op(

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from megapack.errors import ConfigError
 from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.transformers import MicroBatches, PackedTrainerMixin
+from megapack.integrations.transformers import MicroBatches, PackedTrainerMixin, bare_model
 
 __all__ = ["PackedAxolotlTrainer", "PackedPlugin", "PackedPluginArguments"]
 
@@ -59,8 +59,7 @@ class PackedAxolotlTrainer(PackedTrainerMixin, AxolotlTrainer):  # type: ignore[
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # axolotl looks for num_items_in_batch by name, which models take as one of their **kwargs.
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = bare_model(self.accelerator.unwrap_model(self.model))
         taken = inspect.signature(model.forward).parameters.values()
         self.model_accepts_loss_kwargs = any(one.kind is one.VAR_KEYWORD for one in taken)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:

@@ -26,12 +26,7 @@ from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import (
-    SPLITS,
-    TextRowDataset,
-    build_text_rows,
-    split_bounds,
-)
+from megapack.integrations.text_rows import SPLITS, TextRowDataset, build_text_rows, split_bounds
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 
@@ -148,8 +143,7 @@ class NeoXProvider:
                 built.append(None)
                 continue
             whole = self.full_validation and bool(built)
-            block = getattr(self.neox_args, "train_batch_size", None)
-            block = block if whole else manifest.rows_per_block or block
+            block = getattr(self.neox_args, "train_batch_size", None) or manifest.rows_per_block
             if block is None:
                 raise ConfigError(
                     'train_batch_size is not known here; give "rows_per_block" in the manifest'

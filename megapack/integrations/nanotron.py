@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import NANOTRON
 from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows
+from megapack.integrations.rank_rows import RankRows, seen_losses
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import RowOptions
 
@@ -79,8 +79,8 @@ class PackedBatches:
             loss, label_mask: ``(rows, R)``.
             dtype: of the sum.
         """
-        if self._probed is not None:  # one that counts and is right may be 0
-            self._probed.append(torch.where(label_mask, loss.clamp(min=1e-30), loss * label_mask))
+        if self._probed is not None:
+            self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
@@ -93,13 +93,7 @@ class PackedBatches:
         def hook(module: Any, args: Any, arrived: dict[str, Any]) -> None:
             del args
             handle.remove()
-            before = self.ranks.consumed_rows - self.ranks.rows_per_micro_step
-            self.ranks.probe(
-                lambda told: self._losses(module, told),
-                arrived,
-                consumed_rows=before,
-                module=module,
-            )
+            self.ranks.probe(lambda told: self._losses(module, told), arrived, module=module)
 
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED, OLMO_CORE, OLMO_CORE_EVALUATION, emit
 from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows
+from megapack.integrations.rank_rows import RankRows, seen_losses
 from megapack.integrations.rows import RowOptions
 
 __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
@@ -118,7 +118,6 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
             data_parallel_size=self.dp_world_size,
             micro_batch_rows=self._rows_per_step() // self.dp_world_size,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
         )
 
     @DataLoaderBase.global_batch_size.setter  # type: ignore[untyped-decorator]
@@ -261,12 +260,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
             dist.all_reduce(labels, group=self.trainer.dp_process_group)
         self._labels = labels.clamp(min=1) / loader.dp_world_size
         if self.probe and not (module.tp_enabled or module.cp_enabled):
-            loader.ranks.probe(
-                self._losses,
-                batch,
-                consumed_rows=loader.ranks.consumed_rows - loader.ranks.rows_per_micro_step,
-                module=module.model,
-            )
+            loader.ranks.probe(self._losses, batch, module=module.model)
         self.probe = False
 
     def _losses(self, told: dict[str, Any]) -> Tensor:
@@ -276,6 +270,6 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
         for part in split_batch(told, max(1, rows)):
             counts = part["labels"].to(module.device) != IGNORED
             out = module.eval_batch(part)
-            loss = torch.where(counts, out.ce_loss.clamp(min=1e-30), out.ce_loss)  # or 0 if right
+            loss = seen_losses(out.ce_loss, counts)
             losses.append(loss if out.logits is None else loss.to(out.logits.dtype))
         return torch.cat(losses)

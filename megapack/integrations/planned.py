@@ -29,7 +29,6 @@ Run with TRL 1.16 and Accelerate 1.15; docs/guides/planned_steps.md.
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,12 +40,12 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from megapack.attention import varlen_arguments
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.transformers import check_model
+from megapack.integrations.transformers import check_model, own_loader
 from megapack.planning import StepPlan, plan_step
 
 Integers = NDArray[np.int64]
@@ -243,14 +242,7 @@ class PlannedSFTMixin:
             seed=self.args.seed,
             **self._steps_options,
         )
-        workers = self.args.dataloader_num_workers
-        return DataLoader(
-            steps,
-            batch_sampler=_EpochSampler(len(steps)),
-            collate_fn=operator.itemgetter(0),
-            num_workers=workers,
-            persistent_workers=bool(self.args.dataloader_persistent_workers and workers),
-        )
+        return own_loader(steps, self.args, batch_sampler=_EpochSampler(len(steps)))
 
     def training_step(
         self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None

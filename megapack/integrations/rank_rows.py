@@ -45,7 +45,6 @@ class RankRows:
         data_parallel_rank, data_parallel_size: ranks that share documents count once.
         micro_batch_rows: rows of a micro batch.
         num_workers: processes that read ahead; 0: rows are gathered when they are asked for.
-        pin_memory: batches lie in pinned memory.
 
     Attributes:
         consumed_rows: by all ranks together, up to the batch that was yielded last.
@@ -64,12 +63,11 @@ class RankRows:
         data_parallel_size: int,
         micro_batch_rows: int,
         num_workers: int = 0,
-        pin_memory: bool = False,
     ) -> None:
         self.rows, self.dialect = rows, dialect
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.micro_batch_rows = micro_batch_rows
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.num_workers = num_workers
         self.consumed_rows = 0
         block = rows.options.rows_per_block
         if micro_batch_rows < 1 or block % self.rows_per_micro_step:
@@ -109,7 +107,7 @@ class RankRows:
             self.rows,
             batch_sampler=(list(self._numbers(begin)) for begin in begins),
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
         for batch in gathered:
             # Counted before the host has it: its checkpoint is written behind the batch.
@@ -148,8 +146,8 @@ class RankRows:
         forward: Callable[[dict[str, Any]], Tensor],
         arrived: Mapping[str, Any],
         *,
-        consumed_rows: int,
         module: nn.Module,
+        consumed_rows: int | None = None,
     ) -> None:
         """Refuse a host in which documents of a micro batch see each other, or masks are shifted.
 
@@ -162,12 +160,14 @@ class RankRows:
                 ``megapack.integrations.probe`` takes it.
             arrived: the micro batch as it has come through the host; keys that differ from what
                 this loader told are named.
-            consumed_rows: before it.
             module: the model.
+            consumed_rows: before it; None: it is the one that was yielded last.
 
         Raises:
             ConfigError: what is wrong.
         """
+        if consumed_rows is None:
+            consumed_rows = self.consumed_rows - self.rows_per_micro_step
         told = emit(self.micro_batch(consumed_rows), self.dialect)
         for key, value in arrived.items():
             if isinstance(value, Tensor) and not torch.equal(value.cpu(), told[key]):
@@ -191,6 +191,11 @@ class RankRows:
         block = self.rows.options.rows_per_block
         begins = range(consumed_rows // block * block, len(self.rows) - block + 1, block)
         return min(begins[:PROBED_BLOCKS], key=self.rows.bucket_of)
+
+
+def seen_losses(losses: Tensor, counts: Tensor) -> Tensor:
+    """As the probe takes them: one that counts is not 0, however sure of its token a model is."""
+    return torch.where(counts, losses.clamp(min=1e-30), losses)
 
 
 @contextmanager

@@ -25,14 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import (
-    BOUNDARIES,
-    MASK,
-    POSITIONS,
-    Dialect,
-    emit,
-    join_ends,
-)
+from megapack.integrations.dialects import BOUNDARIES, MASK, POSITIONS, Dialect, emit, join_ends
 from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
 from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rebinding import Rebinding

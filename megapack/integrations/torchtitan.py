@@ -29,7 +29,7 @@ from torchtitan.trainer import Trainer
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import TORCHTITAN, TORCHTITAN_ROWS
 from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows
+from megapack.integrations.rank_rows import RankRows, seen_losses
 from megapack.integrations.rows import RowOptions
 
 if importlib.util.find_spec("torchtitan.components.dataloader"):  # up to 0.3
@@ -107,7 +107,6 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
             data_parallel_size=dp_world_size,
             micro_batch_rows=tokens // length,
             num_workers=config.num_workers,
-            pin_memory=torch.cuda.is_available(),
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -198,8 +197,7 @@ def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
     def fn(pred: Tensor, labels: Tensor, **_: Any) -> Tensor:
         logits = pred.float().movedim(-1, 1)
         loss = cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
-        # One that counts and is right may be 0.
-        losses.append(loss.clamp(min=1e-30).where(labels != IGNORE_INDEX, 0).to(pred.dtype))
+        losses.append(seen_losses(loss, labels != IGNORE_INDEX).to(pred.dtype))
         return loss.sum()
 
     stock, leaf.fn = leaf.fn, fn

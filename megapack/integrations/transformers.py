@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
@@ -71,8 +72,7 @@ def check_model(
         ConfigError: naming the architecture, the layer and the difference, or the ids; or there
             are attention windows, and the model's attention makes its mask of positions.
     """
-    bare = getattr(model, "_orig_mod", model)
-    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
         warnings.warn(
             f"{type(bare).__name__} is no transformers model: whether it keeps the documents of a "
@@ -84,7 +84,10 @@ def check_model(
     tell_recurrent_layers(bare)
     text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
-        check_token_ids(dataset, bare.get_input_embeddings().num_embeddings)
+        # Within the wrappers that PEFT puts round it.
+        embeddings = bare.get_input_embeddings().modules()
+        size = next(one.num_embeddings for one in embeddings if hasattr(one, "num_embeddings"))
+        check_token_ids(dataset, size)
         _check_windows(text._attn_implementation, dataset)
 
     def build(configuration: Any, implementation: str) -> Any:
@@ -101,6 +104,11 @@ def check_model(
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
         )
+
+
+def bare_model(model: Any) -> Any:
+    """What PEFT has adapted, where it has."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
@@ -152,8 +160,9 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         # A checkpoint of another trainer has none, and the next one is to have it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = kept["attributes"]["saved"]
-        for change in self.schedule.check_state(saved) if self.schedule and saved else ():
-            logger.warning("%s", change)
+        if self.schedule is not None and saved and self.step:  # resumed
+            for change in self.schedule.check_state(saved):
+                logger.warning("%s", change)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         del args, control, more
@@ -191,7 +200,8 @@ class PackedTrainerMixin:
         """A loader of this rank's micro batches.
 
         Raises:
-            ConfigError: max_steps is not set, or gradient_accumulation_steps does not fit.
+            ConfigError: max_steps is not set, gradient_accumulation_steps does not fit, or
+                ignore_data_skip.
         """
         if not isinstance(self.train_dataset, MicroBatches):
             return super().get_train_dataloader()  # type: ignore[misc]
@@ -200,6 +210,11 @@ class PackedTrainerMixin:
                 "max_steps is not set; the schedule counts steps over epochs: "
                 f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
                 "(schedule.num_steps(num_epochs))"
+            )
+        if self.args.ignore_data_skip:
+            raise ConfigError(
+                "ignore_data_skip would train the run's first steps again when it is resumed; to "
+                "skip them gathers nothing here: leave it out"
             )
         batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
         if self.args.gradient_accumulation_steps != batches.num_micro_steps:
@@ -241,14 +256,15 @@ class PackedTrainerMixin:
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Whether the loss of a micro batch is that of its labels.
 
-        The gradient of a loss by the logits of a token is below 0 at the label that it took, and 0
-        where it took none. A loss that makes no logits (fused with the head) is not seen.
+        The gradient of a loss by the logits of a token, all 0 here, is below 0 at the label that it
+        took, and 0 where it took none: at a model's own, one that is sure of a label has none, or
+        another's. A loss that makes no logits (fused with the head) is not seen.
         """
         found: list[torch.Tensor] = []
 
         def keep(head: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
             del head, given
-            found.append(logits.detach().requires_grad_())
+            found.append(torch.zeros_like(logits, requires_grad=True))
             return found[-1]
 
         inputs = self._inputs(batch)
@@ -431,17 +447,26 @@ class PackedTrainerMixin:
         return mine
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
+        # Accelerate's, which deals nothing by itself, says the last batch to batch_eval_metrics.
+        kind = DataLoaderShard if batches.schedule.finite else DataLoader
         # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
-        workers = self.args.dataloader_num_workers
-        return DataLoader(
-            batches,
-            batch_size=1,
-            collate_fn=operator.itemgetter(0),
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
-            prefetch_factor=self.args.dataloader_prefetch_factor if workers else None,
-            persistent_workers=bool(self.args.dataloader_persistent_workers and workers),
-        )
+        return own_loader(batches, self.args, kind, batch_size=1)
+
+
+def own_loader(
+    dataset: Any, args: Any, kind: type[DataLoader[Any]] = DataLoader, **batches: Any
+) -> DataLoader[Any]:
+    """Of what one rank takes at once, with the options of a run; Trainer does not deal it again."""
+    workers = args.dataloader_num_workers
+    return kind(
+        dataset,
+        collate_fn=operator.itemgetter(0),
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        persistent_workers=bool(args.dataloader_persistent_workers and workers),
+        **batches,
+    )
 
 
 class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # no stubs

@@ -7,6 +7,7 @@ of the host is changed: only what torch answers.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import typing
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,12 @@ def on_cpu() -> None:
     _map_cuda()
     _map_groups()
     _Devices().__enter__()
+
+
+def without_shared_memory() -> None:
+    """Of DeepSpeed's groups of a node: a kernel that it would compile first, under a lock in the
+    user's cache that a killed run leaves for good."""
+    importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class _Devices(TorchFunctionMode):

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from cpu import on_cpu
+from cpu import on_cpu, without_shared_memory
 from flash import put_flash_attn
 from recorder import TextRecorder
 
@@ -70,6 +70,7 @@ def leave_out_vision() -> None:
 
 def main() -> None:
     on_cpu()
+    without_shared_memory()
     torch.set_num_threads(1)
     recorder = TextRecorder()
     put_flash_attn(recorder.note_attention)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu import on_cpu
+from cpu import on_cpu, without_shared_memory
 from flash import put_flash_attn
 from recorder import TextRecorder
 
@@ -52,6 +52,7 @@ def train(recorder: TextRecorder) -> None:
 
 def main() -> None:
     on_cpu()
+    without_shared_memory()
     torch.set_num_threads(1)
     ranks = int(os.environ["HOST_RANKS"])
     torch.cuda.device_count = lambda: ranks

@@ -451,7 +451,9 @@ def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -
     state = json.loads(path.read_text())
     assert state["stateful_callbacks"].pop("ScheduleOfRun")["attributes"]["saved"]["step"] == 3
     path.write_text(json.dumps(state))
-    train(1, 4)
+    trainer = train(1, 4)
+    trainer.train_dataset = micro_batches(folder)
+    assert trainer.train().global_step == 4  # a run of its own
 
 
 def test_wrong_numbers_are_corrected_in_the_message(
@@ -469,6 +471,8 @@ def test_wrong_numbers_are_corrected_in_the_message(
         loader(gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match=r"max_steps=\d+ is one epoch"):
         loader(max_steps=-1)
+    with pytest.raises(ConfigError, match="ignore_data_skip would train the run's first steps"):
+        loader(ignore_data_skip=True)
     assert len(loader(max_steps=3)) == 3 * 4
     monkeypatch.setattr(PackedTrainer, "get_tp_size", lambda self: 2)
     with pytest.raises(ConfigError, match=r"sizes are \[2, 1, 1\]"):
@@ -520,6 +524,9 @@ def test_prediction_is_an_evaluation(folder: Path, tmp_path: Path) -> None:
     found = trainer.predict(evaluation)
     assert found.metrics["test_loss"] == trainer.evaluate()["eval_loss"]
     assert found.predictions.shape == (len(found.label_ids), MICRO, 1000)
+    trainer.args.batch_eval_metrics = True
+    trainer.compute_metrics = lambda told, compute_result: {"last": compute_result}
+    assert trainer.evaluate()["eval_last"] is True
 
 
 def tiny_sft(tmp_path: Path, batches: MicroBatches, model: Any = None, **changed: Any) -> Any:

@@ -107,10 +107,15 @@ def test_recurrent_layers_are_told_segments_or_refused_with_the_package_they_lac
     assert told or package == "mamba_ssm"  # which fuses the convolution with the rest
 
 
-def packed_trainer(batches: MicroBatches, folder: Path, model: Any = None) -> PackedTrainer:
-    if model is None:
-        config = AutoConfig.for_model("llama", **SMALL)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="megapack")
+def small_llama() -> Any:
+    config = AutoConfig.for_model("llama", **SMALL)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="megapack")
+
+
+def packed_trainer(
+    batches: MicroBatches, folder: Path, model: Any = None, **options: Any
+) -> PackedTrainer:
+    model = small_llama() if model is None else model
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=1,
@@ -119,6 +124,7 @@ def packed_trainer(batches: MicroBatches, folder: Path, model: Any = None) -> Pa
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        **options,
     )
     return PackedTrainer(model=model, args=arguments, train_dataset=batches)
 
@@ -173,6 +179,21 @@ def test_labels_that_are_shifted_once_too_often_are_found(
         trainer.train()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_of_which_a_model_is_sure_are_found_right(
+    batches: MicroBatches, tmp_path: Path, smoothing: float
+) -> None:
+    """Its own gradient there is 0, or, smoothed, lower at other labels."""
+    model = small_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.mul_(1e-2)
+        model.lm_head.weight.copy_(100 * model.model.embed_tokens.weight.roll(1, 0))
+    trained = packed_trainer(batches, tmp_path, model, label_smoothing_factor=smoothing).train()
+    assert smoothing or trained.training_loss < 1e-6
+
+
 def test_a_probed_model_trains_as_one_that_was_not(
     batches: MicroBatches, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,8 +217,11 @@ def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     dataset = make_dataset(tmp_path, [40, 24, 501] * 4)
     data = PackedDataset(dataset, pack(dataset.document_lengths, buckets=[64]))
-    with pytest.raises(ConfigError, match=r"text holds token id 999, .* ids below 500"):
-        check_model(model, data)
+    embeddings = model.get_input_embeddings()
+    for wrapped in (torch.nn.Sequential(embeddings), embeddings):  # as PEFT's adapters do
+        model.set_input_embeddings(wrapped)
+        with pytest.raises(ConfigError, match=r"text holds token id 999, .* ids below 500"):
+            check_model(model, data)
     model.resize_token_embeddings(1000)
     check_model(model, data)
 
