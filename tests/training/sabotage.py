@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from megapack.data import run as data_run
+from megapack.data.loader import PackedLoader
 from megapack.data.run import Decisions
 from megapack.training import trainer
 from megapack.training.engine.checkpoint import WrittenFiles
 from megapack.training.engine.directory import RunDirectory
-from megapack.training.engine.inputs import Inputs
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.monitoring.heartbeat import Heartbeat
 from megapack.training.trainer import TimedBatches
@@ -155,13 +155,13 @@ def slow_forward(seconds: float) -> None:
 
 def slow_first_batch(seconds: float) -> None:
     """The first batch of a loader comes so late."""
-    original = Inputs.loader
+    original = PackedLoader.__iter__
 
-    def loader(self: Inputs, *args: Any) -> Iterator[Any]:
+    def batches(self: PackedLoader) -> Iterator[Any]:
         time.sleep(seconds)
-        yield from original(self, *args)
+        yield from original(self)
 
-    Inputs.loader = loader  # type: ignore[method-assign,assignment]
+    PackedLoader.__iter__ = batches  # type: ignore[method-assign]
 
 
 def writes_wait_for(gate: str, tag: str) -> None:

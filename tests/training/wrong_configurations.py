@@ -140,7 +140,7 @@ mlp_chunk_tokens | engine.mlp_chunk_tokens=64 engine.compile=true
 offload_activations | engine.offload_activations=true
 offload_activations | engine.offload_activations=true \
 engine.activation_checkpointing=true engine.compile=true
-wandb | logging.wandb_project=mine | --dry-run --set logging.wandb_project=mine
+wandb | logging.wandb_project=mine | --dry-run logging.wandb_project=mine
 # of DeepSpeed's configuration, what is decided elsewhere
 tokens_per_step | engine.deepspeed.train_batch_size=9
 micro_batch_tokens | engine.deepspeed.train_micro_batch_size_per_gpu=2
