@@ -266,6 +266,12 @@ def test_a_model_that_cannot_be_is_refused(arguments: dict[str, object], message
         model_configuration(ModelConfig(**arguments), VOCAB)  # type: ignore[arg-type]
 
 
+def test_a_run_that_is_taken_for_its_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("num_steps: 3")
+    with pytest.raises(ConfigError, match=rf"a run's directory; its model is in {tmp_path}/model"):
+        model_configuration(ModelConfig(pretrained=str(tmp_path)), VOCAB)
+
+
 def test_a_mask_dropout_or_cache_is_refused_by_the_attention_function() -> None:
     model = tiny_model("llama_tiny").model
     tokens = documents([6])[0].unsqueeze(0)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -117,8 +118,10 @@ def _loaded_configuration(config: ModelConfig) -> Any:
     try:
         result = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise ConfigError(f"model: {source!r} cannot be loaded: {text}") from error
+        why = " ".join(str(error).split())
+        if (Path(str(source)) / "config.yaml").exists():
+            why = f"it is a run's directory; its model is in {source}/model (megapack-export)"
+        raise ConfigError(f"model: {source!r} cannot be loaded: {why}") from error
     _check_decoder(result)
     if config.pretrained is None:
         _check_kind(result.model_type)
