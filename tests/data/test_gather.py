@@ -101,8 +101,9 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
     }
 
 
-# Words, halves of characters, whole ones, and nothing, as special tokens have it.
-_TEXTS = [b"a", b" the", b"", b"abcd", b"\xc3", b"\xa9x"]
+# Words, of which one is likely to be cut twice, halves of characters, whole ones, and nothing, as
+# special tokens have it.
+_TEXTS = [b"a", b" the", b"", b" fill-in-the-middle", b"\xc3", b"\xa9x"]
 _TEXTS += ["\u00e9".encode(), "\u65e5\u672c".encode()]
 
 
