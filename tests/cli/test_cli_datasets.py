@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import build, printed
+from peers import peer
 
 from megapack import IndexedDataset, IndexedDatasetBuilder, pack
 from megapack.storage.remote.client import names_in
@@ -44,6 +45,7 @@ def test_uploads_to_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_samples_are_uploaded_where_they_are_named(tmp_path: Path) -> None:
     """With their dataset, and alone, as those of `pack --documents`."""
+    peer("obstore")
     prefix = write(tmp_path / "in" / "docs", [1, 2], [3])
     for name in ("docs", "rest"):
         index = pack([2, 1], buckets=[4])
@@ -82,6 +84,8 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
 )
 def test_wrong_name_is_refused(tmp_path: Path, command: str, message: str) -> None:
     """Each once passed, or was told another cause; a corpus was replaced, or had a hidden name."""
+    if command.startswith("arrange"):
+        peer("torch")  # which megapack.data needs
     docs = write(tmp_path / "docs", [1, 2], [3])
     before = (tmp_path / "docs.bin").read_bytes()
     assert message in printed(*command.replace("{}", str(docs)).split(), status=2)
