@@ -51,9 +51,16 @@ from megapack.data.run import open_run, read_decisions
 from megapack.storage.metadata import checksum
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.directory import read_jsonl
-from tests.training.conftest import PER_STEP, ROW, Corpus, make_corpus, noisy_blend
+from tests.training.conftest import (
+    PER_STEP,
+    ROW,
+    Corpus,
+    blend_config,
+    make_corpus,
+    noisy_blend,
+    write_blend,
+)
 from tests.training.processes import Zygote, read_log, start_run
-from tests.training.test_sources import blend_config, write_blend
 
 Found = dict[str, Any]
 Lines = list[dict[str, Any]]

@@ -34,8 +34,7 @@ from megapack.training.autopilot import (
 from megapack.training.config import AutopilotConfig, MixingConfig
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 
-from .conftest import PER_STEP, ROW, NewRun, Run, noisy_blend
-from .test_sources import drawn_from
+from .conftest import PER_STEP, ROW, NewRun, Run, drawn_from, noisy_blend
 
 CONFIG = AutopilotConfig(spikes=True, window=32)
 

@@ -292,7 +292,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise FormatError(f"{path} is no JSON ({error}); start over with --overwrite") from error
+        raise FormatError(
+            f"{path} is not valid JSON ({error}); start over with --overwrite"
+        ) from error
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
         raise FormatError(
             f"{path} is no plan of this version of megapack; start over with --overwrite"
