@@ -380,7 +380,7 @@ def their_first(prefix: Path) -> Any:
 
 def inside_megatron(folder: Path) -> list[dict[str, Any]]:
     """One dict per loader and dataset."""
-    importlib.import_module("megapack.integrations.megatron")  # not part of the first build
+    importlib.import_module("megapack.integrations.hosts.megatron")  # not part of the first build
     folder.mkdir()
     write_corpus(folder / "text_document", 10_000_000 if quick() else 50_000_000)
     (folder / "packed.json").write_text(
@@ -414,7 +414,7 @@ def inside_megatron(folder: Path) -> list[dict[str, Any]]:
 
 def build(kind: str, folder: Path) -> Any:
     """The train split, through megatron-core's builder."""
-    from megapack.integrations.megatron import PackedGPTDataset  # noqa: PLC0415
+    from megapack.integrations.hosts.megatron import PackedGPTDataset  # noqa: PLC0415
 
     ours = kind == "PackedGPTDataset"
     return megatron_train(

@@ -178,14 +178,14 @@ def api_pages() -> dict[str, str]:
 
 
 def integrations() -> list[str]:
-    """Modules of megapack.integrations that a page or an example names."""
+    """Trainers in megapack.integrations.hosts that a page or an example names."""
     places = ("README.md", "docs/**/*.md", "examples/*.py")
     texts = [path.read_text(encoding="utf-8") for place in places for path in ROOT.glob(place)]
-    found = re.compile(r"\bmegapack\.integrations(?:\.| import )([a-z_]+)")
+    found = re.compile(r"\bmegapack\.integrations\.hosts(?:\.| import )([a-z_]+)")
     named = {name for text in texts for name in found.findall(text)}
-    folder = ROOT / "megapack" / "integrations"
+    folder = ROOT / "megapack" / "integrations" / "hosts"
     modules = {path.stem for path in folder.iterdir() if not path.name.startswith("_")}
-    return ["integrations", *(f"integrations.{name}" for name in sorted(named & modules))]
+    return ["integrations", *(f"integrations.hosts.{name}" for name in sorted(named & modules))]
 
 
 def public_names(module: Any) -> list[str]:
@@ -331,7 +331,7 @@ class Key:
 
 def configuration_pages() -> dict[str, str]:
     from megapack.data.blend import Ramp, Source, Stage  # noqa: PLC0415
-    from megapack.integrations.manifest import Manifest  # noqa: PLC0415
+    from megapack.integrations.rows.manifest import Manifest  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import BuildConfig  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megapack.data import PackedDataset, Schedule, build_loader
-from megapack.integrations.transformers import check_model, model_inputs
+from megapack.integrations.hosts.transformers import check_model, model_inputs
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

@@ -21,7 +21,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.data import DataLoader
 
-from megapack.integrations.megatron import PackedGPTDataset, forward_step, with_packed_attention
+from megapack.integrations.hosts.megatron import (
+    PackedGPTDataset,
+    forward_step,
+    with_packed_attention,
+)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import argparse
 
 from nanotron.trainer import DistributedTrainer
 
-from megapack.integrations.nanotron import packed
+from megapack.integrations.hosts.nanotron import packed
 
 
 def main() -> None:

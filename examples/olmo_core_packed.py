@@ -26,7 +26,7 @@ from olmo_core.train.train_module import (
     TransformerTrainModuleConfig,
 )
 
-from megapack.integrations.olmo_core import (
+from megapack.integrations.hosts.olmo_core import (
     PackedOlmoCallback,
     PackedOlmoEvaluator,
     PackedOlmoLoader,

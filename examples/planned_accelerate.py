@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megapack.integrations.planned import PlannedSteps, accumulate
+from megapack.integrations.hosts.planned import PlannedSteps, accumulate
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from megapack.integrations.planned import PlannedGRPOMixin, PlannedSFTMixin
+from megapack.integrations.hosts.planned import PlannedGRPOMixin, PlannedSFTMixin
 
 
 class PlannedSFTTrainer(PlannedSFTMixin, SFTTrainer):

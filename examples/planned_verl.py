@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megapack.integrations import verl as planned
+from megapack.integrations.hosts import verl as planned
 
 planned.install()
 

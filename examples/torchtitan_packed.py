@@ -9,7 +9,7 @@
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from megapack.integrations.torchtitan import PackedTitanTrainer, packed
+from megapack.integrations.hosts.torchtitan import PackedTitanTrainer, packed
 
 
 def packed_debugmodel() -> PackedTitanTrainer.Config:

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from megapack.data import PackedDataset, Schedule
-from megapack.integrations.transformers import MicroBatches, PackedTrainer
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

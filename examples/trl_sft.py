@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
 from megapack.data import PackedDataset, Schedule
-from megapack.integrations.transformers import MicroBatches, sft_trainer
+from megapack.integrations.hosts.transformers import MicroBatches, sft_trainer
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

@@ -24,7 +24,7 @@ from programs import ended
 
 from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
-from megapack.integrations.manifest import Manifest
+from megapack.integrations.rows.manifest import Manifest
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.training.config import PretrainConfig
 
@@ -56,8 +56,8 @@ def test_api_of_a_package_shows_every_public_name_once(package: str, made: dict[
 @pytest.mark.pages
 def test_api_has_the_integrations_that_guides_name(made: dict[str, str]) -> None:
     hosts = {"megatron", "gpt_neox", "megatron_deepspeed", "transformers", "planned", "verl"}
-    assert {f"api/integrations.{host}.md" for host in hosts} <= set(made)
-    assert "::: megapack.integrations.transformers.PackedTrainer" in "\n".join(made.values())
+    assert {f"api/integrations.hosts.{host}.md" for host in hosts} <= set(made)
+    assert "::: megapack.integrations.hosts.transformers.PackedTrainer" in "\n".join(made.values())
 
 
 @pytest.mark.pages

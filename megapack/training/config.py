@@ -23,7 +23,7 @@ from megapack.data.resume import check_allowed
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
 from megapack.storage.remote import is_remote
-from megapack.training.model.presets import PRESETS
+from megapack.training.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ModelConfig:
     (continual pretraining)."""
 
     preset: str | None = None
-    """A name of ``megapack.training.model.presets.PRESETS``."""
+    """A name of ``megapack.training.presets.PRESETS``."""
     pretrained: str | None = None
     """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
     rows train right: it is tried at start."""

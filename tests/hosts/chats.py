@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from megapack.cli.main import main as megapack_build
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest
+from megapack.integrations.rows.open_rows import open_rows, open_sources
 
 BUCKETS = (64, 128, 256)
 ROWS_PER_STEP, ROW, STEPS = 8, 256, 3  # of every run

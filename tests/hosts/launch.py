@@ -1,8 +1,8 @@
 """One rank of a host's run on the CPU: ``launch.py RECORDS script.py [the script's arguments]``.
 
-The script runs as ``python -m megapack.integrations.megatron`` runs it. Every call of its model is
-written to ``RECORDS/rank<n>.pt``: what the model was handed, and which rows the rank had read from
-its dataset. ranks.py starts all ranks of a run.
+The script runs as ``python -m megapack.integrations.hosts.megatron`` runs it. Every call of its
+model is written to ``RECORDS/rank<n>.pt``: what the model was handed, and which rows the rank had
+read from its dataset. ranks.py starts all ranks of a run.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def watched(fault: str | None = None) -> GPTRecorder:
     recorder.watch_model(model_class)
     if fault is not None:
         put_in(fault, model_class)
-    dataset = importlib.import_module("megapack.integrations.megatron.dataset")
+    dataset = importlib.import_module("megapack.integrations.hosts.megatron.dataset")
     recorder.watch_rows(dataset.PackedGPTDataset)
-    recorder.watch_probe(importlib.import_module("megapack.integrations.megatron.probe"))
+    recorder.watch_probe(importlib.import_module("megapack.integrations.hosts.megatron.probe"))
     return recorder
 
 
@@ -145,7 +145,7 @@ def prepare(arguments: list[str]) -> None:
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     local = importlib.import_module("megatron.core.transformer.dot_product_attention")
     stock = local.DotProductAttention
-    ours = importlib.import_module("megapack.integrations.megatron").PackedCoreAttention
+    ours = importlib.import_module("megapack.integrations.hosts.megatron").PackedCoreAttention
     if "--context-parallel-size" in arguments:
         ours = AttentionNotRun
         importlib.import_module("megatron.core.utils").tex = sys.modules["stand_ins"]
@@ -182,7 +182,7 @@ def run_rank(
             sys.path.insert(0, str(Path(script).parent))
             runpy.run_path(script, run_name="__main__")
         else:
-            launcher = importlib.import_module("megapack.integrations.megatron.__main__")
+            launcher = importlib.import_module("megapack.integrations.hosts.megatron.__main__")
             launcher.main([*options, script, *arguments])
     state = importlib.import_module("megatron.core.parallel_state")
     recorder.save(

@@ -96,7 +96,7 @@ def main(folder: str, manifest: str) -> None:
     state.initialize_model_parallel()
     counts = importlib.import_module("megatron.core.num_microbatches_calculator")
     counts.init_num_microbatches_calculator(0, None, 12, 1, 1)
-    importlib.import_module("megapack.integrations.megatron").install_bridge()
+    importlib.import_module("megapack.integrations.hosts.megatron").install_bridge()
     config, train = make_rows(manifest, str(Path(folder) / "cache"))
     step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
     packed: Any = importlib.import_module("megatron.bridge.training.utils.packed_seq_utils")
@@ -209,7 +209,7 @@ def configuration(manifest: str, cache: str, stages: int) -> Any:
 def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     torch.set_num_threads(1)
     import_bridge()
-    importlib.import_module("megapack.integrations.megatron").install_bridge()
+    importlib.import_module("megapack.integrations.hosts.megatron").install_bridge()
     recorder = watched(None if fault == "none" else fault)
     prepare([])
     for name in ("train", "eval"):  # modelopt's, for a model that is distilled

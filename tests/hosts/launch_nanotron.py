@@ -21,7 +21,7 @@ from recorder import LoaderRecorder, flat_gradient, print_one_by_one
 from torch import Tensor, nn
 
 from megapack.integrations.dialects import emit
-from megapack.integrations.rank_rows import RankRows
+from megapack.integrations.rows.rank_rows import RankRows
 
 SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
 
@@ -188,7 +188,7 @@ def main() -> None:
     train = trainer_class.train
 
     folder = Path(os.environ["HOST_RECORDS"])
-    sabotage(importlib.import_module("megapack.integrations.nanotron"))
+    sabotage(importlib.import_module("megapack.integrations.hosts.nanotron"))
 
     def trained(trainer: Any, dataloaders: Any) -> None:
         if os.environ.get("HOST_GRADIENT"):

@@ -19,7 +19,7 @@ from recorder import LoaderRecorder, flat_gradient, print_one_by_one, print_vali
 from torch import Tensor
 
 from megapack.integrations.dialects import emit
-from megapack.integrations.rank_rows import RankRows
+from megapack.integrations.rows.rank_rows import RankRows
 from tests.hosts.corpus import ROW
 
 SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
@@ -146,7 +146,7 @@ def main() -> None:
     recorder = LoaderRecorder()
     put_flash_attn(recorder.note_attention)
     flash_attention_on_cpu()
-    ours: Any = importlib.import_module("megapack.integrations.olmo_core")
+    ours: Any = importlib.import_module("megapack.integrations.hosts.olmo_core")
     recorder.watch_rank_rows(RankRows)
     watch_model(recorder)
     sabotage(ours)

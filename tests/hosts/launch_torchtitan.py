@@ -186,7 +186,7 @@ def main() -> None:
     attention.varlen_attn = varlen_attn
     registry = importlib.import_module("torchtitan.models.llama3.config_registry")
     tiny_model(registry, int(os.environ["HOST_VOCABULARY"]))
-    ours: Any = importlib.import_module("megapack.integrations.torchtitan")
+    ours: Any = importlib.import_module("megapack.integrations.hosts.torchtitan")
     recorder = LoaderRecorder()
     recorder.watch_rank_rows(ours.RankRows)
     sabotage(ours)

@@ -55,7 +55,7 @@ def use_cpu() -> None:
 
 
 def put_in(fault: str) -> None:
-    ours: Any = importlib.import_module("megapack.integrations.verl")
+    ours: Any = importlib.import_module("megapack.integrations.hosts.verl")
     if fault == "shifted":
         ours.VERL_SFT = replace(ours.VERL_SFT, mask_of_target=False)
     if fault == "joined":

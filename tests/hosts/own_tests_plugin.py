@@ -21,9 +21,9 @@ def pytest_configure() -> None:
     load_helpers(os.environ["HELPERS"])
     importlib.import_module("megatron.core.datasets.utils").compile_helpers = _nothing
     if os.environ["SWAPPED"] != "stock":
-        importlib.import_module("megapack.integrations.megatron").rebind_storage()
+        importlib.import_module("megapack.integrations.hosts.megatron").rebind_storage()
     if os.environ["SWAPPED"] == "datasets":
-        importlib.import_module("megapack.integrations.megatron").install()
+        importlib.import_module("megapack.integrations.hosts.megatron").install()
     # Their conftest would download what these tests do not read.
     assets = importlib.import_module("tests.test_utils.python_scripts.download_unit_tests_dataset")
     assets.download_and_extract_asset = _nothing

@@ -120,8 +120,10 @@ class TextRecorder(Recorder):
 
     def run_script(self, host: str, script: str, watch: Callable[[], None]) -> None:
         """The guide's script of the working folder; its model is watched when it is installed."""
-        self.watch_rows(importlib.import_module("megapack.integrations.text_rows").TextRowDataset)
-        integration: Any = importlib.import_module(f"megapack.integrations.{host}")
+        self.watch_rows(
+            importlib.import_module("megapack.integrations.rows.text_rows").TextRowDataset
+        )
+        integration: Any = importlib.import_module(f"megapack.integrations.hosts.{host}")
         stock = integration.install
 
         def install(**kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""``python -m megapack.integrations.megatron check`` on real trees: it reads what the run reads."""
+"""``megapack.integrations.hosts.megatron check`` on real trees: it reads what the run reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 COMMANDS = """
 import json, pathlib, sys
 from contextlib import redirect_stderr, redirect_stdout
-from megapack.integrations.megatron.__main__ import main
+from megapack.integrations.hosts.megatron.__main__ import main
 for name, arguments in json.loads(sys.argv[1]).items():
     with open(name + ".out", "w") as out, open(name + ".err", "w") as err:
         with redirect_stdout(out), redirect_stderr(err):

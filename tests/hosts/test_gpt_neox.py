@@ -30,7 +30,7 @@ pytestmark = marks_of(TREES, "GPT_NEOX", "GPT-NeoX")
 # As docs/guides/gpt_neox.md has it.
 SCRIPT = """import runpy
 
-from megapack.integrations import gpt_neox
+from megapack.integrations.hosts import gpt_neox
 
 gpt_neox.install()
 runpy.run_path("train.py", run_name="__main__")

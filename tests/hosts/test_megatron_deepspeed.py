@@ -27,7 +27,7 @@ pytestmark = marks_of(TREES, "MEGATRON_DEEPSPEED", "Megatron-DeepSpeed")
 # As docs/guides/megatron_deepspeed.md has it.
 SCRIPT = """import runpy
 
-from megapack.integrations import megatron_deepspeed
+from megapack.integrations.hosts import megatron_deepspeed
 
 megatron_deepspeed.install()
 runpy.run_path("pretrain_gpt.py", run_name="__main__")

@@ -23,7 +23,7 @@ pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 SEQ_IDX = """
 import torch
-from megapack.integrations.megatron import to_packed_seq_params
+from megapack.integrations.hosts.megatron import to_packed_seq_params
 bounds = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
 params = to_packed_seq_params(bounds, 8, total_tokens=16)
 print(getattr(params, "seq_idx", None) is not None and params.seq_idx.tolist())

@@ -152,7 +152,7 @@ def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
     """As ``BatchSizeScheduler`` sets it, between two steps; blocks hold the larger one."""
     for folder in (Path(sys.prefix) / "hosts-olmo-core", tree / "src"):
         monkeypatch.syspath_prepend(str(folder))
-    ours: Any = importlib.import_module("megapack.integrations.olmo_core")
+    ours: Any = importlib.import_module("megapack.integrations.hosts.olmo_core")
     sizes = {"sequence_length": ROW, "global_batch_size": 6 * ROW, "work_dir": tmp_path}
     loader = ours.PackedOlmoLoader(corpus.path("web.json"), **sizes)
     rows, found = loader.rows.rows_per_epoch, []
@@ -182,7 +182,7 @@ def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
         ("no boundary", "see another document"),
         ("labels", "against the loss mask of the batch"),
         ("loader", "'labels' of the first micro batch is not what megapack told"),
-        ("no callback", "add PackedOlmoCallback of megapack.integrations.olmo_core"),
+        ("no callback", "add PackedOlmoCallback of megapack.integrations.hosts.olmo_core"),
     ],
 )
 def test_what_is_wrong_on_purpose_is_refused(

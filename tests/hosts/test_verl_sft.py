@@ -25,7 +25,7 @@ pytestmark = marks_of(FOLDERS, "MEGAPACK_VERL", "verl")
 
 # Those of the guide, and what a CPU and a tiny model want.
 SETTINGS = f"""
-    data.custom_cls.path=pkg://megapack.integrations.verl data.custom_cls.name=SFTRows
+    data.custom_cls.path=pkg://megapack.integrations.hosts.verl data.custom_cls.name=SFTRows
     data.max_length={ROW} data.train_batch_size={ROWS_PER_STEP} data.num_workers=1
     data.train_max_samples={STEPS * ROWS_PER_STEP + 3} data.max_token_len_per_gpu={2 * ROW}
     trainer.total_epochs=1 trainer.device=cpu trainer.logger=[console] trainer.resume_mode=disable

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from megapack.data.batch import Buffers, ReusedBuffers
-from megapack.integrations import rows as integration
-from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows import dataset as integration
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source
+from megapack.integrations.rows.open_rows import open_data_path
 from tests.integrations.samples import make_dataset
 
 ROW = 64

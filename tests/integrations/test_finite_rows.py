@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, Stage
 from megapack.errors import ConfigError
-from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source
+from megapack.integrations.rows.open_rows import open_data_path
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import ConfigError
-from megapack.integrations import open_rows as index_cache
-from megapack.integrations.index import main as build_indices
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.open_rows import Recipe, build_index, cached_index, open_data_path
-from megapack.integrations.rows import RowOptions
+from megapack.integrations.rows import open_rows as index_cache
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.index import main as build_indices
+from megapack.integrations.rows.manifest import Manifest
+from megapack.integrations.rows.open_rows import Recipe, build_index, cached_index, open_data_path
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 from tests.integrations.harness import run_ranks

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import batch
-from megapack.integrations.megatron.batch import (
+from megapack.integrations.hosts.megatron import batch
+from megapack.integrations.hosts.megatron.batch import (
     context_parallel_indices,
     flatten_rows,
     get_batch,

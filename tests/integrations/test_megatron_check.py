@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import check
-from megapack.integrations.megatron.__main__ import main
-from megapack.integrations.megatron.check import Drawn, RankLayout, RankReport
+from megapack.integrations.hosts.megatron import check
+from megapack.integrations.hosts.megatron.__main__ import main
+from megapack.integrations.hosts.megatron.check import Drawn, RankLayout, RankReport
 
 
 def test_help_shows_a_command_and_every_status(capsys: pytest.CaptureFixture[str]) -> None:

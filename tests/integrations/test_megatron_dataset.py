@@ -20,7 +20,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import DataLoader
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.dataset import (
+from megapack.integrations.hosts.megatron.dataset import (
     PackedDatasetBuilder,
     PackedGPTDataset,
     context_parallel_alignment,

@@ -18,9 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import dataset, swap
-from megapack.integrations.megatron.dataset import PackedDatasetBuilder
-from megapack.integrations.megatron.host import batch_sizes
+from megapack.integrations.hosts.megatron import dataset, swap
+from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder
+from megapack.integrations.hosts.megatron.host import batch_sizes
 from megapack.integrations.rebinding import Rebinding
 from tests.integrations.samples import make_dataset
 from tests.integrations.test_megatron_dataset import build, config
@@ -57,7 +57,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 def test_one_part_is_imported_without_the_others(
     part: str, others: tuple[str, ...], zygote: Zygote, tmp_path: Path
 ) -> None:
-    package = "megapack.integrations.megatron"
+    package = "megapack.integrations.hosts.megatron"
     program = (
         f"import sys; from {package} import {part}\n"
         f"print([name for name in {others} if f'{package}.{{name}}' in sys.modules])"

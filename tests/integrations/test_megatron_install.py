@@ -11,11 +11,11 @@ import pytest
 from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron import __main__ as launch
-from megapack.integrations.megatron import install, uninstall
-from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-from megapack.integrations.megatron.host import version
-from megapack.integrations.megatron.swap import _with_own_get_batch, needs_own_get_batch
+from megapack.integrations.hosts.megatron import __main__ as launch
+from megapack.integrations.hosts.megatron import install, uninstall
+from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
+from megapack.integrations.hosts.megatron.host import version
+from megapack.integrations.hosts.megatron.swap import _with_own_get_batch, needs_own_get_batch
 
 if TYPE_CHECKING:
     from training.processes import Zygote

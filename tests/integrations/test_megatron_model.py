@@ -22,9 +22,16 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
-from megapack.integrations.megatron.batch import flatten_rows, forward_step, to_packed_seq_params
-from megapack.integrations.megatron.probe import watch_first_call
+from megapack.integrations.hosts.megatron.attention import (
+    PackedCoreAttention,
+    with_packed_attention,
+)
+from megapack.integrations.hosts.megatron.batch import (
+    flatten_rows,
+    forward_step,
+    to_packed_seq_params,
+)
+from megapack.integrations.hosts.megatron.probe import watch_first_call
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
 

@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from torch.utils.data import DataLoader
 
 from megapack.errors import DataError, FormatError
-from megapack.integrations.megatron.storage import (
+from megapack.integrations.hosts.megatron.storage import (
     IndexedDataset,
     IndexedDatasetBuilder,
     rebind_storage,

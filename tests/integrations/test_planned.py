@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from megapack.errors import ConfigError
-from megapack.integrations.planned import (
+from megapack.integrations.hosts.planned import (
     IGNORED,
     PlannedGRPOMixin,
     PlannedSFTMixin,

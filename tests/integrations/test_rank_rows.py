@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations.dialects import OLMO_CORE, TORCHTITAN, TORCHTITAN_ROWS, Dialect
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.rank_rows import RankRows
 from megapack.storage import IndexedDataset
 from tests.integrations.samples import make_dataset
 

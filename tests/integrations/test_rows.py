@@ -16,9 +16,9 @@ import torch
 from megapack.data import PackedDataset, Schedule, Stage, load_blend, open_blend
 from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
-from megapack.integrations.manifest import Manifest, Source, is_manifest
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source, is_manifest
+from megapack.integrations.rows.open_rows import open_data_path
 from megapack.packing import pack
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megapack.errors import ConfigError
-from megapack.integrations import text_rows as segments
 from megapack.integrations.dialects import GPT_NEOX, emit
+from megapack.integrations.rows import text_rows as segments
 from tests.hosts.flash import flash_attn_func, flash_attn_varlen_func
 from tests.integrations.samples import make_row
 

@@ -21,13 +21,13 @@ import torch
 
 from megapack.data.fim import FimConfig, Sentinels
 from megapack.errors import ConfigError
-from megapack.integrations import gpt_neox, megatron_deepspeed
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
-from megapack.integrations.manifest import Manifest, Source
-from megapack.integrations.megatron_deepspeed import build_train_valid_test_datasets
+from megapack.integrations.hosts import gpt_neox, megatron_deepspeed
+from megapack.integrations.hosts.megatron_deepspeed import build_train_valid_test_datasets
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import (
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source
+from megapack.integrations.rows.text_rows import (
     SIDE_KEYS,
     EvaluationLoss,
     TextRowDataset,
@@ -239,7 +239,7 @@ SHARED = """
 import contextlib, sys
 from types import SimpleNamespace
 import torch
-from megapack.integrations import text_rows
+from megapack.integrations.rows import text_rows
 
 prefix, = sys.argv[1:]
 
@@ -294,7 +294,7 @@ def check(attention, batch):
 """
 
 NEOX = """
-from megapack.integrations import gpt_neox
+from megapack.integrations.hosts import gpt_neox
 gpt_neox.install()
 from megatron.data import data_utils
 from megatron.training import flash_attention, get_batch
@@ -334,7 +334,7 @@ else:
 
 MDS = """
 import megatron
-from megapack.integrations import megatron_deepspeed
+from megapack.integrations.hosts import megatron_deepspeed
 megatron_deepspeed.install()
 from megatron.model.transformer import flash_self_attention
 from pretrain_gpt import get_batch, train_valid_test_datasets_provider

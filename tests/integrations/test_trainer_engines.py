@@ -20,7 +20,7 @@ from trl import SFTConfig
 
 from megapack import attention
 from megapack.errors import ConfigError
-from megapack.integrations.transformers import PackedTrainer
+from megapack.integrations.hosts.transformers import PackedTrainer
 from tests.integrations import test_planned as planned
 from tests.integrations.harness import run_ranks
 from tests.integrations.test_transformers import (

@@ -25,7 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from megapack import attention
 from megapack.data import PackedDataset, Schedule, Stage, build_loader
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.transformers import (
+from megapack.integrations.hosts.transformers import (
     MicroBatches,
     PackedTrainer,
     check_model,

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from megapack import attention
 from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError, MegapackWarning
-from megapack.integrations import transformers as adapter
-from megapack.integrations.transformers import MicroBatches, PackedTrainer, check_model
+from megapack.integrations.hosts import transformers as adapter
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainer, check_model
 from megapack.packing import pack
 from tests.integrations.samples import make_dataset
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
-from megapack.integrations import verl as planned
-from megapack.integrations.verl import get_seqlen_balanced_partitions
+from megapack.integrations.hosts import verl as planned
+from megapack.integrations.hosts.verl import get_seqlen_balanced_partitions
 from tests.integrations.harness import run_forked, run_ranks
 
 VERL = os.environ.get("MEGAPACK_VERL")

@@ -19,9 +19,9 @@ from megapack import attention
 from megapack.cli.main import main
 from megapack.data import PackedDataset, Schedule
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-from megapack.integrations.megatron.storage import IndexedDataset
-from megapack.integrations.transformers import MicroBatches, PackedTrainer
+from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
+from megapack.integrations.hosts.megatron.storage import IndexedDataset
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainer
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from tests.integrations.samples import Tokenizer
 from tests.remote.far import address_of, put_dataset, write_packed

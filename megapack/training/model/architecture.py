@@ -30,7 +30,7 @@ from megapack.config import nearest
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.model.flops import num_experts
-from megapack.training.model.presets import PRESETS
+from megapack.training.presets import PRESETS
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -38,7 +38,7 @@ from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.micro_batches import MicroBatches, model_inputs
+from megapack.integrations.rows.micro_batches import MicroBatches, model_inputs
 
 __all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
 __all__ += ["sft_trainer"]

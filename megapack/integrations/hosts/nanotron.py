@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import NANOTRON
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows, seen_losses
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowOptions
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.rank_rows import RankRows, seen_losses
 
 __all__ = ["PackedBatches", "packed"]
 

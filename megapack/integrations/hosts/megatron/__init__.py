@@ -1,7 +1,8 @@
 """megatron-core and Megatron-LM, 0.16 to main: dataset, storage, batches, attention, launcher.
 
-``python -m megapack.integrations.megatron pretrain_gpt.py ...`` is the whole swap; ``install()``
-does the same from inside a script. docs/guides/megatron.md says what changes in a launch command.
+``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` is the whole swap;
+``install()`` does the same from inside a script. docs/guides/megatron.md says what changes in a
+launch command.
 
 A name imports the module that it lives in and nothing else of this package: a release that lacks
 what one part needs has all the others.
@@ -13,20 +14,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megapack.integrations.megatron.attention import PackedCoreAttention, with_packed_attention
-    from megapack.integrations.megatron.batch import (
+    from megapack.integrations.hosts.megatron.attention import (
+        PackedCoreAttention,
+        with_packed_attention,
+    )
+    from megapack.integrations.hosts.megatron.batch import (
         flatten_rows,
         forward_step,
         get_batch,
         to_packed_seq_params,
     )
-    from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-    from megapack.integrations.megatron.storage import (
+    from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
+    from megapack.integrations.hosts.megatron.storage import (
         IndexedDataset,
         IndexedDatasetBuilder,
         rebind_storage,
     )
-    from megapack.integrations.megatron.swap import install, install_bridge, uninstall
+    from megapack.integrations.hosts.megatron.swap import install, install_bridge, uninstall
 
 __all__ = [
     "IndexedDataset",

@@ -1,6 +1,6 @@
 """What a run would read, before it has a GPU: one command in the place of the launch command.
 
-    python -m megapack.integrations.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \\
+    python -m megapack.integrations.hosts.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \\
         pretrain_gpt.py <the script's own flags>
 
 The script runs with its own argument parser, dataset provider and sampler, without a GPU and
@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 from megapack.errors import ConfigError, MegapackError, exit_code
-from megapack.integrations.megatron.dataset import PackedGPTDataset
-from megapack.integrations.megatron.host import HOST
-from megapack.integrations.megatron.swap import OwnGetBatch, install
+from megapack.integrations.hosts.megatron.dataset import PackedGPTDataset
+from megapack.integrations.hosts.megatron.host import HOST
+from megapack.integrations.hosts.megatron.swap import OwnGetBatch, install
 
 # ---- One rank of a run that is not started: the script's own flags, datasets and loaders, no GPU
 # The script runs in this process with a process group that only knows its size (torch's "fake"
@@ -294,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megapack.integrations.megatron check",
+        prog="python -m megapack.integrations.hosts.megatron check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from megapack.attention.probe import SegmentPlaces, probe
 from megapack.errors import ConfigError
-from megapack.integrations.megatron.host import HOST, device
+from megapack.integrations.hosts.megatron.host import HOST, device
 from megapack.planning import context_parallel_indices
 
 Schedule = Callable[..., Any]
@@ -333,7 +333,7 @@ def _is_told(positions: Tensor | None, params: Any, model: Any) -> bool:
             f"{type(model).__name__} is called with boundaries {told}, and positions begin anew at "
             f"{begins.tolist()}: what stands between megapack's rows and the model drops "
             "cu_seqlens, so attention would cross documents. Run Megatron-LM's script by python -m "
-            "megapack.integrations.megatron; elsewhere hand packed_seq_params to the model "
-            "(megapack.integrations.megatron.to_packed_seq_params)"
+            "megapack.integrations.hosts.megatron; elsewhere hand packed_seq_params to the model "
+            "(megapack.integrations.hosts.megatron.to_packed_seq_params)"
         )
     return bool(begins.numel())

@@ -23,8 +23,8 @@ from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.fim import open_fim
 from megapack.data.report import check_epochs, plan_run
 from megapack.errors import ConfigError
-from megapack.integrations.manifest import Manifest, Source, default_buckets
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.packing.sample_index import describe_source
 from megapack.packing.sharded import ShardedIndex, SourceIndex
@@ -147,7 +147,7 @@ def _wait_for(path: Path) -> None:
             raise ConfigError(
                 f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
                 'directory is not shared between nodes set "node_local" in the manifest; to build '
-                "before the job starts run `python -m megapack.integrations.index`"
+                "before the job starts run `python -m megapack.integrations.rows.index`"
             )
         time.sleep(pause)
         pause = min(1.0, 2 * pause)

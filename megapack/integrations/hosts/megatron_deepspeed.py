@@ -2,7 +2,7 @@
 
     # pretrain_packed.py, beside pretrain_gpt.py; launch it instead, with the same arguments
     import runpy
-    from megapack.integrations import megatron_deepspeed
+    from megapack.integrations.hosts import megatron_deepspeed
     megatron_deepspeed.install()
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.integrations import text_rows as segments
 from megapack.integrations.dialects import MEGATRON_DEEPSPEED
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import (
+from megapack.integrations.rows import text_rows as segments
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.text_rows import (
     TextRowDataset,
     build_text_rows,
     manifest_of_list,

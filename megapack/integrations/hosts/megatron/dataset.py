@@ -27,17 +27,17 @@ from torch import Tensor
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MEGATRON, MEGATRON_BRIDGE, Dialect, emit
-from megapack.integrations.manifest import Manifest
-from megapack.integrations.megatron.host import (
+from megapack.integrations.hosts.megatron.host import (
     HOST,
     BatchSizes,
     batch_sizes,
     script_arguments,
     version,
 )
-from megapack.integrations.megatron.probe import watch_first_call
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import GatheredRows, RowDataset, RowOptions
+from megapack.integrations.hosts.megatron.probe import watch_first_call
+from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
+from megapack.integrations.rows.manifest import Manifest
+from megapack.integrations.rows.open_rows import open_rows, open_sources
 
 # What --split divides: parts per million of every source's documents, so that a split cuts each
 # source of a blend in the same proportion, whatever their sizes.
@@ -56,7 +56,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's. ``dataset_path`` is a prefix, a manifest file or JSON
-    (``megapack.integrations.manifest``).
+    (``megapack.integrations.rows.manifest``).
 
     Args:
         dataset: ``build_low_level_dataset(dataset_path, config)``.
@@ -244,7 +244,7 @@ def _refuse_outer_blend(config: Any, index_split: Split) -> None:
         raise ConfigError(
             f"{len(blend[0])} data paths blended by Megatron would put different buckets on "
             "different ranks; put the sources and their weights into one manifest, or build with "
-            "megapack.integrations.megatron.PackedDatasetBuilder (install() sees to it)"
+            "megapack.integrations.hosts.megatron.PackedDatasetBuilder (install() sees to it)"
         )
 
 

@@ -2,7 +2,7 @@
 
     # train_packed.py, beside train.py; launch with: python deepy.py train_packed.py <configs>
     import runpy
-    from megapack.integrations import gpt_neox
+    from megapack.integrations.hosts import gpt_neox
     gpt_neox.install()
     runpy.run_path("train.py", run_name="__main__")
 
@@ -21,12 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.integrations import text_rows as segments
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
-from megapack.integrations.manifest import Manifest, Source, is_manifest
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import SPLITS, TextRowDataset, build_text_rows, split_bounds
+from megapack.integrations.rows import text_rows as segments
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.manifest import Manifest, Source, is_manifest
+from megapack.integrations.rows.text_rows import (
+    SPLITS,
+    TextRowDataset,
+    build_text_rows,
+    split_bounds,
+)
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 

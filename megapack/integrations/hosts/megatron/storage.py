@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import storage
 from megapack.errors import DataError, FormatError
-from megapack.integrations.megatron.host import HOST
+from megapack.integrations.hosts.megatron.host import HOST
 from megapack.integrations.rebinding import Rebinding
 from megapack.storage.remote import is_remote
 

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from megapack.attention.probe import probe
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations.dialects import Dialect, emit, loss_terms
-from megapack.integrations.rows import RowDataset
+from megapack.integrations.rows.dataset import RowDataset
 
 logger = logging.getLogger(__name__)
 

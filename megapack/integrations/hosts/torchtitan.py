@@ -2,7 +2,7 @@
 
     # packed_llama3.py; launch with: torchrun ... -m torchtitan.train --module packed_llama3
     from torchtitan.models.llama3.config_registry import llama3_8b
-    from megapack.integrations.torchtitan import packed
+    from megapack.integrations.hosts.torchtitan import packed
 
     def packed_8b():                                    # --config packed_8b
         return packed(llama3_8b(), "corpus.json")
@@ -28,9 +28,9 @@ from torchtitan.trainer import Trainer
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import TORCHTITAN, TORCHTITAN_ROWS
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows, seen_losses
-from megapack.integrations.rows import RowOptions
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.rank_rows import RankRows, seen_losses
 
 if importlib.util.find_spec("torchtitan.components.dataloader"):  # up to 0.3
     from torchtitan.components.dataloader import BaseDataLoader

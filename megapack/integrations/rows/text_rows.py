@@ -26,10 +26,10 @@ from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import BOUNDARIES, MASK, POSITIONS, Dialect, emit, join_ends
-from megapack.integrations.manifest import MANIFEST_SUFFIXES, Manifest
-from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowDataset, RowOptions
+from megapack.integrations.rows.dataset import RowDataset, RowOptions
+from megapack.integrations.rows.manifest import MANIFEST_SUFFIXES, Manifest
+from megapack.integrations.rows.open_rows import open_data_path
 
 # ---- Boundaries for hosts that have no argument for them: GPT-NeoX and Megatron-DeepSpeed -------
 # Their batches carry ``text`` alone, and their attention is one causal row. Three small wraps close
@@ -176,7 +176,7 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
     if num_tokens != expected:
         raise ConfigError(
             f"attention over {num_tokens} tokens, but the micro batch in flight has {expected}: "
-            "for generation call megapack.integrations.text_rows.clear() first"
+            "for generation call megapack.integrations.rows.text_rows.clear() first"
         )
 
 
@@ -314,7 +314,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     Args:
         rows: the rows; their options say cu_seqlens="padded".
         dialect: the host's, with labels or without (``megapack.integrations.dialects``).
-        varlen: give the side channel of ``megapack.integrations.text_rows``.
+        varlen: give the side channel of ``megapack.integrations.rows.text_rows``.
         times: how often they are offered, one time after the other.
     """
 

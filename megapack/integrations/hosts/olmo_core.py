@@ -39,9 +39,9 @@ from torch.nn.functional import pad
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED, OLMO_CORE, OLMO_CORE_EVALUATION, emit
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rank_rows import RankRows, seen_losses
-from megapack.integrations.rows import RowOptions
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.rank_rows import RankRows, seen_losses
 
 __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
@@ -172,8 +172,9 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         if not self.watched:
             raise ConfigError(
                 "OLMo-core divides a rank's loss by its own labels, of which packed rows have "
-                "unequally many: add PackedOlmoCallback of megapack.integrations.olmo_core to the "
-                "trainer's callbacks, which makes it a mean over all labels"
+                "unequally many: add PackedOlmoCallback of "
+                "megapack.integrations.hosts.olmo_core to the trainer's callbacks, which makes it "
+                "a mean over all labels"
             )
         return emit(self.ranks.micro_batch(0), OLMO_CORE)
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from megapack import planning
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import join_ends
-from megapack.integrations.megatron.host import device
-from megapack.integrations.rows import ROW_KEYS
+from megapack.integrations.hosts.megatron.host import device
+from megapack.integrations.rows.dataset import ROW_KEYS
 
 # ---- From rows with cu_seqlens to what Megatron's attention reads: PackedSeqParams, one flat row
 # Megatron calls the format "thd": the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D

@@ -1,6 +1,6 @@
 """Build the sample index of a data path before the job that reads it starts.
 
-    python -m megapack.integrations.index DATA_PATH --sequence-length 8192 --split 99,1,0 \\
+    python -m megapack.integrations.rows.index DATA_PATH --sequence-length 8192 --split 99,1,0 \\
         --seed 1234 --cache-directory /scratch/megapack
 
 A run whose options say the same finds the files by content and starts at once; nothing waits for
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from megapack.errors import MegapackError
-from megapack.integrations.open_rows import open_rows, open_sources
-from megapack.integrations.rows import RowOptions
-from megapack.integrations.text_rows import SPLITS, manifest_of_list, split_bounds
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_rows, open_sources
+from megapack.integrations.rows.text_rows import SPLITS, manifest_of_list, split_bounds
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ DEFAULT = "(default %(default)s)"
 def main(argv: Sequence[str] | None = None) -> int:
     """Build what is missing and say where it lies; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m megapack.integrations.index",
+        prog="python -m megapack.integrations.rows.index",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # The one product of this command, for scripts that copy the files elsewhere.
                 print(f"{name}\t{index.num_samples}\t{index.path}")  # noqa: T201
     except (MegapackError, ValueError, OSError) as error:
-        print(f"megapack.integrations.index: error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"megapack.integrations.rows.index: error: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

@@ -37,9 +37,9 @@ from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import VERL_SFT, emit, loss_terms
-from megapack.integrations.open_rows import open_data_path
 from megapack.integrations.rebinding import Rebinding
-from megapack.integrations.rows import RowOptions
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
 from megapack.planning import StepPlan, plan_step
 
 logger = logging.getLogger("megapack")
@@ -171,7 +171,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
 
     Args:
         parquet_files: of ``data.train_files`` or ``val_files``: instead of parquet a manifest, a
-            shard manifest or the prefix of a dataset (``megapack.integrations.manifest``).
+            shard manifest or the prefix of a dataset (``megapack.integrations.rows.manifest``).
         tokenizer: verl's, whose ids must have those of the documents.
         config: verl's ``data``. ``+data.probe=False``: the engine is not tried on a row before its
             first step (``probe_worker``).
@@ -354,8 +354,8 @@ _probing = Rebinding("verl")
 def install() -> None:
     """Bind verl's functions of these names to ours, in all of its modules; again does nothing.
 
-    Ray starts processes of its own: ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.verl`` in
-    their environment has verl import this module, which then installs itself.
+    Ray starts processes of its own: ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
+    in their environment has verl import this module, which then installs itself.
 
     Raises:
         ConfigError: this release of verl has other names.

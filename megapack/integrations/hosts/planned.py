@@ -45,7 +45,7 @@ from torch.utils.data import Dataset
 from megapack.attention import varlen_arguments
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.transformers import check_model, own_loader
+from megapack.integrations.hosts.transformers import check_model, own_loader
 from megapack.planning import StepPlan, plan_step
 
 Integers = NDArray[np.int64]

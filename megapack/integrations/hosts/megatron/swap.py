@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MEGATRON_BRIDGE
-from megapack.integrations.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-from megapack.integrations.megatron.host import HOST, script_arguments, version
-from megapack.integrations.megatron.probe import probing
+from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
+from megapack.integrations.hosts.megatron.host import HOST, script_arguments, version
+from megapack.integrations.hosts.megatron.probe import probing
 from megapack.integrations.rebinding import Rebinding
 
 OwnGetBatch = Literal["auto", "yes", "no"]
@@ -50,7 +50,7 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
             ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
             boundaries; ``no`` leaves the script as it is, whatever it does with them.
         probe: whether the model is tried on its first micro batch before it trains on it
-            (``megapack.integrations.megatron.probe``): four forwards, and the log says their
+            (``megapack.integrations.hosts.megatron.probe``): four forwards, and the log says their
             seconds.
 
     Raises:
@@ -139,11 +139,11 @@ def _import_if_present(name: str) -> ModuleType | None:
 
 
 def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``pretrain`` whose script reads batches with ``megapack.integrations.megatron.get_batch``.
+    """``pretrain`` whose script reads batches with ``get_batch`` of this package.
 
     The functions of the script see each other through its globals; two names change there.
     """
-    get_batch = importlib.import_module("megapack.integrations.megatron.batch").get_batch
+    get_batch = importlib.import_module("megapack.integrations.hosts.megatron.batch").get_batch
 
     @functools.wraps(stock)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,8 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 f"{HOST} needs megapack's get_batch, but the script passes "
                 "pretrain() no function of a module with a get_batch; import "
-                "megapack.integrations.megatron.get_batch in it and run with --own-get-batch no"
+                "megapack.integrations.hosts.megatron.get_batch in it and run with "
+                "--own-get-batch no"
             )
         for names in scripts:
             if "MambaModel" in names:

@@ -1,6 +1,6 @@
 """axolotl: packed rows by a plugin, with axolotl's own names of sizes.
 
-    plugins: [megapack.integrations.axolotl.PackedPlugin]
+    plugins: [megapack.integrations.hosts.axolotl.PackedPlugin]
     datasets: [{path: chats.yaml}]       # a manifest, a shard manifest or a prefix
     test_datasets: [{path: held_out}]    # the same, each document once
     sequence_len: 8192
@@ -23,9 +23,9 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from megapack.errors import ConfigError
-from megapack.integrations.open_rows import open_data_path
-from megapack.integrations.rows import RowOptions
-from megapack.integrations.transformers import MicroBatches, PackedTrainerMixin, bare_model
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin, bare_model
+from megapack.integrations.rows.dataset import RowOptions
+from megapack.integrations.rows.open_rows import open_data_path
 
 __all__ = ["PackedAxolotlTrainer", "PackedPlugin", "PackedPluginArguments"]
 

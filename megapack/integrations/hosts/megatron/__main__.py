@@ -1,11 +1,12 @@
-"""python -m megapack.integrations.megatron [options] pretrain_gpt.py [the script's arguments]
+"""python -m megapack.integrations.hosts.megatron [options] pretrain_gpt.py [the script's arguments]
 
 Runs Megatron-LM's own script with megapack's dataset behind --data-path. Under torchrun:
 
-    torchrun --nproc-per-node 8 -m megapack.integrations.megatron pretrain_gpt.py --data-path ...
+    torchrun --nproc-per-node 8 -m megapack.integrations.hosts.megatron \\
+        pretrain_gpt.py --data-path ...
 
-``python -m megapack.integrations.megatron check pretrain_gpt.py ...`` says what it would read, and
-needs neither GPU nor torchrun.
+``python -m megapack.integrations.hosts.megatron check pretrain_gpt.py ...`` says what it would
+read, and needs neither GPU nor torchrun.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapack.integrations.megatron.swap import install
+from megapack.integrations.hosts.megatron.swap import install
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install, then run the script under ``__main__`` as ``python script.py`` would."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["check"]:
-        sys.exit(importlib.import_module("megapack.integrations.megatron.check").main(given[1:]))
+        sys.exit(
+            importlib.import_module("megapack.integrations.hosts.megatron.check").main(given[1:])
+        )
     parser = argparse.ArgumentParser(
-        prog="python -m megapack.integrations.megatron",
+        prog="python -m megapack.integrations.hosts.megatron",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
