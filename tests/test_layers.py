@@ -53,8 +53,8 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
     files = sorted((PACKAGE / package).rglob("*.py"))
     assert files, f"{package} has no files: the test would pass vacuously"
     for path in files:
-        names = set().union(*_imports(path))
-        imported = {name.split(".")[1] for name in names if name.startswith("megapack.")}
+        names = {name for name in _imports(path) if name.startswith("megapack.")}
+        imported = {name.split(".")[1] for name in names}
         above = imported - MAY_IMPORT[package] - {package} - GROUND
         assert not above, f"{path} imports {sorted(above)}, which {package} may not import"
 
@@ -123,27 +123,20 @@ def _modules() -> dict[str, Path]:
 
 
 @cache
-def _imports(path: Path) -> tuple[set[str], set[str]]:
-    """Dotted names that a file imports, anywhere: when it runs, and for types alone."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    for_types = {
-        statement
-        for node in nodes
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for statement in node.body
-    }
-    found: tuple[set[str], set[str]] = set(), set()
-    for node in nodes:
+def _imports(path: Path) -> set[str]:
+    """Dotted names that a file imports: at the top, in functions and under TYPE_CHECKING."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found[node in for_types].update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found[node in for_types].update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
 
 
 def _imported_modules(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of ours that a file imports when it runs."""
-    return {_nearest(one, known) for one in _imports(path)[0]} - {name, ""}
+    """Modules of ours that a file imports, those for types included."""
+    return {_nearest(one, known) for one in _imports(path)} - {name, ""}
 
 
 def _nearest(name: str, known: dict[str, Path]) -> str:
@@ -158,6 +151,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert len(known) > 150 and "papers.worker" in known
     graph = {name: _imported_modules(name, path, known) for name, path in known.items()}
     assert "megapack.storage.files" in graph["megapack.packing.sample_index"]
+    # For types alone; to be removed with the import.
+    graph["megapack.training.engine.checkpoint"].discard("megapack.training.engine.mirror")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

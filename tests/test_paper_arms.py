@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from papers import ranks
 from papers.recipes import bucketllm, fim, groups, masking, packing, repetition, steps
-from papers.runs import SCALES, Result, Run, Scale
+from papers.run import Run
+from papers.runs import SCALES, Result, Scale
 
 from megapack.packing import STRATEGIES
 

@@ -36,7 +36,8 @@ from papers.recipes import (
     seamless,
     steps,
 )  # fmt: skip
-from papers.runs import SCALES, Result, Run, run_all, worker_pool
+from papers.run import Run
+from papers.runs import SCALES, Result, run_all, worker_pool
 from papers.settings import shifted
 
 from megapack.packing import pack

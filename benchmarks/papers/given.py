@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from papers.corpus import prepare
-from papers.runs import Run
+from papers.run import Run
 
 from megapack.packing.groups import read_groups
 from megapack.storage import IndexedDataset

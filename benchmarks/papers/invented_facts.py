@@ -18,7 +18,7 @@ from typing import Any
 import sentencepiece
 import torch
 from papers.corpus import tokenizer_file
-from papers.runs import Run
+from papers.run import Run
 
 from megapack.training.config import EngineConfig
 from megapack.training.engine.world import World

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from papers.corpus import prepare
-from papers.runs import Run
+from papers.run import Run
 from torch import Tensor
 
 from megapack.config import from_dict

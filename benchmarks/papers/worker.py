@@ -18,12 +18,13 @@ from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from papers.corpus import Corpus, complete, prepare, remember
+from papers.run import Task
 
 from megapack.config import from_dict, to_dict
 from megapack.packing import SampleIndex, pack
@@ -39,9 +40,6 @@ from megapack.training.evaluation.validation import evaluate, perplexity_by_cont
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.trainer import TimedBatches
-
-if TYPE_CHECKING:
-    from papers.runs import Task
 
 _stack = ExitStack()
 _here: World | None = None

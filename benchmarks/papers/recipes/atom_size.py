@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from papers.claims import Claim, Row, below, compared, less, near, shown, together
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name, paired, scores
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, paired, scores
 from papers.settings import WHOLE, engine
 
 from megapack.packing import pack

@@ -19,7 +19,8 @@ import numpy as np
 from lengths import BUCKETS, Lengths
 from papers.claims import Claim, Row, below, compared, less, same, shown, stated, together
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name, lines, mean_evaluations, paired, perplexities
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, lines, mean_evaluations, paired, perplexities
 from papers.settings import WHOLE, Setting
 
 from megapack.compare import MODELS

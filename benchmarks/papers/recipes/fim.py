@@ -22,7 +22,8 @@ from typing import Any
 
 from papers.claims import Claim, against, below, same, shown, stated
 from papers.corpus import VOCAB_SIZE, Corpus
-from papers.runs import Result, Run, Scale, by_name, paired, plot_over_steps, probed, scores
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, paired, plot_over_steps, probed, scores
 from papers.settings import Setting
 
 TITLE = "Fill-in-the-middle"

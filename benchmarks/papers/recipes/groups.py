@@ -16,7 +16,8 @@ from typing import Any
 
 from papers.claims import Claim, against, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, by_name, paired, plot_over_steps, probed, scores
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, paired, plot_over_steps, probed, scores
 from papers.settings import Setting
 
 TITLE = "Files of a folder in one sample"

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
-from papers.runs import Result, Run, Scale, paired, plot_over_steps, scores
+from papers.run import Run
+from papers.runs import Result, Scale, paired, plot_over_steps, scores
 from papers.settings import Setting
 
 TITLE = "Masks between documents"

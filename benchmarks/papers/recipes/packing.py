@@ -17,7 +17,8 @@ from typing import Any
 
 from papers.claims import Claim, against, below, same, stated
 from papers.recipes.bucketllm import long_documents, mean_contexts, mean_speed, plot_contexts
-from papers.runs import Result, Run, Scale, by_name, lines, mean_evaluations, paired, scores
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, lines, mean_evaluations, paired, scores
 from papers.settings import WHOLE, Setting
 
 TITLE = "Which packing, at equal tokens"

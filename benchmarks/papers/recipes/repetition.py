@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 from papers.claims import Claim, below, difference, same, shown, stated
 from papers.corpus import Corpus
-from papers.runs import Result, Run, Scale, lines, paired, scores
+from papers.run import Run
+from papers.runs import Result, Scale, lines, paired, scores
 from papers.settings import Setting
 
 TITLE = "Files repeated, and fresh"

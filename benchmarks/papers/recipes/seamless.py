@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from papers import invented_facts
 from papers.claims import Claim, Row, alike, below, compared, same, shown, together
 from papers.corpus import Corpus, prepare
-from papers.runs import Result, Run, Scale, by_name, lines, paired, perplexities, probed
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, lines, paired, perplexities, probed
 from papers.settings import WHOLE, engine
 
 from megapack import _core

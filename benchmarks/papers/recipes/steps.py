@@ -15,7 +15,8 @@ from typing import Any
 
 from papers import ranks
 from papers.claims import Claim, against, below, same, shown, stated
-from papers.runs import Result, Run, Scale, by_name, lines, paired, perplexities
+from papers.run import Run
+from papers.runs import Result, Scale, by_name, lines, paired, perplexities
 from papers.settings import Setting
 
 TITLE = "Steps: buckets, dealing, weights of the loss"
