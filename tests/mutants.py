@@ -206,8 +206,8 @@ stage_cursors: the third stage draws again what the first has drawn
 - own[stream.sources] = stream.starts + stream.taken(end)
 + own[stream.sources] = stream.taken(end)
 stage_skips: skipped samples are drawn after all
-- first = settings.begin + settings.skip_steps
-+ first = settings.begin
+- previous, first = skipped[-1], first + settings.skip_steps
++ previous = skipped[-1]
 
 megapack/data/program.py: schedule
 stage_tokens: a stage from a number of tokens begins a step early

@@ -429,7 +429,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequenc
             rows = zip(names, pairs, after["weights"], strict=False)
             found = [f"{name} {now:g}" for name, (now, then), w in rows if w != 0 and now != then]
             said += [f"{key} {', '.join(found)}"] if found else []
-        elif key != "from_step" and value != was:
+        elif key not in ("from_step", "skipped") and value != was:
             shown = f"{key} {value or 'none'}"
             said.append(_weights(names, value or ()) if key == "weights" else shown)
     return ", ".join(said) or "nothing that is drawn otherwise"

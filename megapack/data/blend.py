@@ -17,7 +17,7 @@
     fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
       - {from_tokens: 2_000_000_000, tokens_per_step: 1048576}
-      - {from_step: 9000, skip_steps: 200}                      # data that made the loss spike
+      - {from_step: 9000, skip_steps: 200}                      # skips what steps 9000 to 9199 drew
       - {from_step: 9500, attention_window: 8192, window_steps: 2000}
       - {from_step: 12000, weights: {web: 0.5, late: 0.5}, order: grow-p2, loss_weights: {late: 2}}
       - {from_step: 14000, weights: {late: 1}, ramp: {until_step: 15000}}    # little by little
@@ -198,8 +198,9 @@ class Stage:
     micro_step_tokens: int | None = None
     """Tokens that all ranks take from one bucket at a time."""
     skip_steps: int = 0
-    """Before the stage begins, what the stage before it would have drawn in so many steps is passed
-    over: those samples count as seen, and come again with the next epoch."""
+    """Skip exactly what steps ``from_step`` to ``from_step + skip_steps - 1`` draw in this run
+    without the skip, whatever stages lie among them, this stage's own settings included. Those
+    samples count as seen, and come again with the next epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids, .npy of integers or text with one per line: masked from
     here to the end of the run (``megapack.data.sources``)."""
@@ -320,8 +321,8 @@ class Mixture:
     stages: Sequence[Stage] = ()
     """Changes at later steps."""
     decided: Sequence[Stage] = ()
-    """Stages that the run appended by its own rules (``megapack.data.run.Decision``), by rising
-    from_step; each changes weights, skips steps, or both."""
+    """Stages that the run appended by its own rules (``megapack.data.run.Decision``), in the order
+    in which they were made; each changes weights, skips steps, or both."""
     scores: Sequence[Scores | None] | None = None
     """Order by score, one per source; None, also in the list: shuffled."""
     max_epochs: float | Sequence[float | None] | None = None

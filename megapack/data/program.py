@@ -1,6 +1,7 @@
 """A run as a program: its stages in full, and from which step on each of them holds.
 
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
+- ``skipped_pieces``: which stages drew the steps that a stage skips.
 - ``within_epochs``: the same with weights that repeat no source too often (UniMax).
 - ``Window``: an attention window, which may grow.
 
@@ -19,13 +20,14 @@ not name is not drawn from then on. Every bucket of every source keeps one curso
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapack.config import check_positive, check_range
@@ -102,6 +104,8 @@ class StageSettings(NamedTuple):
     begin: int
     """Its first step."""
     skip_steps: int
+    """Steps that are skipped before the stage begins: ``begin`` to ``begin + skip_steps`` of the
+    run as it was without this skip."""
     config: ScheduleConfig
     weights: Weights
     num_lists: int = 0
@@ -113,6 +117,8 @@ class StageSettings(NamedTuple):
     fim_rates: tuple[float, ...] | None = None
     """Share of documents with their middle at the end, one per source; None: 0 for all."""
     window: Window | None = None
+    skipped: tuple[StageSettings, ...] = ()
+    """The stages of that former run that drew the skipped steps; the first begins at ``begin``."""
 
     def window_at(self, step: int) -> int | None:
         """The attention window of a step of the stage, tokens; None: there is none."""
@@ -185,16 +191,144 @@ def tokens_before(program: Program, step: int) -> int:
     )
 
 
-def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
+def resolve(
+    config: ScheduleConfig, mixture: Mixture, tokens_per_epoch: Sequence[int] = ()
+) -> Program:
     """Stages in full, in order; those that change nothing are left out.
+
+    A skip is an edit of the run as it was before: the steps that it skips are those that the former
+    run draws there, whatever stages lie among them. Edits are made one after the other: the skips
+    of ``mixture.stages`` by rising step, then ``mixture.decided`` as listed. With weights a, and b
+    from step 10 on, a skip of 4 steps at step 8 skips two steps of a and two of b. A second such
+    skip skips steps 8 to 11 of the run that has the first one: again two of a and two of b.
 
     Args:
         config: from step 0 on.
         mixture: ``Mixture.of`` the sources.
+        tokens_per_epoch: samples x capacity of every source, for ``within_epochs``; not needed
+            without ``mixture.run_tokens``.
 
     Raises:
         ConfigError: names the stage, what is wrong with it, and the remedy.
     """
+    weights: dict[int, Stage] = {}  # decided, by first step
+
+    def settings() -> tuple[Program, list[tuple[int, int]]]:
+        decided = [weights[begin] for begin in sorted(weights)]
+        program, skips = _without_skips(config, mixture, decided)
+        return within_epochs(program, mixture, tokens_per_epoch), skips
+
+    base, skips = settings()
+    program = base
+    for begin, count in skips:
+        program = _skip(program, base, begin, count)
+    for stage in mixture.decided:
+        begin = stage.from_step or 0
+        if stage.weights is not None:
+            weights[begin] = stage
+        if stage.skip_steps:
+            former, _ = settings()
+            check_reach(former, stage, begin + stage.skip_steps)
+            program = _with_settings(program, base, former)
+            # The run goes back to this step: later weights were decided by steps it takes back.
+            weights = {first: kept for first, kept in weights.items() if first <= begin}
+            base, _ = settings()
+            program = _skip(program, base, begin, stage.skip_steps)
+    final, _ = settings()
+    for number, name in enumerate(mixture.names or ()):
+        if not any(stage.weights[number] != 0 for stage in final):
+            raise ConfigError(
+                f"source {name!r} has weight 0 in every stage; give it a positive one in some "
+                "stage, or leave it out"
+            )
+    return _with_settings(program, base, final)
+
+
+# ---- Skipped steps -------------------------------------------------------------------------------
+
+
+def _stage_at(program: Program, step: int) -> StageSettings:
+    """The settings of a step, as a stage that begins there and skips nothing of its own."""
+    stage = program[bisect_right(program, step, key=lambda stage: stage.begin) - 1]
+    return stage if stage.begin == step else stage._replace(begin=step, skip_steps=0, skipped=())
+
+
+def _skip(former: Program, base: Program, begin: int, count: int) -> Program:
+    """The program that goes on at step ``begin`` where ``former`` is at ``begin + count``.
+
+    Args:
+        former: the run as it was.
+        base: settings of every step from now on; they skip nothing.
+    """
+    end = begin + count
+    inside = (stage for stage in former if begin < stage.begin < end)
+    skipped = (_stage_at(former, begin), *inside)
+    stage = _stage_at(base, begin)._replace(begin=begin, skip_steps=count, skipped=skipped)
+    # Skips inside the range are part of what is skipped. Later ones are edits of the new run.
+    program = (
+        *(stage for stage in former if stage.begin < begin),
+        stage,
+        *(stage for stage in base if stage.begin > begin),
+    )
+    for later in former:
+        if later.begin >= end:
+            for size in _skips_of(later):
+                program = _skip(program, base, later.begin, size)
+    return program
+
+
+def _skips_of(stage: StageSettings) -> list[int]:
+    """The skips that begin with a stage, the first one first."""
+    return [*_skips_of(stage.skipped[0]), stage.skip_steps] if stage.skipped else []
+
+
+def _with_settings(program: Program, before: Program, after: Program) -> Program:
+    """The program with other settings from some step on; skips up to that step stay as they are.
+
+    Args:
+        before, after: settings of every step, without skips.
+    """
+    pairs = zip_longest(before, after)
+    changes = [min(s.begin for s in pair if s) for pair in pairs if pair[0] != pair[1]]
+    if not changes:
+        return program
+    result = after
+    for stage in program:
+        if stage.skip_steps and stage.begin <= min(changes):
+            new = _stage_at(after, stage.begin)
+            new = new._replace(skip_steps=stage.skip_steps, skipped=stage.skipped)
+            result = (
+                *(other for other in result if other.begin < stage.begin),
+                new,
+                *(other for other in result if other.begin > stage.begin),
+            )
+        else:
+            for size in _skips_of(stage):
+                result = _skip(result, after, stage.begin, size)
+    return result
+
+
+def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
+    """(settings, number of steps) of all that is skipped before a stage, in the order of draws;
+    neighbors that draw alike are one."""
+    pieces: list[tuple[StageSettings, int]] = []
+    parts = spans(stage.skipped, stage.begin + stage.skip_steps) if stage.skipped else ()
+    for part, end in parts:
+        for piece, count in (*skipped_pieces(part), (part, end - part.begin)):
+            if pieces and piece.same_draws(pieces[-1][0]):
+                pieces[-1] = (pieces[-1][0], pieces[-1][1] + count)
+            else:
+                pieces.append((piece, count))
+    return pieces
+
+
+# ---- Settings of every step ----------------------------------------------------------------------
+
+
+def _without_skips(
+    config: ScheduleConfig, mixture: Mixture, decided_weights: Sequence[Stage]
+) -> tuple[Program, list[tuple[int, int]]]:
+    """Stages in full as if none skipped a step; and the skips, (first step, steps)."""
     names = mixture.names or ()
     weights: Weights = tuple(mixture.weights or [None] * len(names))
     drawn = [weight for weight in weights if weight != 0]
@@ -209,26 +343,30 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
     settings = StageSettings(0, 0, config, weights)
     program: Program = (settings._replace(loss_weights=factors, fim_rates=rates, window=window),)
     ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
-    written, decided = deque(mixture.stages), deque(mixture.decided)
+    skips: list[tuple[int, int]] = []
+    written, decided = deque(mixture.stages), deque(decided_weights)
     while written or decided:
         stage, begin = _next_stage(program, written, decided)
-        last = program[-1]
-        if begin <= (last.begin if len(program) > 1 else 0):
+        last_begin = program[-1].begin if len(program) > 1 else 0
+        last_begin = max([last_begin, *(first for first, _ in skips[-1:])])
+        if begin <= last_begin:
             raise ConfigError(
-                f"{stage} begins at step {begin}, and the one before it at {last.begin}: list "
+                f"{stage} begins at step {begin}, and the one before it at {last_begin}: list "
                 "stages in order, and what holds from step 0 on outside of them"
             )
         check_reach(program, stage, begin + stage.skip_steps)
         program = _ramped(program, ramp, begin)
         last = program[-1]
         ramp = [piece for piece in ramp if piece[0] >= begin]
+        if stage.skip_steps:
+            skips.append((begin, stage.skip_steps))
         after = _changed(stage, last.config)
         if stage.weights is not None:
             ramp = _pieces(program, stage, begin, after, names)
         weights = ramp.pop(0)[1] if ramp and ramp[0][0] == begin else last.weights
         settings = StageSettings(
             begin=begin,
-            skip_steps=stage.skip_steps,
+            skip_steps=0,
             config=after,
             weights=weights,
             num_lists=last.num_lists + (stage.exclude is not None),
@@ -237,7 +375,7 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
             fim_rates=_fim_rates(stage.fim_rates, mixture, last.fim_rates, str(stage)),
             window=_window(stage, begin, last),
         )
-        if settings == last._replace(begin=begin, skip_steps=0, ramping=settings.ramping):
+        if settings == last._replace(begin=begin, ramping=settings.ramping):
             continue
         shuffled = [order_named(of.order).shuffled for of in (last.config, after)]
         if shuffled[0] != shuffled[1]:
@@ -246,14 +384,7 @@ def resolve(config: ScheduleConfig, mixture: Mixture) -> Program:
                 "both sequential and shuffled; use shuffled orders in all stages"
             )
         program = (*program, settings)
-    program = _ramped(program, ramp, None)
-    for number, name in enumerate(names):
-        if not any(stage.weights[number] != 0 for stage in program):
-            raise ConfigError(
-                f"source {name!r} has weight 0 in every stage; give it a positive one in some "
-                "stage, or leave it out"
-            )
-    return program
+    return _ramped(program, ramp, None), skips
 
 
 def _next_stage(
@@ -272,11 +403,8 @@ def _next_stage(
             return written.popleft(), own
         if own == begin:
             stage, added = written.popleft(), decided.popleft()
-            skipped = stage.skip_steps + added.skip_steps
-            if added.weights is None:
-                return replace(stage, skip_steps=skipped), own
-            return replace(stage, skip_steps=skipped, weights=added.weights, ramp=None), own
-    stage = decided.popleft()
+            return replace(stage, weights=added.weights, ramp=None), own
+    stage = replace(decided.popleft(), skip_steps=0)
     assert stage.from_step is not None, "a run decides by step"
     return stage, stage.from_step
 
@@ -395,7 +523,7 @@ def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | No
     """The program and those pieces of a ramp that begin before ``end``."""
     for number, (begin, weights) in enumerate(ramp, 1):
         last, going = program[-1], number < len(ramp)
-        settings = last._replace(begin=begin, skip_steps=0, weights=weights, ramping=going)
+        settings = last._replace(begin=begin, weights=weights, ramping=going)
         if (end is None or begin < end) and not settings.same_draws(last):
             order = order_named(last.config.order)
             if not order.shuffled or len(set(order.odds(2))) > 1:
@@ -489,7 +617,7 @@ def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence
         mixture: ``Mixture.of`` the sources.
         tokens_per_epoch: samples x capacity of every source.
     """
-    if mixture.run_tokens is None:
+    if mixture.run_tokens is None or not tokens_per_epoch:
         return program
     assert isinstance(mixture.max_epochs, Sequence)
     room = [  # tokens that may still be drawn of every source

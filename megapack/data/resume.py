@@ -14,6 +14,7 @@ program that rewrites what was done, and to say what another one changes from no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -25,6 +26,7 @@ from megapack.data.program import (
     StageSettings,
     Weights,
     drawn_by,
+    skipped_pieces,
 )
 from megapack.data.sources import SampleSource
 from megapack.data.steps import ScheduleConfig, order_named
@@ -49,7 +51,8 @@ _OF_LOSS = ("loss", "token_weights")
 # What an identity may lack.
 OPTIONAL = (*_TRAINING, *_OF_LOSS, "stages")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
-_CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, "skip_steps", "from_step"), _RESHUFFLED) | {
+_SKIPS = ("skip_steps", "skipped", "from_step")
+_CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, *_SKIPS), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
     "tokens_per_step": "the step number is converted by tokens seen; a step draws other samples",
     "row_tokens": "draws hold another number of samples; " + _RESHUFFLED,
@@ -76,7 +79,10 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     The first stage's settings stand beside those of the whole run; the later ones in ``stages``,
     each in full, if there are any.
     """
-    first, *later = (_plain(stage, samples) for stage in program)
+    first, *later = (
+        _plain(stage, before, samples)
+        for before, stage in zip((program[0], *program[:-1]), program, strict=True)
+    )
     whole: dict[str, Any] = {
         "order_version": ORDER_VERSION,
         **to_dict(program[0].config),
@@ -92,7 +98,10 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     return {**whole, "stages": later} if later else whole
 
 
-def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
+def _plain(stage: StageSettings, before: StageSettings, samples: SampleSource) -> dict[str, Any]:
+    pieces = skipped_pieces(stage)
+    others = len(pieces) > 1 or (pieces and not pieces[0][0].same_draws(before))
+    skipped = [[piece.begin, count, *drawn_by(piece.of_draws)] for piece, count in pieces]
     rates = _of_drawn(stage.fim_rates, stage.weights, 0.0)
     optional = {
         "loss_weights": _of_drawn(stage.loss_weights, stage.weights, 1.0),
@@ -101,10 +110,12 @@ def _plain(stage: StageSettings, samples: SampleSource) -> dict[str, Any]:
         "attention_window": list(stage.window or ()),
         "attention": "group" if samples.attention == "group" else None,
         "exclude": samples.exclusions.digests(stage.num_lists, samples.names),
+        # Only where others than the stage before drew them.
+        "skipped": json.loads(json.dumps(skipped)) if others else None,
     }
     return {
         "from_step": stage.begin,
-        "skip_steps": stage.skip_steps,
+        "skip_steps": sum(count for _, count in pieces),
         **stage.of_draws,
         "num_cycles": stage.config.num_cycles or order_named(stage.config.order).num_cycles,
         "weights": list(stage.weights),
@@ -226,7 +237,7 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
     Weights are those up to the last source that is drawn: later ones may have come since.
     """
     # What a stage without them does not speak of.
-    always: dict[str, Any] = {"exclude": {}, **dict.fromkeys(_TRAINING)}
+    always: dict[str, Any] = {"exclude": {}, "skipped": None, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
     first["weights"] = first["weights"] or [None] * len(state["indices"])
@@ -237,7 +248,7 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
         drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
         stage = {**always, **given, "weights": list(weights[:drawn])}
         if found and not stage["skip_steps"] and drawn_by(found[-1]) == drawn_by(stage):
-            rest = [name for name in stage if name not in ("from_step", "skip_steps", *_STAGE)]
+            rest = [name for name in stage if name not in (*_SKIPS, *_STAGE)]
             if all(stage[name] == found[-1][name] for name in rest):
                 continue
         found.append(stage)

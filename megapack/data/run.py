@@ -159,19 +159,9 @@ class Decisions:
 
     @property
     def stages(self) -> list[Stage]:
-        """Those in force, one per step, by rising step; of several that begin at one step the last
-        weights hold, and skipped steps add up."""
-        found: dict[int, Stage] = {}
-        for decision in self.decisions:
-            if not decision.void:
-                begin, stage = decision.begin, decision.stage
-                before = found.get(begin, Stage(from_step=begin))
-                found[begin] = dataclasses.replace(
-                    before,
-                    weights=before.weights if stage.weights is None else stage.weights,
-                    skip_steps=before.skip_steps + stage.skip_steps,
-                )
-        return [found[begin] for begin in sorted(found)]
+        """All in the order in which they were made, also void ones: a skip skips what the run drew
+        when it was decided (``megapack.data.program.resolve``)."""
+        return [decision.stage for decision in self.decisions]
 
     def with_new(self, decision: Decision) -> Decisions:
         """One more; weights that were learned from steps that it takes back are void then."""

@@ -35,7 +35,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
-from itertools import pairwise
 from math import ceil
 from os import PathLike
 from typing import Any
@@ -60,7 +59,6 @@ from megapack.data.program import (
     resolve,
     spans,
     tokens_before,
-    within_epochs,
 )
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
@@ -144,8 +142,9 @@ class StageDraws:
     Args:
         settings: the stage.
         samples: of the whole run.
-        before: the stage before, if there is one; its cursors after what this one passes over are
-            those at the first draw.
+        before: the stage that drew the steps before the first draw, if there is one: the stage
+            before, or the last one of what this one skips.
+        first: the step of ``before`` whose cursors are those at the first draw.
         largest: capacity of the largest bucket of the stages before; the first draw takes a larger
             one, so that running out of memory happens at once.
         finite: see ``Schedule``.
@@ -167,11 +166,13 @@ class StageDraws:
         settings: StageSettings,
         samples: SampleSource,
         before: StageDraws | None,
+        first: int,
         largest: int,
         *,
         finite: bool = False,
     ) -> None:
-        first = settings.begin + settings.skip_steps
+        self.settings = settings
+        self.skipped: list[StageDraws] = []
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
         self.num_lists, self.ramping = settings.num_lists, settings.ramping
         self.fim_rates = settings.fim_rates
@@ -225,13 +226,21 @@ class StageDraws:
         """How messages about it begin."""
         return f"the stage from step {self.begin}: " if self.begin else ""
 
-    def continued(self, settings: StageSettings) -> StageDraws:
-        """The same draws, of which some steps may be passed over before the stage begins."""
+    def continued(self, settings: StageSettings, first: int) -> StageDraws:
+        """A stage that goes on with the draws of step ``first`` of this one."""
         result = copy.copy(self)
+        result.settings, result.skipped = settings, []
         result.begin, result.num_lists = settings.begin, settings.num_lists
         result.ramping, result.fim_rates = settings.ramping, settings.fim_rates
-        result._first_draw = self.draw_of(settings.begin + settings.skip_steps)
+        result._first_draw = self.draw_of(first)
         return result
+
+    def skipped_steps(self) -> Iterator[tuple[Draw, ...]]:
+        """The draws of every step that is skipped before the stage begins, in their order."""
+        end = self.begin + self.settings.skip_steps
+        for stage, stop in spans(self.skipped, end) if self.skipped else ():
+            yield from stage.skipped_steps()
+            yield from map(stage.step_draws, range(stage.begin, stop))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -371,20 +380,37 @@ class StageDraws:
 
 
 def open_stages(
-    program: Program, samples: SampleSource, *, finite: bool = False
+    program: Program,
+    samples: SampleSource,
+    *,
+    finite: bool = False,
+    before: StageDraws | None = None,
+    largest: int = 0,
 ) -> list[StageDraws]:
-    """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage."""
-    stages = [StageDraws(program[0], samples, None, 0, finite=finite)]
-    largest = stages[0].buckets[-1].capacity
-    for before, settings in pairwise(program):
-        if settings.same_draws(before):
-            stages.append(stages[-1].continued(settings))
-            continue
-        try:
-            stages.append(StageDraws(settings, samples, stages[-1], largest))
-        except ConfigError as error:
-            raise ConfigError(f"the stage from step {settings.begin}: {error}") from error
-        largest = max(largest, stages[-1].buckets[-1].capacity)
+    """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage.
+
+    Args:
+        before: the stage that draws the steps before the program.
+        largest: see ``StageDraws``.
+    """
+    stages: list[StageDraws] = []
+    for settings in program:
+        previous, first = (stages[-1] if stages else before), settings.begin
+        skipped: list[StageDraws] = []
+        if settings.skipped:
+            skipped = open_stages(settings.skipped, samples, before=previous, largest=largest)
+            previous, first = skipped[-1], first + settings.skip_steps
+        if previous is not None and settings.same_draws(previous.settings):
+            stage = previous.continued(settings, first)
+        else:
+            try:
+                stage = StageDraws(settings, samples, previous, first, largest, finite=finite)
+            except ConfigError as error:
+                where = f"the stage from step {settings.begin}: " if settings.begin else ""
+                raise ConfigError(f"{where}{error}") from error
+        stage.skipped = skipped
+        stages.append(stage)
+        largest = max(largest, stage.buckets[-1].capacity)
     return stages
 
 
@@ -458,9 +484,7 @@ class Schedule:
             mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
             mixture = replace(mixture, fim=None, fim_rates=None)  # documents as they are
         self.finite = finite
-        self.program = within_epochs(
-            resolve(self.config, mixture), mixture, self.samples.tokens_per_epoch.tolist()
-        )
+        self.program = resolve(self.config, mixture, self.samples.tokens_per_epoch.tolist())
         self.stages = open_stages(self.program, self.samples, finite=finite)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
 

@@ -165,7 +165,7 @@ def _scale(band: str, middle: float) -> float:
 
 
 def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int) -> Decision:
-    """The stage that passes a spike's steps over.
+    """The stage that skips a spike's steps: exactly the samples that they contained.
 
     Skipped is what was out, and ``margin_steps`` on both sides; twice as much as the last time
     where the run meets the same stretch again. It depends on the spike alone, so runs that looked

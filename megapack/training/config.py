@@ -279,7 +279,7 @@ class LoggingConfig:
 @dataclass(frozen=True, kw_only=True)
 class AutopilotConfig:
     """What a run does by itself when its loss or its gradients leave their path: it goes back to
-    the last good checkpoint of before and passes over the steps that did it
+    the last good checkpoint of before and skips the samples of the steps that did it
     (``megapack.training.autopilot``)."""
 
     spikes: bool = False

@@ -279,7 +279,10 @@ class Trainer:
 
         def look() -> Spike | None:
             spikes = (
-                watch.look(line, repr(settings_at(line["step"])._replace(begin=0, skip_steps=0)))
+                watch.look(
+                    line,
+                    repr(settings_at(line["step"])._replace(begin=0, skip_steps=0, skipped=())),
+                )
                 for line in lines
             )
             return next(filter(None, spikes), None)

@@ -105,13 +105,13 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
     samples = SampleSource([POOL[s] for s in used], mixture)
     options = {"seed": program["seed"], "cost_window": program["cost_window"]}
     schedule = Schedule(samples, tokens_per_step=first.tokens_per_step, **options)
-    expected = programs.steps(
+    defined = programs.program(
         [POOL_COUNTS[s] for s in used],
         program["stages"],
-        num_steps=50,
         cost=lambda source, capacity, number: cost_of(used[source], capacity, number),
         **options,
     )
+    expected = defined.play(50).steps
     for i in (49, *range(50)):  # any order of asking
         step = schedule.step(i)
         drawn = own_numbers(schedule, step.sample_ids)
@@ -119,6 +119,82 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         passes = zip(step.fim.epochs.tolist(), drawn, strict=True)
         content = [(source, epoch, number) for epoch, (source, number) in passes]
         assert (step.capacity, content) == expected[i]
+
+
+@st.composite
+def decided_stages(draw: st.DrawFn) -> list[tuple[int, int, tuple[float, float] | None]]:
+    """What a run of two sources decides: (first step, steps to skip, weights), in this order. A
+    skip goes back, weights are of steps to come."""
+    made: list[tuple[int, int, tuple[float, float] | None]] = []
+    step = 1
+    for _ in range(draw(st.integers(1, 4))):
+        if draw(st.booleans()):
+            step += draw(st.integers(0, 8))
+            made.append((step, 0, draw(st.sampled_from([(1.0, 3.0), (3.0, 1.0), (1.0, 0.0)]))))
+        else:
+            step = max(1, step + draw(st.integers(-6, 8)))
+            made.append((step, draw(st.sampled_from([1, 3, 5, 12])), None))
+    return made
+
+
+@settings(max_examples=max(PROGRAMS, settings.default.max_examples))
+@given(
+    written=st.sets(st.integers(1, 30), max_size=3).map(sorted),
+    decided=decided_stages(),
+    cost_window=st.sampled_from([1, 3]),
+    data=st.data(),
+)
+def test_decided_skips_skip_what_the_run_drew_when_they_were_decided(
+    written: list[int],
+    decided: list[tuple[int, int, tuple[float, float] | None]],
+    cost_window: int,
+    data: st.DataObject,
+) -> None:
+    """Also one after the other at one step, over stages, and over weights decided before, which
+    are void once the run goes back behind them."""
+    pool = [0, 4]
+    names = [NAMES[s] for s in pool]
+    blends = st.sampled_from([(1.0, 1.0), (0.0, 1.0), (2.0, 1.0)])
+    stages = [programs.Stage(0, 96, (1.0, 1.0))]
+    stages += [
+        programs.Stage(begin, data.draw(st.sampled_from([48, 96])), data.draw(blends))
+        for begin in written
+    ]
+    options: dict[str, Any] = {"seed": 3, "cost_window": cost_window}
+    run = programs.Run(
+        [POOL_COUNTS[s] for s in pool], stages, cost=lambda s, *of: cost_of(pool[s], *of), **options
+    )
+    made: dict[int, tuple[float, float]] = {}
+    for begin, skip_steps, weights in decided:
+        if weights:
+            made[begin] = weights
+            run = run.reweighted(begin, programs.with_weights(stages, made))
+        if skip_steps:
+            made = {first: of for first, of in made.items() if first <= begin}
+            run = run.edited(begin, skip_steps, programs.with_weights(stages, made))
+    mixture = Mixture(
+        names=names,
+        weights=(1.0, 1.0),
+        stages=[stage_of(stage, names) for stage in stages[1:]],
+        decided=[stage_of(programs.Stage(b, 0, w or (), k), names) for b, k, w in decided],
+    )
+    samples = SampleSource([POOL[s] for s in pool], mixture)
+    schedule = Schedule(samples, tokens_per_step=96, **options)
+    expected = run.play(45).steps
+    for i in (44, *range(45)):
+        step = schedule.step(i)
+        content = [(s, number) for s, _, number in expected[i][1]]
+        assert (step.capacity, own_numbers(schedule, step.sample_ids)) == (expected[i][0], content)
+    state = json.loads(json.dumps(schedule.state_dict(45)))
+    assert schedule.resume_step(state) == 45
+
+
+def stage_of(stage: programs.Stage, names: list[str]) -> Stage:
+    weights = {n: w for n, w in zip(names, stage.weights, strict=False) if w} or None
+    tokens = stage.tokens_per_step or None
+    return Stage(
+        from_step=stage.begin, weights=weights, tokens_per_step=tokens, skip_steps=stage.skip_steps
+    )
 
 
 def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:
@@ -316,12 +392,8 @@ def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
 
 
 def skipped(schedule: Schedule) -> dict[int, list[Any]]:
-    """Step -> the steps that a stage passes over there: what the one before would draw on."""
-    found = {}
-    for before, stage in zip(schedule.stages[:-1], schedule.program[1:], strict=True):
-        steps = range(stage.begin, stage.begin + stage.skip_steps)
-        found[stage.begin] = [before.step_draws(i) for i in steps]
-    return found
+    """Step -> the steps that a stage skips there."""
+    return {stage.begin: list(stage.skipped_steps()) for stage in schedule.stages}
 
 
 def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: np.ndarray) -> None:

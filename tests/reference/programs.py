@@ -1,10 +1,12 @@
 """What the steps of a program hold: the definition, one sample after the other.
 
-A program is stages, each a first step, tokens per step, weights of the sources (0: not drawn) and
-how many steps it passes over before it begins. Every bucket of every source is a queue, of which a
-draw (also one that is passed over) takes the first sample; an empty queue is filled with the next
-epoch, the n samples that the source has in the bucket in the order of that epoch's shuffle. Nothing
-else is remembered from stage to stage.
+A program is stages, each a first step, tokens per step and weights of the sources (0: not drawn).
+Every bucket of every source is a queue, of which a draw takes the first sample; an empty queue is
+filled with the next epoch, the n samples that the source has in the bucket in the order of that
+epoch's shuffle. Nothing else is remembered from stage to stage.
+
+A skip of k steps at step s is an edit of a run: up to step s the edited run is the run as it was
+(``Run.former``), and at step s it goes on with what the former run has left after step s + k - 1.
 
 A window of cost puts the first samples of the queues in another order when its first draw begins.
 """
@@ -12,7 +14,7 @@ A window of cost puts the first samples of the queues in another order when its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import groupby
@@ -60,37 +62,119 @@ class Queue:
         return self.coming.pop(0)
 
 
-def steps(
+@dataclass
+class Run:
+    """A run: what it draws from, its stages, and the run that it edits, if it skips steps."""
+
+    sources: Sources
+    stages: list[Stage]
+    seed: int
+    cost_window: int = 1
+    cost: Cost = lambda *_: 0
+    former: Run | None = None
+    begin: int = 0
+    """The step at which steps of ``former`` are skipped."""
+    skip_steps: int = 0
+
+    def play(self, until: int) -> State:
+        """The first ``until`` steps."""
+        if self.former is None:
+            sizes = [(s, c, size) for s, of in enumerate(self.sources) for c, size in of.items()]
+            state = State({(s, c): Queue(size, self.seed, c, s) for s, c, size in sizes})
+            return self._draw(state, 0, until)
+        if until <= self.begin:
+            return self.former.play(until)
+        state = self.former.play(self.begin + self.skip_steps)
+        state.steps = state.steps[: self.begin]
+        return self._draw(state, self.begin, until)
+
+    def skipped(self) -> list[StepContent]:
+        """The steps of the former run that are skipped."""
+        return self.former.play(self.begin + self.skip_steps).steps[self.begin :]
+
+    def edited(self, begin: int, skip_steps: int, stages: list[Stage] | None = None) -> Run:
+        """The run that skips steps of this one; skips of this one that lie behind come again."""
+        found = replace(
+            self, former=self, begin=begin, skip_steps=skip_steps, stages=stages or self.stages
+        )
+        later: list[Run] = []
+        run = self
+        while run.former is not None:
+            hidden = any(e.begin < run.begin < e.begin + e.skip_steps for e in later)
+            if run.begin >= begin + skip_steps and run.skip_steps and not hidden:
+                later.insert(0, run)
+            run = run.former
+        for skip in sorted(later, key=lambda run: run.begin):
+            found = found.edited(skip.begin, skip.skip_steps)
+        return found
+
+    def reweighted(self, begin: int, stages: list[Stage]) -> Run:
+        """The run with other stages from a step on, after what it skips there."""
+        if self.former is not None and self.begin == begin:
+            return replace(self, stages=stages)
+        return self.edited(begin, 0, stages)
+
+    def _draw(self, state: State, begin: int, end: int) -> State:
+        for step in range(begin, end):
+            *before, stage = [stage for stage in self.stages if stage.begin <= step]
+            drawn_alike = (stage.tokens_per_step, shares(stage.weights))
+            if drawn_alike != state.drawn_alike:
+                if stage.begin < step:
+                    before.append(stage)
+                earlier = max([self._largest(stage) for stage in before], default=0)
+                state.drawn_alike = drawn_alike
+                state.draws = stage_draws(
+                    self.sources,
+                    replace(stage, begin=step),
+                    self.seed,
+                    state.queues,
+                    self.cost_window,
+                    self.cost,
+                    swap=self._largest(stage) > earlier,
+                )
+            state.steps.append(next(state.draws))
+        return state
+
+    def _largest(self, stage: Stage) -> int:
+        """The largest capacity that a stage draws."""
+        pairs = zip(self.sources, stage.weights, strict=True)
+        return max(capacity for source, weight in pairs if weight for capacity in source)
+
+
+@dataclass
+class State:
+    """Where a run is: the queues, the draws that go on, and what every step held."""
+
+    queues: dict[tuple[int, int], Queue]
+    draws: Iterator[StepContent] = field(default_factory=lambda: iter(()))
+    drawn_alike: tuple[int, list[Fraction]] | None = None
+    steps: list[StepContent] = field(default_factory=list)
+
+
+def with_weights(stages: list[Stage], decided: dict[int, tuple[float, ...]]) -> list[Stage]:
+    """Stages with decided weights: from each step on, until the next stage or decision."""
+    found: list[Stage] = []
+    for begin in sorted({stage.begin for stage in stages} | set(decided)):
+        last = [stage for stage in stages if stage.begin <= begin][-1]
+        if last.begin < begin:
+            last = replace(found[-1], begin=begin)
+        found.append(replace(last, weights=decided.get(begin, last.weights)))
+    return found
+
+
+def program(
     sources: Sources,
     stages: list[Stage],
     seed: int,
-    num_steps: int,
     cost_window: int = 1,
     cost: Cost = lambda *_: 0,
-) -> list[StepContent]:
-    """The first ``num_steps`` steps, with order "proportional" and one bucket per step."""
-    sizes = [(s, c, size) for s, source in enumerate(sources) for c, size in source.items()]
-    queues = {(s, capacity): Queue(size, seed, capacity, s) for s, capacity, size in sizes}
-    found: list[StepContent] = []
-    largest = 0
-    draws: Iterator[StepContent] = iter(())
-    for number, stage in enumerate(stages):
-        before = stages[number - 1]
-        for _ in range(stage.skip_steps):
-            next(draws)
-        if (
-            number == 0
-            or stage.tokens_per_step != before.tokens_per_step
-            or shares(stage.weights) != shares(before.weights)
-        ):
-            capacity = max(c for s, w in zip(sources, stage.weights, strict=True) if w for c in s)
-            draws = stage_draws(
-                sources, stage, seed, queues, cost_window, cost, swap=capacity > largest
-            )
-            largest = max(largest, capacity)
-        end = stages[number + 1].begin if number + 1 < len(stages) else num_steps
-        found += [next(draws) for _ in range(min(end, num_steps) - stage.begin)]
-    return found
+) -> Run:
+    """The run of some stages and their skips, which are made one after the other."""
+    run = Run(sources, stages, seed, cost_window, cost)
+    for stage in stages:
+        if stage.skip_steps:
+            run = run.edited(stage.begin, stage.skip_steps)
+    return run
 
 
 def shares(weights: tuple[float, ...]) -> list[Fraction]:

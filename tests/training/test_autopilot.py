@@ -131,7 +131,7 @@ def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> 
     for first in (40, 41, 40, 90):
         decided = decided.with_new(skip(Spike(first, first + 2, "loss"), CONFIG, decided, 50))
     assert [made.stage.skip_steps for made in decided.decisions] == [5, 10, 20, 5]
-    assert [s.from_step for s in decided.stages] == [39, 40, 89]
+    assert [s.from_step for s in decided.stages] == [39, 40, 39, 89]
     few = AutopilotConfig(spikes=True, max_rollbacks=4)
     with pytest.raises(FloatingPointError, match=r"went back 4 times \(autopilot.max_rollbacks\)"):
         skip(Spike(95, 97, "loss"), few, decided, 99)
@@ -146,7 +146,8 @@ def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> 
         st.tuples(st.integers(1, 60), st.integers(0, 5), st.sampled_from([None, 1.0, 3.0])),
         min_size=1,
         max_size=4,
-    ),
+        unique_by=lambda one: one[0],
+    ).map(sorted),
 )
 @settings(max_examples=100, deadline=None)
 def test_decisions_are_what_the_same_stages_written_by_hand_are(
@@ -155,12 +156,14 @@ def test_decisions_are_what_the_same_stages_written_by_hand_are(
     decided = _decided()
     stages = [Stage(from_step=begin, weights={"web": begin, "math": 2.0}) for begin in written]
     by_hand: dict[int, dict[str, Any]] = {s.from_step or 0: dict(weights=s.weights) for s in stages}
-    for begin, skipped, share in made:
+    for number, (begin, skipped, share) in enumerate(made, 1):
+        # An earlier skip would not skip the weights that are decided later.
         weights = None if share is None else {"web": share, "math": 1.0}
-        stage = Stage(from_step=begin, skip_steps=skipped, weights=weights)
+        steps = skipped if number == len(made) else 0
+        stage = Stage(from_step=begin, skip_steps=steps, weights=weights)
         decided = decided.with_new(Decision(by="autopilot", step=61, reason="", stage=stage))
         entry = by_hand.setdefault(begin, {})
-        entry["skip_steps"] = entry.get("skip_steps", 0) + skipped
+        entry["skip_steps"] = entry.get("skip_steps", 0) + steps
         entry["weights"] = weights or entry.get("weights")
     mixture = Mixture(weights=[1, 1], stages=stages, decided=decided.stages)
     expected = [Stage(from_step=begin, **by_hand[begin]) for begin in sorted(by_hand)]
@@ -179,7 +182,7 @@ def test_decisions_are_read_as_they_were_written(tmp_path: Path) -> None:
     decided.write(tmp_path)
     assert read_decisions(tmp_path) == decided
     assert [d.void for d in decided.decisions] == [True, False], "learned from what is taken back"
-    assert decided.stages == [back.stage] and read_decisions(tmp_path / "none") is None
+    assert decided.stages == [stage, back.stage] and read_decisions(tmp_path / "none") is None
     (tmp_path / "decisions.json").write_text('{"num_epochs": 1}')
     with pytest.raises(ConfigError, match="num_steps"):
         read_decisions(tmp_path)
