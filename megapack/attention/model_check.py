@@ -1,18 +1,20 @@
-"""Whether an architecture does what packed rows ask of it, tried before the first step.
+"""Check of an architecture before the first step: does it train packed rows as single documents?
 
-``check_architecture`` is the check; ``tiny_configuration`` makes a tiny model of an architecture,
-``Row`` a row of documents, ``trace`` what every module of a model makes of it.
+``check_architecture`` builds a tiny model of the architecture with random weights, gives it one
+row of two documents with the attention of the run, and checks that
 
-A tiny model of the architecture, with random weights, gets one row of two documents, with the
-attention of the run. It is right when
-
-1. nothing but the last position of a document notices that its last token changed: no document
-   sees another, and no token sees the future;
-2. logits and gradients are those of the documents one by one under transformers' own ``eager``
+1. a document's last token changes no output but its own: no document sees another, and no token
+   sees the future;
+2. logits and gradients equal those of the single documents under transformers' own ``eager``
    attention: windows, chunks, soft caps, position biases and sinks are applied;
-3. the loss that the run computes, and its gradients, are the architecture's own training loss of
-   the row, ``model(labels=...).loss``: with load-balancing losses, z-losses, factors on logits and
-   biases of the head, all that an architecture adds when it is trained.
+3. the loss that the run computes, and its gradients, equal the architecture's own training loss of
+   the row, ``model(labels=...).loss``, with load-balancing losses, z-losses, factors on logits and
+   biases of the head;
+4. no document depends on how long others in its row are (RoPE that changes at a threshold):
+
+       numbers of the configuration     original_max_position_embeddings 4096, max_... 131072
+       moved between the documents      row of 37 + 23 tokens: 27, 33
+       logits of the row                must be those of each document alone
 """
 
 from __future__ import annotations
@@ -21,23 +23,33 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.transformers_interface import (
-    tell_recurrent_layers,
-    varlen_arguments,
+from megapack.attention.tiny_model import (
+    LENGTHS,
+    RULES,
+    VOCABULARY,
+    WINDOW,
+    Row,
+    Trace,
+    difference,
+    joined,
+    plain_arguments,
+    randomize,
+    tiny_configuration,
+    trace,
 )
+from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.errors import ConfigError
 
-LENGTHS = (37, 23)  # of the documents: different, and longer than a tiny window or chunk
+BETWEEN = range(LENGTHS[1] + 1, LENGTHS[0])  # a threshold here separates the two documents
+LONG = 192  # a document that exceeds what a model may compute of several thresholds
 REFERENCE = "eager"
 MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
 
@@ -46,243 +58,26 @@ MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
 _TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
 _STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
 
-# A tiny model: a transformers configuration is shrunk by the names of its fields. It has as many
-# layers as it takes to have one of every kind, four heads of the model's own width, grouped as the
-# model groups them, few experts, short windows. What was a multiple of the hidden size stays the
-# same multiple of it.
-HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
-_LARGEST = {
-    "last token": VOCABULARY - 1,
-    "key heads": 2,
-    "one": 1,
-    "experts": EXPERTS,
-    "rank": 32,
-    "window": WINDOW,
-    "chunk": CHUNK,
-    "cap": 2,
-    "width": 128,
-}
-
-# First match decides; the names are transformers' own. What matches nothing stays as it is.
-_RULES = {
-    r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
-    r"(aux|z)_loss_coef": "on",  # so that it matters beside the loss of the labels
-    r"_token_(id|index)$": "last token",
-    r"vocab_size": "vocabulary",
-    r"(key_value|kv)_heads?$|n_head_kv$": "key heads",
-    r"^(num|n)_(.*_)?heads?$|_n_heads$|num_(.*_)?heads$|d_ssm": "heads",
-    r"(^|_)n_groups?$|^topk_group$|^num_groups$|shared_experts": "one",
-    r"experts_per_tok|top_?k(_experts)?$|moe_k$|num_selected_experts": "experts",
-    r"(num|n)_(.*_)?experts$|expert_num$": "experts",
-    r"lora_rank": "rank",
-    r"softcap": "cap",
-    r"window(_size)?$": "window",
-    r"chunk_size": "chunk",
-    r"^(hidden_size|n_embd|d_model)$": "hidden",
-    r"hidden_size|intermediate_size|n_inner|ffn_dim|ffn_hidden|d_ff|lru_width": "width",
-    r"embed_proj_dim|embedding_(dim|size)|(time_step|dt)_rank|(conv|inner)_dim": "width",
-}
-_PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_k_dense_replace)$")
-
-
-def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = HEADS) -> Any:
-    """The configuration of a tiny model of the same architecture (of its text decoder).
-
-    Args:
-        configuration: of a transformers model.
-        exact: as many layers as the model, for architectures whose layers refer to others, and a
-            hidden size that is heads times their width, where the model's is (Helium relies on it).
-        heads: of attention; no more than the model has.
-
-    Raises:
-        Exception: whatever the configuration's class says against the result.
-    """
-    text = configuration.get_text_config(decoder=True)
-    fields = text.to_dict()
-    fields.pop("dtype", None)
-    layers = int(text.num_hidden_layers)
-    kept = layers if exact else _num_layers(fields, layers)
-    shrink = _Shrink(text, heads, exact)
-    tiny = {}
-    for name, value in fields.items():
-        if value == layers and re.search(r"layers?$", name):
-            tiny[name] = kept
-        elif re.search(r"shared_layers$", name) and not exact:
-            tiny[name] = kept // 2 if value else value
-        elif _per_layer(name, value, layers):
-            tiny[name] = shrink(name, value[:kept])
-        else:
-            tiny[name] = shrink(name, _of_first(kept, value))
-    tiny["use_cache"] = False
-    return type(text).from_dict(tiny)
-
-
-def _num_layers(fields: dict[str, Any], layers: int) -> int:
-    """The shortest beginning of the layers that has one of every kind; 2 at least."""
-    needed, shared = 2, False
-    for name, value in fields.items():
-        if _per_layer(name, value, layers):
-            kinds = [repr(kind) for kind in value]
-            if len(set(kinds)) < layers:  # else they are numbers of layers
-                needed = max(needed, *(kinds.index(kind) + 1 for kind in kinds))
-        elif isinstance(value, list) and value and isinstance(value[0], str):
-            needed = max(needed, len(value))  # kinds that are repeated
-        elif type(value) is int and _PERIOD.search(name) and value < layers:
-            needed = max(needed, value + 1)
-        elif value and name.endswith("shared_layers"):
-            shared = True
-    return min(needed * (1 + shared), layers)
-
-
-def _per_layer(name: str, value: Any, layers: int) -> bool:
-    """Whether a field says something of every layer: a list, or a pattern of letters."""
-    listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
-    return listed and len(value) == layers
-
-
-def _of_first(kept: int, value: Any) -> Any:
-    """A mapping from numbers of layers, of which the first ones are kept; else the value."""
-    numbered = isinstance(value, dict) and all(str(key).isdigit() for key in value)
-    return {k: v for k, v in value.items() if int(k) < kept} if numbered else value
-
-
-class _Shrink:
-    """The value of a field in the tiny configuration."""
-
-    def __init__(self, text: Any, most_heads: int, exact: bool) -> None:
-        fields = text.to_dict()
-        names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-        counts = map(fields.get, names)
-        self.heads = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-        self.hidden = int(text.hidden_size)
-        self.head_ratio = Fraction(min(most_heads, self.heads or HEADS), self.heads or HEADS)
-        self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
-        head_dim = fields.get("head_dim")
-        tied = exact and head_dim and head_dim * self.heads == self.hidden
-        free = not self.heads or (head_dim and not tied and not self.states)
-        width = Fraction(min(_LARGEST["width"], self.hidden), self.hidden)
-        self.ratio = width if free else self.head_ratio
-
-    def __call__(self, name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self(str(key), inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self(name, inner) for inner in value]
-        rule = next((rule for pattern, rule in _RULES.items() if re.search(pattern, name)), None)
-        if rule is None or isinstance(value, bool) or not isinstance(value, int | float):
-            return value
-        if rule in ("off", "on"):
-            return type(value)(rule == "on" and value != 0)
-        return type(value)(self._number(rule, int(value)))
-
-    def _number(self, rule: str, value: int) -> int:
-        if value <= 0:
-            return value
-        if rule == "vocabulary":
-            return VOCABULARY
-        if rule == "heads" or (rule == "key heads" and value == self.heads):
-            return math.ceil(value * self.head_ratio)
-        tied = value == self.hidden or (self.states and value % self.hidden == 0)
-        if rule == "hidden" or (rule == "width" and tied):
-            exact = value * self.ratio
-            # Else up to a multiple of 16, which every kernel takes.
-            return int(exact) if exact.denominator == 1 else -(-int(exact) // 16) * 16
-        return min(value, _LARGEST[rule])
-
-
-def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Weights with which every layer matters: initial ones would hide what attention does."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            noise = torch.randn(parameter.shape, generator=generator) * scale
-            parameter.add_(noise.to(parameter.device, parameter.dtype))
-
-
-# What every module gave, float32 ``[T, ...]`` by name, in the order in which they finished; the
-# last is "", the logits.
-Trace: TypeAlias = dict[str, Tensor]
-
-
-class Row(NamedTuple):
-    """Documents in one row, as a model in training gets them."""
-
-    tokens: Tensor
-    """``[1, T]`` int64."""
-    labels: Tensor
-    """``[1, T]`` int64: the next token of the same document, -100 at its last."""
-    position_ids: Tensor
-    """``[1, T]`` int64, from 0 in every document."""
-    cu_seqlens: Tensor
-    """``[documents + 1]`` int32."""
-    max_seqlen: int
-
-    @staticmethod
-    def of(documents: Sequence[Tensor]) -> Row:
-        """``documents``: int64 ``[L]`` each, on one device."""
-        lengths, device = [len(tokens) for tokens in documents], documents[0].device
-        labels = [nn.functional.pad(tokens[1:], (0, 1), value=-100) for tokens in documents]
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        positions = [torch.arange(length, device=device) for length in lengths]
-        return Row(
-            tokens=torch.cat(list(documents)).unsqueeze(0),
-            labels=torch.cat(labels).unsqueeze(0),
-            position_ids=torch.cat(positions).unsqueeze(0),
-            cu_seqlens=ends,
-            max_seqlen=max(lengths),
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of a transformers model's forward."""
-        segments = varlen_arguments(self.cu_seqlens, self.max_seqlen)
-        return {"input_ids": self.tokens, "position_ids": self.position_ids, **segments}
-
-
-def plain_arguments(tokens: Tensor) -> dict[str, Any]:
-    """Arguments of the usual forward of one document ``[L]``."""
-    return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
-
-
-def trace(model: Any, arguments: dict[str, Any]) -> Trace:
-    """Run without gradients; see ``Trace``."""
-    length = arguments["input_ids"].shape[1]
-    found: Trace = {}
-
-    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        del module, inputs
-        value = output[0] if isinstance(output, tuple) else output
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
-            value = value[0] if value.shape[:2] == (1, length) else value
-            if value.shape[0] == length:
-                found.setdefault(name, value.detach().float())
-
-    hooks = [m.register_forward_hook(partial(keep, n)) for n, m in model.named_modules() if n]
-    try:
-        with torch.no_grad():
-            logits = model(**arguments).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {**found, "": logits[0].float()}
-
-
-def joined(traces: Iterable[Trace]) -> Trace:
-    """Traces of single documents joined into the trace of one row."""
-    listed = list(traces)
-    names = [name for name in listed[0] if all(name in trace for trace in listed)]
-    return {name: torch.cat([trace[name] for trace in listed]) for name in names}
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest, in standard deviations of ``theirs``."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    return float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-6))
-
+# Numbers that are no position threshold by what they are; to find that out would take time.
+_NO_THRESHOLD = r"layers?$|^rope_theta$|head_dim$"
 
 Build: TypeAlias = Callable[[Any, str], Any]
 Loss: TypeAlias = Callable[[Any, Row], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Arguments of ``check_architecture``."""
+
+    attention: str
+    build: Build
+    device: torch.device
+    dtype: torch.dtype
+    loss: Loss | None
+    longest: int | None
+
+
+_OTHER_LOGITS = "a row has other logits than its documents one by one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +96,7 @@ def check_architecture(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     loss: Loss | None = None,
+    longest: int | None = None,
 ) -> None:
     """Refuse a model that mixes documents, sees the future or drops part of its attention.
 
@@ -311,37 +107,49 @@ def check_architecture(
         device, dtype: of the run.
         loss: the training loss of a row times its labels, as the run computes it; None: the run
             takes the architecture's own.
+        longest: most positions of a document of the run, tokens; None: any. Position thresholds of
+            the configuration beyond it do not matter.
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference.
     """
     # Half precision on a CPU is the same code, with more noise.
     dtype = torch.float32 if device.type == "cpu" else dtype
+    run = _Run(
+        attention=attention, build=build, device=device, dtype=dtype, loss=loss, longest=longest
+    )
     subject = f"architecture {configuration.model_type!r} with attention {attention!r}"
     remedy = "choose another attention or architecture, or train it without packing"
+    text = configuration.get_text_config(decoder=True)
     with apart(device):
-        draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(device)
-        documents = torch.split(draw, list(LENGTHS))
         try:
-            model, reference = _models(configuration, attention, build, device, dtype)
+            tiny, reference = _tiny(configuration, build)
         except Exception as error:
             raise ConfigError(
                 f"{subject}: no tiny model to try packed rows on could be made of its "
                 f"configuration: {type(error).__name__}: {error}"
             ) from error
-        tell_recurrent_layers(model)
         try:
-            findings = _findings(model, reference, documents, loss, dtype)
-            found = next(filter(None, findings), None)
+            found = _first_finding(tiny, reference, run)
+            if found is not None and found.startswith(_OTHER_LOGITS):
+                # A position threshold of its own may lie between the documents.
+                found = _first_finding(*_raised(tiny, reference, build), run)
+            names = () if found else _thresholds(tiny, run)
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
                 f"{remedy}"
             ) from error
     if found is not None:
-        where = "" if found.module is None else f", first in {_layer(model, found.module)}"
+        raise ConfigError(f"{subject}: {found}; {remedy}")
+    if names:
+        numbers = {str(path[-1]): value for path, value in _numbers(text.to_dict())}
+        fields = " and ".join(f"{name} ({numbers.get(name, 'unknown')})" for name in names)
+        reach = "any number of" if longest is None else f"up to {longest}"
         raise ConfigError(
-            f"{subject}: {found.what}, by {found.difference:.1e} {found.unit}{where}; {remedy}"
+            f"{subject}: a document has other logits next to one longer than {fields} than alone, "
+            f"and documents have {reach} positions. Pack documents of at most so many tokens, or "
+            "set rope_type to one that is the same at any length, such as yarn."
         )
 
 
@@ -358,36 +166,193 @@ def apart(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _models(
-    configuration: Any, attention: str, build: Build, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Any]:
-    """A tiny model with the run's attention, and the same weights in float32 under ``eager``."""
+def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
+    """Make a tiny configuration and its model in float32 under ``eager``, on the CPU."""
     try:
         tiny = tiny_configuration(configuration)
-        reference = _reference(tiny, build, device)
+        return tiny, _reference(tiny, build)
     except Exception:  # sizes or layers that rely on others
         tiny = tiny_configuration(configuration, exact=True)
-        reference = _reference(tiny, build, device)
-    model = build(tiny, attention).to(device).train()
-    model.load_state_dict(reference.state_dict())
-    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay exact
-        parameter.data = parameter.data.to(dtype)
-    for rounded, parameter in zip(model.parameters(), reference.parameters(), strict=True):
-        parameter.data = rounded.data.float()
-    return model, reference
+        return tiny, _reference(tiny, build)
 
 
-def _reference(tiny: Any, build: Build, device: torch.device) -> Any:
-    with torch.device("meta"):
-        size = sum(p.numel() for p in build(copy.deepcopy(tiny), REFERENCE).parameters())
+def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
+    """Build a model on the CPU under ``eager`` and run one document on it.
+
+    Raises:
+        Exception: the configuration is at fault.
+    """
+    size = sum(shape.numel() for shape in _shapes(tiny, build).values())
     if size > MOST_PARAMETERS:
         raise ConfigError(f"shrunk it still has {size:,} parameters (limit {MOST_PARAMETERS:,})")
-    model = build(copy.deepcopy(tiny), REFERENCE)
+    model = build(copy.deepcopy(tiny), REFERENCE).train()
     randomize(model)
-    model = model.to(device).train()
-    with torch.no_grad():  # fails where the configuration is at fault
-        model(**plain_arguments(torch.arange(4, device=device)))
+    with torch.no_grad():
+        model(**plain_arguments(torch.arange(length) % VOCABULARY))
     return model
+
+
+def _shapes(tiny: Any, build: Build) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = build(copy.deepcopy(tiny), REFERENCE)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+# ---- Position thresholds
+
+# Where a number stands in a configuration: ("rope_parameters", "original_max_position_embeddings").
+Path: TypeAlias = tuple[Any, ...]
+Moves: TypeAlias = dict[Path, float]
+
+
+def _thresholds(tiny: Any, run: _Run) -> tuple[str, ...]:
+    """Find the fields beyond whose value a document depends on the others of its row.
+
+    Every number that may be a position threshold moves between the lengths of the two documents of
+    a row; then each must have the logits that it has alone. A number may be one if no parameter
+    changes its shape with it, and the model still runs: a list of names would not be complete.
+    """
+    groups = _movable(tiny, run.build, _moves(tiny, run.longest))
+    if not groups or not _depends_on_row(_moved(tiny, groups), run):
+        return ()
+    for group in groups:
+        moved = _moved(tiny, [group])
+        if _runs(moved, run.build) and _depends_on_row(moved, run):
+            return (str(next(iter(group))[-1]),)
+    return tuple(str(next(iter(group))[-1]) for group in groups)
+
+
+def _raised(tiny: Any, reference: Any, build: Build) -> tuple[Any, Any]:
+    """Move every position threshold beyond the reach of the row."""
+    groups = _movable(tiny, build, _moves(tiny, 0))
+    if not groups:
+        return tiny, reference
+    raised = _moved(tiny, groups)
+    return raised, _reference(raised, build)
+
+
+def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
+    """Those moves with which the model keeps the shapes of its parameters, and runs."""
+    shapes = _shapes(tiny, build) if groups else {}
+
+    def keeps_shapes(group: Moves) -> bool:
+        try:
+            return _shapes(_moved(tiny, [group]), build) == shapes
+        except Exception:  # the configuration's own validation
+            return False
+
+    kept = [group for group in groups if keeps_shapes(group)]
+    if not kept or _runs(_moved(tiny, kept), build):
+        return kept
+    chosen: list[Moves] = []
+    for group in kept:
+        if _runs(_moved(tiny, [*chosen, group]), build):
+            chosen.append(group)
+    return chosen
+
+
+def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
+    """Try a document on the CPU: a position without an embedding would end a process on a GPU."""
+    try:
+        _reference(tiny, build, length)
+    except Exception:  # a number is something else: the size of a buffer, a count of experts
+        return False
+    return True
+
+
+def _depends_on_row(tiny: Any, run: _Run) -> bool:
+    """Whether documents have other logits in a row than alone, with the same attention."""
+    model = run.build(copy.deepcopy(tiny), run.attention).train()
+    randomize(model)
+    model = model.to(run.device)
+    tell_recurrent_layers(model)
+    rows = [LENGTHS, LENGTHS[::-1]]
+    # Cross what the model computes of several numbers (products), as documents of the run may.
+    crossed = [value for _, value in _numbers(tiny.to_dict()) if value in BETWEEN]
+    long = LONG
+    if run.longest is not None:
+        long = min(LONG, LENGTHS[0] * run.longest // int(min(crossed, default=LONG)))
+    if long > LENGTHS[0] and _runs(tiny, run.build, long):
+        rows.append((LENGTHS[1], long))
+    for lengths in rows:
+        tokens_of_row = torch.arange(sum(lengths), device=run.device) % VOCABULARY
+        documents = torch.split(tokens_of_row, list(lengths))
+        alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
+        together = trace(model, Row.of(documents).arguments())
+        if not difference(together[""], alone[""]) <= _TOLERANCE[torch.float32]:
+            return True
+    return False
+
+
+def _moves(tiny: Any, longest: int | None) -> list[Moves]:
+    """New values of the numbers that may be thresholds, grouped by name, ascending.
+
+    Values keep their order, also relative to ``longest``: documents of the run cross exactly the
+    thresholds that the longer document of the row crosses. With 0, they cross none.
+    """
+    numbers = dict(_numbers(tiny.to_dict()))
+    crossed = sorted({value for value in numbers.values() if longest is None or value < longest})
+    if not crossed and longest:
+        return []
+    new: dict[float, int] = {longest: LENGTHS[0]} if longest else {}
+    for i, value in enumerate(crossed):
+        new[value] = BETWEEN[(2 * i + 1) * len(BETWEEN) // (2 * len(crossed))]
+    groups: dict[tuple[float, str], Moves] = {}
+    for path, value in numbers.items():
+        # No document of the check may reach a threshold that none of the run reaches.
+        moved = new.get(value, value if value > LONG else LONG + value)
+        if moved != value:
+            groups.setdefault((value, str(path[-1])), {})[path] = type(value)(moved)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _numbers(fields: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield the whole numbers from 8 on that no rule has shrunk, with their places."""
+    for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
+        name = next((part for part in (key, *path[::-1]) if isinstance(part, str)), "")
+        if isinstance(value, dict | list):
+            yield from _numbers(value, (*path, key))
+        elif (
+            type(value) in (int, float)
+            and value >= WINDOW
+            and float(value).is_integer()
+            and not any(re.search(pattern, name) for pattern in (*RULES, _NO_THRESHOLD))
+        ):
+            yield (*path, key), value
+
+
+def _moved(tiny: Any, groups: Sequence[Moves]) -> Any:
+    fields = tiny.to_dict()
+    fields.pop("dtype", None)
+    for path, value in itertools.chain.from_iterable(group.items() for group in groups):
+        place = fields
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+    return type(tiny).from_dict(fields)
+
+
+# ---- A row against its documents
+
+
+def _first_finding(tiny: Any, reference: Any, run: _Run) -> str | None:
+    """Compare a model with the run's attention with the same weights under ``eager``."""
+    reference = copy.deepcopy(reference).to(run.device)
+    model = run.build(copy.deepcopy(tiny), run.attention).to(run.device).train()
+    model.load_state_dict(reference.state_dict())
+    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay exact
+        parameter.data = parameter.data.to(run.dtype)
+    for rounded, parameter in zip(model.parameters(), reference.parameters(), strict=True):
+        parameter.data = rounded.data.float()
+    tell_recurrent_layers(model)
+    torch.manual_seed(0)
+    draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(run.device)
+    documents = torch.split(draw, list(LENGTHS))
+    found = next(filter(None, _findings(model, reference, documents, run.loss, run.dtype)), None)
+    if found is None:
+        return None
+    where = "" if found.module is None else f", first in {_layer(model, found.module)}"
+    return f"{found.what}, by {found.difference:.1e} {found.unit}{where}"
 
 
 def _findings(
@@ -397,7 +362,7 @@ def _findings(
     loss: Loss | None,
     dtype: torch.dtype,
 ) -> Iterator[_Finding | None]:
-    """The questions one after the other; None where nothing is found."""
+    """Check one thing after the other; None: it is right."""
     row, tolerance = Row.of(documents), _TOLERANCE[dtype]
     traced = trace(model, row.arguments())
     # Whether a document's last token is noticed anywhere but at its own position.
@@ -418,8 +383,7 @@ def _findings(
         alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
         what = f"even one document alone has other logits than with {REFERENCE!r}"
         yield _compare(alone, wanted, what, tolerance)
-        what = "a row has other logits than its documents one by one"
-        yield _compare(traced, alone, what, tolerance)
+        yield _compare(traced, alone, _OTHER_LOGITS, tolerance)
     # Whether gradients are.
     ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
     alone_losses = [

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.attention.model_check import (
+from megapack.attention.model_check import apart
+from megapack.attention.tiny_model import (
     HEADS,
     LENGTHS,
     VOCABULARY,
     Row,
-    apart,
     randomize,
     tiny_configuration,
 )

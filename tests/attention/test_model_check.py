@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from megapack.attention import check_architecture, register
-from megapack.attention.model_check import (
+from megapack.attention.tiny_model import (
     CHUNK,
     EXPERTS,
     LENGTHS,

@@ -1,0 +1,260 @@
+"""Tiny models of an architecture, rows of documents to try them on, and traces of their modules.
+
+- ``tiny_configuration``: the configuration of a tiny model of the same architecture.
+- ``randomize``: weights with which every layer matters.
+- ``Row``: documents in one row, as a model in training gets them; ``plain_arguments``: one alone.
+- ``trace``, ``joined``, ``difference``: outputs of all modules, and how far two runs differ.
+
+    tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megapack.attention.transformers_interface import varlen_arguments
+
+LENGTHS = (37, 23)  # of the documents: different, and longer than a tiny window or chunk
+
+# A tiny model: a transformers configuration is shrunk by the names of its fields. It has as many
+# layers as it takes to have one of every kind, four heads of the model's own width, grouped as the
+# model groups them, few experts, short windows. What was a multiple of the hidden size stays the
+# same multiple of it.
+HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
+_LARGEST = {
+    "last token": VOCABULARY - 1,
+    "key heads": 2,
+    "one": 1,
+    "experts": EXPERTS,
+    "rank": 32,
+    "window": WINDOW,
+    "chunk": CHUNK,
+    "cap": 2,
+    "width": 128,
+}
+
+# First match decides; the names are transformers' own. What matches nothing stays as it is.
+RULES = {
+    r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
+    r"(aux|z)_loss_coef": "on",  # so that it matters beside the loss of the labels
+    r"_token_(id|index)$": "last token",
+    r"vocab_size": "vocabulary",
+    r"(key_value|kv)_heads?$|n_head_kv$": "key heads",
+    r"^(num|n)_(.*_)?heads?$|_n_heads$|num_(.*_)?heads$|d_ssm": "heads",
+    r"(^|_)n_groups?$|^topk_group$|^num_groups$|shared_experts": "one",
+    r"experts_per_tok|top_?k(_experts)?$|moe_k$|num_selected_experts": "experts",
+    r"(num|n)_(.*_)?experts$|expert_num$": "experts",
+    r"lora_rank": "rank",
+    r"softcap": "cap",
+    r"window(_size)?$": "window",
+    r"chunk_size": "chunk",
+    r"^(hidden_size|n_embd|d_model)$": "hidden",
+    r"hidden_size|intermediate_size|n_inner|ffn_dim|ffn_hidden|d_ff|lru_width": "width",
+    r"embed_proj_dim|embedding_(dim|size)|(time_step|dt)_rank|(conv|inner)_dim": "width",
+}
+_PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_k_dense_replace)$")
+
+
+def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = HEADS) -> Any:
+    """The configuration of a tiny model of the same architecture (of its text decoder).
+
+    Args:
+        configuration: of a transformers model.
+        exact: as many layers as the model, for architectures whose layers refer to others, and a
+            hidden size that is heads times their width, where the model's is (Helium relies on it).
+        heads: of attention; no more than the model has.
+
+    Raises:
+        Exception: whatever the configuration's class says against the result.
+    """
+    text = configuration.get_text_config(decoder=True)
+    fields = text.to_dict()
+    fields.pop("dtype", None)
+    layers = int(text.num_hidden_layers)
+    kept = layers if exact else _num_layers(fields, layers)
+    shrink = _Shrink(text, heads, exact)
+    tiny = {}
+    for name, value in fields.items():
+        if value == layers and re.search(r"layers?$", name):
+            tiny[name] = kept
+        elif re.search(r"shared_layers$", name) and not exact:
+            tiny[name] = kept // 2 if value else value
+        elif _per_layer(name, value, layers):
+            tiny[name] = shrink(name, value[:kept])
+        else:
+            tiny[name] = shrink(name, _of_first(kept, value))
+    tiny["use_cache"] = False
+    return type(text).from_dict(tiny)
+
+
+def _num_layers(fields: dict[str, Any], layers: int) -> int:
+    """The shortest beginning of the layers that has one of every kind; 2 at least."""
+    needed, shared = 2, False
+    for name, value in fields.items():
+        if _per_layer(name, value, layers):
+            kinds = [repr(kind) for kind in value]
+            if len(set(kinds)) < layers:  # else they are numbers of layers
+                needed = max(needed, *(kinds.index(kind) + 1 for kind in kinds))
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            needed = max(needed, len(value))  # kinds that are repeated
+        elif type(value) is int and _PERIOD.search(name) and value < layers:
+            needed = max(needed, value + 1)
+        elif value and name.endswith("shared_layers"):
+            shared = True
+    return min(needed * (1 + shared), layers)
+
+
+def _per_layer(name: str, value: Any, layers: int) -> bool:
+    """Whether a field says something of every layer: a list, or a pattern of letters."""
+    listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
+    return listed and len(value) == layers
+
+
+def _of_first(kept: int, value: Any) -> Any:
+    """A mapping from numbers of layers, of which the first ones are kept; else the value."""
+    numbered = isinstance(value, dict) and all(str(key).isdigit() for key in value)
+    return {k: v for k, v in value.items() if int(k) < kept} if numbered else value
+
+
+class _Shrink:
+    """The value of a field in the tiny configuration."""
+
+    def __init__(self, text: Any, most_heads: int, exact: bool) -> None:
+        fields = text.to_dict()
+        names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+        counts = map(fields.get, names)
+        self.heads = next((n for n in counts if isinstance(n, int) and n > 0), 0)
+        self.hidden = int(text.hidden_size)
+        self.head_ratio = Fraction(min(most_heads, self.heads or HEADS), self.heads or HEADS)
+        self.states = any(re.search("mamba|ssm|expand|state_size", name) for name in fields)
+        head_dim = fields.get("head_dim")
+        tied = exact and head_dim and head_dim * self.heads == self.hidden
+        free = not self.heads or (head_dim and not tied and not self.states)
+        width = Fraction(min(_LARGEST["width"], self.hidden), self.hidden)
+        self.ratio = width if free else self.head_ratio
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self(str(key), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self(name, inner) for inner in value]
+        rule = next((rule for pattern, rule in RULES.items() if re.search(pattern, name)), None)
+        if rule is None or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        if rule in ("off", "on"):
+            return type(value)(rule == "on" and value != 0)
+        return type(value)(self._number(rule, int(value)))
+
+    def _number(self, rule: str, value: int) -> int:
+        if value <= 0:
+            return value
+        if rule == "vocabulary":
+            return VOCABULARY
+        if rule == "heads" or (rule == "key heads" and value == self.heads):
+            return math.ceil(value * self.head_ratio)
+        tied = value == self.hidden or (self.states and value % self.hidden == 0)
+        if rule == "hidden" or (rule == "width" and tied):
+            exact = value * self.ratio
+            # Else up to a multiple of 16, which every kernel takes.
+            return int(exact) if exact.denominator == 1 else -(-int(exact) // 16) * 16
+        return min(value, _LARGEST[rule])
+
+
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Weights with which every layer matters: initial ones would hide what attention does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.add_(noise.to(parameter.device, parameter.dtype))
+
+
+# What every module gave, float32 ``[T, ...]`` by name, in the order in which they finished; the
+# last is "", the logits.
+Trace: TypeAlias = dict[str, Tensor]
+
+
+class Row(NamedTuple):
+    """Documents in one row, as a model in training gets them."""
+
+    tokens: Tensor
+    """``[1, T]`` int64."""
+    labels: Tensor
+    """``[1, T]`` int64: the next token of the same document, -100 at its last."""
+    position_ids: Tensor
+    """``[1, T]`` int64, from 0 in every document."""
+    cu_seqlens: Tensor
+    """``[documents + 1]`` int32."""
+    max_seqlen: int
+
+    @staticmethod
+    def of(documents: Sequence[Tensor]) -> Row:
+        """``documents``: int64 ``[L]`` each, on one device."""
+        lengths, device = [len(tokens) for tokens in documents], documents[0].device
+        labels = [nn.functional.pad(tokens[1:], (0, 1), value=-100) for tokens in documents]
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        positions = [torch.arange(length, device=device) for length in lengths]
+        return Row(
+            tokens=torch.cat(list(documents)).unsqueeze(0),
+            labels=torch.cat(labels).unsqueeze(0),
+            position_ids=torch.cat(positions).unsqueeze(0),
+            cu_seqlens=ends,
+            max_seqlen=max(lengths),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a transformers model's forward."""
+        segments = varlen_arguments(self.cu_seqlens, self.max_seqlen)
+        return {"input_ids": self.tokens, "position_ids": self.position_ids, **segments}
+
+
+def plain_arguments(tokens: Tensor) -> dict[str, Any]:
+    """Arguments of the usual forward of one document ``[L]``."""
+    return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
+
+
+def trace(model: Any, arguments: dict[str, Any]) -> Trace:
+    """Run without gradients; see ``Trace``."""
+    length = arguments["input_ids"].shape[1]
+    found: Trace = {}
+
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            value = value[0] if value.shape[:2] == (1, length) else value
+            if value.shape[0] == length:
+                found.setdefault(name, value.detach().float())
+
+    hooks = [m.register_forward_hook(partial(keep, n)) for n, m in model.named_modules() if n]
+    try:
+        with torch.no_grad():
+            logits = model(**arguments).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {**found, "": logits[0].float()}
+
+
+def joined(traces: Iterable[Trace]) -> Trace:
+    """Traces of single documents joined into the trace of one row."""
+    listed = list(traces)
+    names = [name for name in listed[0] if all(name in trace for trace in listed)]
+    return {name: torch.cat([trace[name] for trace in listed]) for name in names}
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest, in standard deviations of ``theirs``."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-6))
