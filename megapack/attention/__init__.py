@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapack.attention.experts import LoadBalancing, token_mask
-from megapack.attention.model_check import check_architecture
+from megapack.attention.model_check import check_architecture, check_positions
 from megapack.attention.problem import AttentionNeeds, ScoreRule, alibi_slopes
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
@@ -18,6 +18,7 @@ __all__ = [
     "ScoreRule",
     "alibi_slopes",
     "check_architecture",
+    "check_positions",
     "check_sequence_parallel",
     "choose_backend",
     "over_ranks",

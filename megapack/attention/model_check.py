@@ -107,8 +107,8 @@ def check_architecture(
         device, dtype: of the run.
         loss: the training loss of a row times its labels, as the run computes it; None: the run
             takes the architecture's own.
-        longest: most positions of a document of the run, tokens; None: any. Position thresholds of
-            the configuration beyond it do not matter.
+        longest: most positions of a document or of padding, tokens; None: any. Position thresholds
+            of the configuration beyond it do not matter; with 0 none does.
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference.
@@ -120,7 +120,6 @@ def check_architecture(
     )
     subject = f"architecture {configuration.model_type!r} with attention {attention!r}"
     remedy = "choose another attention or architecture, or train it without packing"
-    text = configuration.get_text_config(decoder=True)
     with apart(device):
         try:
             tiny, reference = _tiny(configuration, build)
@@ -134,23 +133,60 @@ def check_architecture(
             if found is not None and found.startswith(_OTHER_LOGITS):
                 # A position threshold of its own may lie between the documents.
                 found = _first_finding(*_raised(tiny, reference, build), run)
-            names = () if found else _thresholds(tiny, run)
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
                 f"{remedy}"
             ) from error
-    if found is not None:
-        raise ConfigError(f"{subject}: {found}; {remedy}")
-    if names:
-        numbers = {str(path[-1]): value for path, value in _numbers(text.to_dict())}
-        fields = " and ".join(f"{name} ({numbers.get(name, 'unknown')})" for name in names)
-        reach = "any number of" if longest is None else f"up to {longest}"
-        raise ConfigError(
-            f"{subject}: a document has other logits next to one longer than {fields} than alone, "
-            f"and documents have {reach} positions. Pack documents of at most so many tokens, or "
-            "set rope_type to one that is the same at any length, such as yarn."
-        )
+        if found is not None:
+            raise ConfigError(f"{subject}: {found}; {remedy}")
+        if longest != 0:
+            _check_thresholds(configuration, tiny, run)
+
+
+def check_positions(configuration: Any, *, attention: str, build: Build, longest: int) -> None:
+    """Refuse a model in which a document depends on longer ones of its row; a part of
+    ``check_architecture``, and nothing to do where no threshold is below ``longest``.
+
+    Args:
+        configuration, attention, build, longest: as of ``check_architecture``.
+
+    Raises:
+        ConfigError: naming the architecture, the field and its value.
+    """
+    cpu = torch.device("cpu")
+    if not _moves(configuration.get_text_config(decoder=True), longest):
+        return
+    run = _Run(
+        attention=attention,
+        build=build,
+        device=cpu,
+        dtype=torch.float32,
+        loss=None,
+        longest=longest,
+    )
+    with apart(cpu):
+        try:
+            tiny, _ = _tiny(configuration, build)
+        except Exception:  # check_architecture says why
+            return
+        _check_thresholds(configuration, tiny, run)
+
+
+def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
+    names = _thresholds(tiny, run)
+    if not names:
+        return
+    text = configuration.get_text_config(decoder=True)
+    numbers = {str(path[-1]): value for path, value in _numbers(text.to_dict())}
+    fields = " and ".join(f"{name} ({numbers.get(name, 'unknown')})" for name in names)
+    reach = "any number of" if run.longest is None else f"up to {run.longest}"
+    raise ConfigError(
+        f"architecture {configuration.model_type!r}: a document has other logits next to one "
+        f"longer than {fields} than alone, and documents or their padding have {reach} positions. "
+        "Pack into buckets of at most so many tokens, or choose a rope_type that is the same at "
+        "any length, such as yarn."
+    )
 
 
 @contextmanager
@@ -272,6 +308,8 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
     long = LONG
     if run.longest is not None:
         long = min(LONG, LENGTHS[0] * run.longest // int(min(crossed, default=LONG)))
+        if LENGTHS[0] in dict(_numbers(tiny.to_dict())).values():
+            long = 0  # a threshold that the run's longest documents just reach
     if long > LENGTHS[0] and _runs(tiny, run.build, long):
         rows.append((LENGTHS[1], long))
     for lengths in rows:
@@ -301,7 +339,7 @@ def _moves(tiny: Any, longest: int | None) -> list[Moves]:
     for path, value in numbers.items():
         # No document of the check may reach a threshold that none of the run reaches.
         moved = new.get(value, value if value > LONG else LONG + value)
-        if moved != value:
+        if moved != value or value in new:
             groups.setdefault((value, str(path[-1])), {})[path] = type(value)(moved)
     return [groups[key] for key in sorted(groups)]
 

@@ -1,6 +1,7 @@
 """The shape of a micro batch: rows or one stream, and how its segments are listed.
 
 - ``MicroBatch``, ``BatchLayout``: which samples, in which shape. ``Batch``: the tensors.
+- ``longest_position``: how far position ids reach.
 - ``cut_bounds``, ``cut_lengths``: segments cut at multiples of an attention window.
 - ``cut_slice``: one rank's part of a micro batch that several share.
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
@@ -26,7 +27,7 @@ from megapack import _core
 from megapack.config import check_positive, whole_numbers
 from megapack.data.fim import FimDraws
 from megapack.errors import ConfigError
-from megapack.packing.sharded import SourceIndex, most_segments
+from megapack.packing.sharded import SourceIndex, longest_reach, most_segments
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -192,6 +193,28 @@ def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]
     slots = row_tokens // capacity
     slot = row_tokens // slots // alignment * alignment
     return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
+
+
+def longest_position(
+    indices: Sequence[SourceIndex], *, positions: str = "segment", row_tokens: int | None = None
+) -> int:
+    """Return the most positions of a segment, tokens: the largest position id plus 1.
+
+    Padding counts, too: in a sample that is almost empty it is as long as the sample.
+
+    Args:
+        indices: of all sources.
+        positions: as of ``PackedDataset``.
+        row_tokens: as of ``BatchLayout``.
+    """
+    longest = 0
+    for index in indices:
+        for capacity in index.bucket_capacity.tolist():
+            slots = slot_tokens(capacity, max(row_tokens or capacity, capacity))
+            longest = max(longest, slots[-1])
+        if positions == "document":
+            longest = max(longest, longest_reach(index))
+    return longest
 
 
 class Bounds(NamedTuple):

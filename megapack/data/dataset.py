@@ -28,6 +28,7 @@ from megapack.data.batch import (
     Buffers,
     allocate,
     cut_bounds,
+    longest_position,
 )
 from megapack.data.blend import BlendConfig, Mixture
 from megapack.data.documents import (
@@ -201,6 +202,11 @@ class PackedDataset(Dataset[Batch]):
     def __len__(self) -> int:
         """Samples of all buckets (and datasets)."""
         return self.samples.num_samples
+
+    def longest_position(self, row_tokens: int | None = None) -> int:
+        """Return the most positions of a document or of padding; see ``batch.longest_position``."""
+        positions = self._options["positions"]
+        return longest_position(self.samples.indices, positions=positions, row_tokens=row_tokens)
 
     def __repr__(self) -> str:
         names = ", ".join(dataset.prefix for dataset in self.datasets)

@@ -49,7 +49,7 @@ from megapack.training.model.architecture import (
     position_limit,
     register_architectures,
 )
-from megapack.training.model.opening import compute_dtype, open_model
+from megapack.training.model.opening import compute_dtype, open_model, try_positions
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
@@ -116,6 +116,8 @@ def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
     for each in filter(None, [data, *sources.values()]):
         check_token_ids(each, architecture.vocab_size)
         longest = max(longest, *map(longest_segment, each.samples.indices))
+    held_out = [each for each in (data, *sources.values()) if each is not None]
+    try_positions(architecture, max([longest, *(each.longest_position() for each in held_out)]))
     limit = position_limit(architecture, longest)
     if limit is None or longest <= limit.tokens:
         return

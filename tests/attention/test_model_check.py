@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from megapack.attention import check_architecture, register
+from megapack.attention import check_architecture, check_positions, register
 from megapack.attention.tiny_model import (
     CHUNK,
     EXPERTS,
@@ -164,6 +164,80 @@ def test_recurrent_layers_of_a_class_of_somebodys_own_are_told_segments() -> Non
         model = kind(tiny if told else AutoConfig.for_model("llama", **SMALL))
         tell_recurrent_layers(model)
         assert hasattr(model.base_model, "_tells_segments") is told
+
+
+# --- documents that depend on how long others in their row are ---
+
+
+def with_rope(name: str, kind: str, switch: int = 4096, most: int = 16384) -> Any:
+    """An architecture's configuration with RoPE of a type, in every kind of layer."""
+    fields = AutoConfig.for_model(name).to_dict()
+    rope = fields["rope_parameters"]
+    head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+
+    def of_kind(old: dict[str, Any]) -> dict[str, Any]:
+        new = {"rope_type": kind, "rope_theta": old["rope_theta"], "factor": 4.0}
+        new |= {"original_max_position_embeddings": switch} if kind != "dynamic" else {}
+        new |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+        if kind == "longrope":
+            half = head // 2
+            new |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+        return new
+
+    nested = isinstance(next(iter(rope.values())), dict)
+    fields["rope_parameters"] = (
+        {layer: of_kind(old) for layer, old in rope.items()} if nested else of_kind(rope)
+    )
+    fields["max_position_embeddings"] = switch if kind == "dynamic" else most
+    return AutoConfig.for_model(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "longrope"), ("qwen3", "dynamic"), ("gemma3_text", "longrope")],
+)
+@pytest.mark.parametrize("switch", [30, 4096])
+def test_rope_that_depends_on_the_longest_document_is_refused_beyond_its_threshold(
+    name: str, kind: str, switch: int
+) -> None:
+    register("eager")
+    configuration = with_rope(name, kind, switch)
+    how: Any = {"attention": "megapack", "build": build}
+    check_architecture(configuration, **how, device=torch.device("cpu"), longest=switch)
+    field = "max_position_embeddings"
+    for longest in (switch + 1, None):
+        with pytest.raises(ConfigError, match=rf"{field} \({switch}\)"):
+            check_architecture(configuration, **how, device=torch.device("cpu"), longest=longest)
+    check_positions(configuration, **how, longest=switch)
+    with pytest.raises(ConfigError, match=rf"{field} \({switch}\)"):
+        check_positions(configuration, **how, longest=switch + 1)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_rope_that_is_the_same_in_every_row_is_taken_at_any_length(kind: str) -> None:
+    check_positions(with_rope("llama", kind), attention="megapack", build=build, longest=10**6)
+
+
+class LogN(LlamaForCausalLM):
+    """Llama whose outputs depend on the row's length from a number of the configuration on, under
+    a name that no list could have."""
+
+    def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
+        result = super().forward(input_ids, **arguments)
+        if input_ids.shape[1] > self.config.plateau_of_my_own:
+            result.logits = result.logits + input_ids.shape[1] / 100
+        return result
+
+
+def test_a_threshold_is_found_under_any_name() -> None:
+    register("eager")
+    configuration = AutoConfig.for_model("llama", plateau_of_my_own=2000)
+
+    def of_class(tiny: Any, implementation: str) -> Any:
+        return LogN._from_config(tiny, attn_implementation=implementation)
+
+    with pytest.raises(ConfigError, match=r"plateau_of_my_own \(2000\)"):
+        check_positions(configuration, attention="megapack", build=of_class, longest=4000)
 
 
 # --- what it leaves alone ---

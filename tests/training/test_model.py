@@ -23,7 +23,7 @@ from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
 )
-from megapack.training.model.opening import build_model
+from megapack.training.model.opening import build_model, try_positions
 from megapack.training.model.training_model import TrainingModel
 from tests.data.corpora import write_documents
 
@@ -349,7 +349,7 @@ def test_rope_that_looks_at_the_whole_micro_batch_is_not_trained_across_its_swit
 
     assert torch.allclose(logits_beside(16), logits_beside(10), atol=1e-5)
     assert not torch.allclose(logits_beside(20), logits_beside(10), atol=1e-3)
-    limit = position_limit(configuration, 20)
-    assert limit is not None and limit.tokens == 16 and "longrope" in limit.source
-    within = position_limit(configuration, 16)
-    assert within is not None and within.tokens == 64
+    try_positions(configuration, 16)
+    said = r"original_max_position_embeddings \(16\).* up to 20 pos"
+    with pytest.raises(ConfigError, match=said):
+        try_positions(configuration, 20)

@@ -223,6 +223,7 @@ class PlannedSFTMixin:
         }
         _refuse(
             self,
+            max_tokens_per_rank,
             {
                 "packing": (self.args.packing, False),
                 "loss_type": (self.args.loss_type, "nll"),
@@ -304,7 +305,7 @@ class _EpochSampler:
         return ([i] for i in range(first, first + self.num_steps))
 
 
-def _refuse(trainer: Any, options: Mapping[str, tuple[Any, Any]]) -> None:
+def _refuse(trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any]]) -> None:
     """Options (as they are, as they must be) of TRL's trainers that a planned step has no use for.
 
     Raises:
@@ -324,7 +325,7 @@ def _refuse(trainer: Any, options: Mapping[str, tuple[Any, Any]]) -> None:
                 f"{name}: {found!r} does not go with planned steps, which need {needed!r}; see "
                 "docs/guides/planned_steps.md"
             )
-    check_model(trainer.model)
+    check_model(trainer.model, longest=max_tokens)
 
 
 # ---- TRL's GRPOTrainer --------------------------------------------------------------------------
@@ -379,6 +380,7 @@ class PlannedGRPOMixin:
         self._planning = {**(planning or {}), "max_tokens_per_rank": max_tokens_per_rank}
         _refuse(
             self,
+            max_tokens_per_rank,
             {
                 "top_entropy_quantile": (getattr(self, "top_entropy_quantile", 1.0), 1.0),
                 "an entropy bonus": (getattr(self, "_entropy_bonus_enabled", False), False),

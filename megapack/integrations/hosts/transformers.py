@@ -57,6 +57,7 @@ def check_model(
     *,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
+    longest: int | None = None,
 ) -> None:
     """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
 
@@ -67,6 +68,8 @@ def check_model(
         model: of transformers, plain or adapted by PEFT. Any other is not tried: a warning says so.
         dataset: what it shall be trained on.
         device, dtype: of the run; None: the model's.
+        longest: most positions of a document or of padding, tokens (``check_architecture``); None:
+            those of the dataset, or any.
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference, or the ids; or there
@@ -89,6 +92,8 @@ def check_model(
         size = next(one.num_embeddings for one in embeddings if hasattr(one, "num_embeddings"))
         check_token_ids(dataset, size)
         _check_windows(text._attn_implementation, dataset)
+        if longest is None:
+            longest = dataset.longest_position()
 
     def build(configuration: Any, implementation: str) -> Any:
         options = {"attn_implementation": implementation, "dtype": torch.float32}
@@ -103,6 +108,7 @@ def check_model(
             build=build,
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
+            longest=longest,
         )
 
 
@@ -191,10 +197,10 @@ class PackedTrainerMixin:
     _checked: tuple[PackedDataset, ...] = ()
     _to_probe: MicroBatches | None = None
 
-    def check_model(self, dataset: PackedDataset) -> None:
+    def check_model(self, dataset: PackedDataset, longest: int | None = None) -> None:
         """Called before the first batch of a dataset; see ``check_model``."""
         half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        check_model(self.model, dataset, device=self.args.device, dtype=half)
+        check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
     def get_train_dataloader(self) -> Any:
         """A loader of this rank's micro batches.
@@ -435,7 +441,8 @@ class PackedTrainerMixin:
                     f"micro batches; every rank reads its own here: leave {name} out"
                 )
         if not any(one is batches.dataset for one in self._checked):
-            self.check_model(batches.dataset)
+            reach = batches.dataset.longest_position(batches.layout.row_tokens)
+            self.check_model(batches.dataset, reach)
             self._checked = (*self._checked, batches.dataset)
         rank = (self.args.process_index, self.args.world_size)
         mine = batches.of_rank(*rank, num_steps, evaluated=evaluated)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
+from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
 from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
@@ -34,6 +35,7 @@ from megapack.training.model.architecture import (
     position_limit,
 )
 from megapack.training.model.flops import num_experts
+from megapack.training.model.opening import try_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,9 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     try:
         indices, fim = run.schedule.samples.indices, run.schedule.samples.fim
         room = 0 if fim is None else fim.room
-        _check_positions(indices, architecture, positions, "the training data", room)
+        row = run.schedule.config.row_tokens
+        what = "the training data"
+        _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
         if isinstance(run, Inputs):
             valid = _valid_positions(positions)
             for data in run.held_out:
@@ -204,7 +208,13 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
 
 
 def _check_positions(
-    indices: Sequence[SourceIndex], architecture: Any, positions: str, what: str, room: int = 0
+    indices: Sequence[SourceIndex],
+    architecture: Any,
+    positions: str,
+    what: str,
+    *,
+    room: int = 0,
+    row_tokens: int | None = None,
 ) -> None:
     """room: tokens that a document may grow by, in its bucket."""
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
@@ -221,6 +231,9 @@ def _check_positions(
             f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
             f"{limit.tokens}{cut}, or {limit.remedy}"
         )
+    try_positions(
+        architecture, longest_position(indices, positions=positions, row_tokens=row_tokens)
+    )
 
 
 def open_validation(

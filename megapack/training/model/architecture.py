@@ -364,8 +364,7 @@ class PositionLimit:
     remedy: str
     """Instead of shorter documents."""
     is_hard: bool = True
-    """Whether the model has no positions beyond, or computes them otherwise; else it was not
-    trained there."""
+    """The model has no positions beyond; else it was only not trained there."""
 
 
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
@@ -382,16 +381,6 @@ def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     if configuration.model_type in _LEARNED:
         remedy = "take a model with RoPE or ALiBi"
         return PositionLimit(tokens=limit, source="max_position_embeddings", remedy=remedy)
-    switch = _longrope_switch(configuration)
-    if switch is not None and switch < min(wanted, limit):
-        # transformers takes the long factors for a whole micro batch once one document is longer:
-        # what a document learns would depend on its neighbours.
-        return PositionLimit(
-            tokens=switch,
-            source="original_max_position_embeddings of its longrope",
-            remedy="give model.overrides.rope_parameters a rope_type that is the same for all "
-            "documents, as yarn",
-        )
     remedy = f"set model.overrides.max_position_embeddings={wanted}"
     if getattr(configuration, "rope_parameters", None):
         remedy += (
@@ -402,15 +391,3 @@ def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     return PositionLimit(
         tokens=limit, source="max_position_embeddings", remedy=remedy, is_hard=hard
     )
-
-
-def _longrope_switch(configuration: Any) -> int | None:
-    """Tokens from which on longrope takes its long factors; None: it has no longrope."""
-    found = getattr(configuration, "rope_parameters", None) or {}
-    by_layer = [value for value in found.values() if isinstance(value, dict)]
-    switches = [
-        int(rope["original_max_position_embeddings"])
-        for rope in by_layer or [found]
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(switches, default=None)

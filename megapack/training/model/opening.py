@@ -25,6 +25,7 @@ from megapack.attention import (
     Choice,
     alibi_slopes,
     check_architecture,
+    check_positions,
     check_sequence_parallel,
     choose_backend,
     over_ranks,
@@ -187,7 +188,23 @@ def try_model(
         device=device,
         dtype=dtype,
         loss=_summed_loss,
+        longest=0,
     )
+
+
+def try_positions(configuration: Any, longest: int) -> None:
+    """Refuse a model in which a document depends on longer ones of its row (``check_positions``).
+
+    Args:
+        configuration: of the transformers model.
+        longest: most positions of a document or of padding, tokens.
+
+    Raises:
+        ConfigError: naming the architecture, the field and its value.
+    """
+    register_architectures()
+    register("eager")
+    check_positions(configuration, attention=ATTENTION_NAME, build=_from_scratch, longest=longest)
 
 
 def try_slices(
