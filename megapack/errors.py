@@ -1,4 +1,6 @@
-"""Every exception megapack raises on purpose.
+"""Every exception megapack raises on purpose, and how text reaches a terminal.
+
+    printable("a\x1b[2Jb")  # -> "a\\u001b[2Jb": text of a corpus cannot clear the screen
 
 A message names the subject, the value, the limit and the remedy. Wrong arguments of a function are
 plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSError``.
@@ -6,8 +8,12 @@ plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSEr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 # ---- Packages that only some inputs need: imported where used, with an error that says what to do
@@ -79,3 +85,54 @@ _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?[^\s?#]*[?#])[^\s)]+")
 def redacted(text: object) -> str:
     """A text without what addresses in it may hide: user and password, query and fragment."""
     return _QUERY.sub(r"\1...", _USER.sub(r"\1...@", str(text)))
+
+
+def printable(text: str) -> str:
+    """Return a text in which every character is visible; line breaks (``\\n``) stay.
+
+    Control and format characters (escape sequences, bidirectional overrides, zero-width ones), lone
+    surrogates and unassigned code points become ``\\u001b``, which JSON reads as well.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if unicodedata.category(character) == "Zs":  # no-break and ideographic spaces
+        return character
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+
+
+class PrintableStream:
+    """Output stream that writes ``printable(text)``; all else is the stream's below.
+
+    Attributes:
+        unfiltered: the stream below, for text with styles that was made printable before.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.unfiltered = getattr(stream, "unfiltered", stream)
+
+    def write(self, text: str) -> int:
+        self.unfiltered.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+@contextlib.contextmanager
+def printable_output() -> Iterator[None]:
+    """Make all that the block prints to stdout and stderr printable, logs and warnings, too."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(PrintableStream, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -24,6 +24,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -33,7 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from megapack.errors import ConfigError, MegapackError, require
+from megapack.errors import ConfigError, MegapackError, PrintableStream, require
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -190,6 +191,7 @@ def _start_worker(worker: Worker[Any], counters: Any, parent: Connection) -> Non
     global _worker, _counters
     _end_with(parent)
     _worker, _counters = worker, counters
+    sys.stdout, sys.stderr = map(PrintableStream, (sys.stdout, sys.stderr))  # type: ignore[assignment]
 
 
 def _work(index: int) -> Any:

@@ -41,7 +41,7 @@ from megapack.compare import (
 from megapack.compare.charts import check_matplotlib
 from megapack.compare.evaluation import COLUMNS
 from megapack.compare.page import render, to_json
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, printable
 from megapack.packing.groups import read_groups
 from megapack.storage import read_document_lengths
 from megapack.storage.dataset import read_lengths_file
@@ -248,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
         print_comparison(comparison, prefix)
     if args.html is not None:
         with atomic_write(args.html) as file:
-            file.write(render(comparison).encode())
+            file.write(printable(render(comparison)).encode())
         note(f"wrote {args.html}")
     return 0
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
-from megapack.errors import MegapackError, exit_code, redacted
+from megapack.errors import MegapackError, exit_code, printable_output, redacted
 from megapack.tokenization.corpus.inputs import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -60,9 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # text that a terminal has no letters for
         sys.stdout.reconfigure(errors="backslashreplace")
+    with printable_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
+    """Run a command; turn a closed pipe or an interrupt into an exit status."""
     try:
         try:
-            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+            return _dispatch(arguments)
         finally:
             sys.stdout.flush()  # at the interpreter's end nobody could handle a closed pipe
     except BrokenPipeError:

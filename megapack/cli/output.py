@@ -8,25 +8,35 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from megapack.errors import printable
 from megapack.executors import Counted
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Screen(Console):
-    """stdout. A reader that left early (``| head``) is an error here; main() ends quietly on it."""
+    """stdout or stderr with styles; every other control character is made visible.
 
-    def __init__(self) -> None:
+    A reader that left early (``| head``) is an error here; main() ends quietly on it.
+    """
+
+    def __init__(self, stream: Any = None, width: int | None = 10_000) -> None:
+        stream = stream or sys.stdout
         # rich would cut the cells of a table at the width of the terminal, or at 80 on a pipe.
-        super().__init__(highlight=False, width=10_000)
+        super().__init__(highlight=False, width=width, file=getattr(stream, "unfiltered", stream))
+
+    def render(self, *args: Any, **how: Any) -> Iterator[Segment]:
+        for part in super().render(*args, **how):
+            yield part if part.control else part._replace(text=printable(part.text))
 
     def write_line(self, text: str, style: str | None = None) -> None:
         """Text as it is: no markup is looked for, and no end of line is put in."""
@@ -45,7 +55,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        table.add_row(*(c if isinstance(c, Text) else Text(printable(str(c))) for c in row))
     Screen().print(table)
 
 
@@ -85,7 +95,7 @@ class Work:
         if sys.stderr.isatty():
             shown = "{task.percentage:3.0f} %  {task.fields[said]}"
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(shown))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Screen(sys.stderr, None), transient=True)
             self._task = self._bar.add_task(title, total=None, said="")
             self._bar.start()
 

@@ -32,6 +32,7 @@ from megapack.cli.arguments import add_shared
 from megapack.cli.report_charts import Draw, RunFacts, read_run, slowest
 from megapack.compare.charts import draw
 from megapack.compare.page import document, tiles_of
+from megapack.errors import printable
 from megapack.storage.files import atomic_write
 from megapack.training.monitoring.slowdowns import slowdowns
 from megapack.units import count, counted, percent, short
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     page = render(read_run(args.run))
     target = Path(args.output or Path(args.run) / "report.html")
     with atomic_write(target, "w") as file:
-        file.write(page)
+        file.write(printable(page))
     print(f"report: {target}")
     return 0
 

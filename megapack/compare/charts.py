@@ -22,7 +22,7 @@ import numpy as np
 
 from megapack.compare.comparison import Comparison
 from megapack.compare.evaluation import Evaluation, money
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, printable
 from megapack.units import count, percent, short
 
 # What the stylesheet calls a colour, its value in light and in dark; no two are equal in light.
@@ -175,12 +175,17 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
     """
     check_matplotlib()
     import matplotlib  # noqa: PLC0415
+    from matplotlib.text import Text  # noqa: PLC0415
 
     file = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         made = plot(subject)
         for artist in made.figure.findobj():
             artist.set_clip_on(False)  # nothing is drawn outside, and clips are references
+            if isinstance(artist, Text) and artist.get_text():
+                # Names come from files: matplotlib fails on lone surrogates and half formulas.
+                artist.set_text(printable(artist.get_text()))
+                artist.set_parse_math(False)
         made.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]

@@ -51,7 +51,7 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.files import check_target
+from megapack.storage.files import check_target, is_own_folder, make_own_folder
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import read_meta
 
@@ -150,7 +150,8 @@ class Arranger:
                     f"{prefix} is there already, made otherwise; replace it with --overwrite, or "
                     "choose another --output"
                 )
-        samples.unlink(missing_ok=True)  # written last, so where it stands the shard is complete
+        if is_own_folder(self.folder):
+            samples.unlink(missing_ok=True)  # written last: a shard that has it is complete
         return self._row(prefix, samples, self._written(index, prefix, samples, made_of), report)
 
     @property
@@ -169,7 +170,7 @@ class Arranger:
     def _written(
         self, number: int, prefix: Path, samples: Path, made_of: dict[str, Any]
     ) -> SampleIndex:
-        prefix.parent.mkdir(exist_ok=True)
+        make_own_folder(prefix.parent)
         data, chosen = self._data
         found: list[Pieces] = []
         with ExitStack() as stack:

@@ -22,7 +22,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
 from megapack.storage.dataset import read_document_lengths
-from megapack.storage.files import WriterLock
 from megapack.storage.index_file import WEIGHTS, Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     MAX_SEQUENCE_LENGTH,
@@ -31,6 +30,7 @@ from megapack.storage.index_writer import (
     check_prefix,
     publish_dataset,
 )
+from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import check_metadata
 from megapack.storage.tokens import (
     LOSS_WEIGHTS,

@@ -1,9 +1,10 @@
-"""Files: opened, judged before they are replaced, named when they are complete, locked.
+"""Files: opened, checked before they are replaced, renamed when they are complete.
 
 - ``open_regular``, ``read_blocks``: regular files only, read in blocks; ``Identity``, ``is_at``
 - ``check_target``, ``target_of``: what may stand under a name before a file of ours takes it
+- ``make_own_folder``: folders that megapack may remove, marked by a file
 - ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
-- ``WriterLock``, ``lock_file``: one writer per name, by a lock of the operating system
+- ``create_temporary``, ``remove_leftovers``: temporary names that prove who made the file
 
 Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
 that was not written to the end::
@@ -21,32 +22,34 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import logging
 import os
 import re
 import secrets
-import socket
+import shutil
 import stat
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megapack.errors import ConfigError, FormatError, LockedError, MegapackWarning
+from megapack.errors import ConfigError, FormatError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
 BLOCK = 1 << 17  # elements: still in the cache when they are summed, hashed and written
 COPY_BLOCK = 1 << 22  # bytes
 TEMPORARY_BYTES = len(".tmp-01234567")  # what a temporary name adds to the final one
-_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"(.+)\.tmp-([0-9a-z]{3})([0-9a-z]{5})", re.DOTALL)
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -58,7 +61,7 @@ _KINDS = {
 # Other file systems, old kernels, special files.
 _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
@@ -267,7 +270,7 @@ class AtomicFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = target_of(path)
         remove_leftovers(self.path)
-        self.temporary, descriptor = _create(self.path)
+        self.temporary, descriptor = create_temporary_file(self.path)
         self.file = open(descriptor, "r+b", buffering=0)  # noqa: PTH123,SIM115
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
@@ -404,44 +407,93 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"{text} while writing", str(path)) from error
 
 
-def temporary_name(path: Path) -> Path:
-    """A new name beside a file, for what will take the file's."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
+    """Create a file under a temporary name next to ``target`` that proves that megapack made it.
+
+    The name contains a hash of the file's inode, so no file of somebody else has such a name.
+
+    Args:
+        make: creates the file (or link) at a path, and fails if the path exists.
+
+    Returns:
+        (path, result of ``make``)
+    """
+    while True:
+        draft = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            made = make(draft)
+            break
+        except FileExistsError:
+            continue
+    inode = draft.lstat().st_ino
+    while True:
+        salt = "".join(secrets.choice(_DIGITS) for _ in range(3))
+        path = target.with_name(f"{target.name}.tmp-{salt}{_proof(target.name, salt, inode)}")
+        if rename_to_new(draft, path):
+            return path, made
+
+
+def _proof(name: str, salt: str, inode: int) -> str:
+    """Return five letters or digits that belong to an inode under a name."""
+    digest = hashlib.blake2b(os.fsencode(f"{name}/{salt}/{inode}"), digest_size=8).digest()
+    number, letters = int.from_bytes(digest, "little"), ""
+    for _ in range(5):
+        number, digit = divmod(number, len(_DIGITS))
+        letters += _DIGITS[digit]
+    return letters
+
+
+def rename_to_new(old: Path, new: Path) -> bool:
+    """Rename a file or link unless ``new`` exists; return whether it was renamed."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links, or a directory
+        if os.path.lexists(new):
+            return False
+        old.rename(new)
+        return True
+    old.unlink()
+    return True
 
 
 def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """(name they are to take, path) of the temporary files of a directory, in order."""
+    """Yield (final name, path) of megapack's temporary files in a directory, in order."""
     for name in sorted(os.listdir(directory)):  # noqa: PTH208 (a tenth of the time)
         if (match := _TEMPORARY.fullmatch(name)) is not None:
-            yield match[1], directory / name
+            path = directory / name
+            with contextlib.suppress(FileNotFoundError):
+                if match[3] == _proof(match[1], match[2], path.lstat().st_ino):
+                    yield match[1], path
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process holds a temporary file, or nobody can tell."""
+    """Return whether a process holds a temporary file, or the file system cannot tell."""
     try:
         with _locked(path):
             return False
     except OSError:
-        return not path.is_symlink()  # of an import, which needs it for a moment
+        return not path.is_symlink()  # an import needs its link for a moment only
 
 
-# Directory -> name -> what was left of it when this process wrote there for the first time. Asked
-# for once: there may be a hundred thousand files, and every one of them is written here.
-_left: dict[Path, dict[str, list[Path]]] = {}
+# Directory -> final name -> leftovers when this process first wrote there. A directory is listed
+# once only: it may hold a hundred thousand files, all of them written by this process.
+_leftovers: dict[Path, dict[str, list[Path]]] = {}
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what writers of a name left beside it when they were killed, and say so.
+    """Remove temporary files of ``target`` whose writers were killed, and log each one.
 
-    What a living process holds stays, and so does everything where files cannot be locked.
+    A file that a living process holds stays. Without file locks, every file stays.
     """
-    found = _left.get(target.parent)
-    if found is None:
-        found = _left[target.parent] = {}
+    of_name = _leftovers.get(target.parent)
+    if of_name is None:
+        of_name = _leftovers[target.parent] = {}
         with contextlib.suppress(OSError):  # a directory that may be written, but not listed
             for name, path in temporary_files(target.parent):
-                found.setdefault(name, []).append(path)
-    for path in found.pop(target.name, ()):
+                of_name.setdefault(name, []).append(path)
+    for path in of_name.pop(target.name, ()):
         with contextlib.suppress(OSError):
             if path.is_symlink():
                 path.unlink()
@@ -453,23 +505,61 @@ def remove_leftovers(target: Path) -> None:
                     logger.warning("removed %s (%d bytes), left by a killed process", path, size)
 
 
-def _create(target: Path) -> tuple[Path, int]:
-    """A new temporary file and its descriptor, with the lock on it where files can be locked."""
-    while True:
-        path = temporary_name(target)
-        # Not tempfile: its 0600 would survive the rename and shut out the rest of the team.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o666)
+def create_temporary_file(target: Path) -> tuple[Path, int]:
+    """Create a temporary file, locked where the file system has locks; return path, descriptor."""
+
+    def make(path: Path) -> int:
+        # Not tempfile: its mode 0600 would survive the rename and shut out the rest of the team.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            if lock_file(descriptor, path):
-                return path, descriptor
-        except BlockingIOError:  # another writer took it for left behind, before it was locked
-            path.unlink(missing_ok=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return path, descriptor
-            raise
-        os.close(descriptor)
+            if error.errno not in NO_LOCKS:
+                raise
+        return descriptor
+
+    return create_temporary(target, make)
+
+
+# ---- Folders that megapack fills and removes ---------------------------------------------------
+
+FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with all it holds
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether megapack made the folder at ``path``."""
+    return (path / FOLDER_MARK).is_file()
+
+
+def make_own_folder(path: Path) -> None:
+    """Create a marked folder, or check that the one at ``path`` is marked.
+
+    Raises:
+        ConfigError: something that megapack did not make has that name.
+        OSError: the folder cannot be created.
+    """
+    while not is_own_folder(path):
+        if os.path.lexists(path):
+            raise ConfigError(
+                f"{path} was not made by megapack, which would write and remove files in it: move "
+                "it, or choose another name"
+            )
+        draft = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        draft.mkdir()
+        (draft / FOLDER_MARK).touch()
+        try:
+            # A folder appears with its mark, or another process was first.
+            draft.rename(path)
+        except OSError:
+            shutil.rmtree(draft)
+            if not os.path.lexists(path):
+                raise
+
+
+def remove_own_folder(path: Path) -> None:
+    """Remove a folder and all it holds if megapack made it; otherwise do nothing."""
+    if is_own_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(file: IO[bytes], temporary: Path, owner: int) -> None:
@@ -489,9 +579,6 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ---- One writer per name ------------------------------------------------------------------------
-
-
 def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Take the kernel's lock on an open file, at once.
 
@@ -500,7 +587,7 @@ def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
 
     Raises:
         BlockingIOError: another process, or another open file of this one, holds it.
-        OSError: the file system has no locks (``_NO_LOCKS``).
+        OSError: the file system has no locks (``NO_LOCKS``).
     """
     fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     try:
@@ -518,83 +605,3 @@ def _locked(path: Path) -> Iterator[bool]:
         yield lock_file(descriptor, path)
     finally:
         os.close(descriptor)
-
-
-class WriterLock:
-    """Held from construction to ``release()``, the end of a ``with`` block or of the process.
-
-    The lock is the kernel's, on ``<path>.lock``; the file holds host, process and purpose, and is
-    removed at the end (one that a kill left behind locks nobody out). A forked child shares the
-    lock and never removes the file.
-
-    Args:
-        path: what is written: a file, a prefix or a directory; links are followed.
-        what: the purpose, for whoever waits: ``"merge"``.
-        shared: several may hold it so at once, and nobody holds it alone then.
-
-    Raises:
-        LockedError: another writer holds it; names its host and process.
-        ConfigError: the directory does not exist, or the name is too long.
-        OSError: the lock file cannot be made or written; names it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:
-        self.path = target_of(f"{os.path.realpath(path)}.lock")
-        descriptor = _acquire(self.path, os.fspath(path), shared)
-        self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
-        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n"
-        try:
-            with naming(self.path):
-                if not shared:
-                    os.truncate(descriptor, 0)  # who stood there is gone
-                os.write(descriptor, owner.encode())
-        except OSError:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Let the next writer in. May be called twice."""
-        self._release()
-
-    def __enter__(self) -> WriterLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def _acquire(path: Path, name: str, shared: bool) -> int:
-    """An open descriptor of the file at ``path`` with the lock on it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            if lock_file(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-                return descriptor
-        except BlockingIOError:
-            owners = os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n")[:-1]
-            os.close(descriptor)
-            raise LockedError(
-                f"{name} is being written by {'; '.join(owners) or 'another process'}; wait for "
-                "it or end it"
-            ) from None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                warnings.warn(
-                    f"{path.parent} is on a file system without locks ({error.strerror}); make "
-                    f"sure that nobody else writes {name}",
-                    MegapackWarning,
-                    stacklevel=3,
-                )
-                return descriptor
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its owner removed the file between our opening and locking it
-
-
-def _release(descriptor: int, path: Path, owner: int) -> None:
-    if os.getpid() == owner:
-        with contextlib.suppress(OSError):  # others share it, or there are no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # While nobody holds it: the next file is the next owner's.
-            path.unlink(missing_ok=True)
-    os.close(descriptor)

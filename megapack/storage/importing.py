@@ -34,12 +34,11 @@ from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.files import (
     AtomicFile,
     Publishable,
-    WriterLock,
+    create_temporary,
     identity_of,
     open_npy,
     open_regular,
     remove_leftovers,
-    temporary_name,
 )
 from megapack.storage.index_file import MAGIC, Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
@@ -50,6 +49,7 @@ from megapack.storage.index_writer import (
     check_prefix_names,
     publish_dataset,
 )
+from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import TokenFacts, check_metadata, read_meta
 from megapack.storage.remote.copies import local_output
 from megapack.storage.survey import survey
@@ -451,8 +451,7 @@ class _Link:
     def __init__(self, path: Path, make: Callable[[Path], None]) -> None:
         self.path = path
         remove_leftovers(path)
-        self.temporary = temporary_name(path)
-        make(self.temporary)
+        self.temporary, _ = create_temporary(path, make)
 
     def sync(self) -> None:
         """A link holds no data of its own."""

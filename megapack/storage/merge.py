@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
-from megapack.storage.files import WriterLock
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
+from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
     TokenFacts,
     check_metadata,

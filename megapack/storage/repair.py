@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from megapack.errors import FormatError
 from megapack.storage.files import (
     AtomicFile,
-    WriterLock,
     atomic_write,
     identity_of,
     open_regular,
@@ -32,6 +31,7 @@ from megapack.storage.files import (
 )
 from megapack.storage.index_file import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
 from megapack.storage.index_writer import ArrayLayout, DatasetContent, publish_dataset, write_index
+from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import TokenFacts, checksum, own_metadata, read_meta
 from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapack.config import load_config, nearest
-from megapack.errors import ConfigError, MegapackError, exit_code, redacted
+from megapack.errors import (
+    ConfigError,
+    MegapackError,
+    exit_code,
+    printable,
+    printable_output,
+    redacted,
+)
 from megapack.training.config import PretrainConfig
 
 # Before the first import that happens to fail, somewhere below.
@@ -33,7 +40,9 @@ if _missing:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {redacted(message)} (--help shows the options)\n")
+        self.exit(
+            2, f"{self.prog}: error: {printable(redacted(message))} (--help shows the options)\n"
+        )
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -59,11 +68,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """The exit code of ``work(args)``; an error is printed."""
     faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
-    try:
-        return work(args)
-    except (MegapackError, OSError) as error:
-        print(f"megapack: {type(error).__name__}: {redacted(error)}", file=sys.stderr)
-        return exit_code(error)
+    with printable_output():
+        try:
+            return work(args)
+        except (MegapackError, OSError) as error:
+            print(f"megapack: {type(error).__name__}: {redacted(error)}", file=sys.stderr)
+            return exit_code(error)
 
 
 def join(local_rank: int | None = None) -> int:

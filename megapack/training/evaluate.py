@@ -61,11 +61,11 @@ logger = logging.getLogger("megapack")
 
 def main() -> int:
     """The command; returns its exit code."""
-    logging.basicConfig(level=logging.WARNING)
     return run_command(evaluate, build_parser().parse_args())
 
 
 def evaluate(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
     results: dict[str, Any] = {}
     for what, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):

@@ -35,11 +35,11 @@ from megapack.training.model.opening import open_model
 
 def main() -> int:
     """The command; returns its exit code."""
-    logging.basicConfig(level=logging.WARNING)
     return run_command(export_checkpoint, build_parser().parse_args())
 
 
 def export_checkpoint(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING)
     overrides = [f"run_dir={args.run_dir}", *args.set]
     config = load_config(PretrainConfig, args.run_dir / "config.yaml", overrides)
     output = args.output or RunDirectory(config.run_dir).model

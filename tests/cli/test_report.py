@@ -316,3 +316,13 @@ def test_bins_are_means_of_consecutive_steps() -> None:
     assert [of.tolist()[0] for of in bins.range(log.column("loss"))] == [0.0, 99.0]
     assert Bins(steps).num == NUM_BINS and Bins(steps[:8]).num == 8
     assert math.isnan(Bins(steps[5:6]).mean(log.column("loss")[5:6])[0])
+
+
+def test_hostile_names_of_sources_are_escaped(tmp_path: Path) -> None:
+    """Also a lone surrogate, and what matplotlib would take for a formula."""
+    sources = ("\ud800a\x1b[2J\u202e\u200b\x9b\x7f", "$x^")
+    write_log(tmp_path, lines(60, sources=sources))
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "\\ud800a\\u001b[2J\\u202e\\u200b\\u009b\\u007f" in page
+    assert all(character.isprintable() or character in "\n\u00a0" for character in page)

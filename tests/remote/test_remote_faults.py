@@ -124,6 +124,15 @@ def test_a_replaced_object_ends_the_run(line: Line, tmp_path: Path, impatient: N
         far[len(far) - 1]
 
 
+def test_the_meta_file_of_a_replaced_dataset_goes(line: Line, tmp_path: Path) -> None:
+    """A dataset without a meta file must not be read with the checksums of the one before it."""
+    address = put_dataset(tmp_path / "docs")
+    (tmp_path / "docs.meta.json").unlink()
+    upload_dataset(str(tmp_path / "docs"), address)
+    assert client.find_object(f"{address}.meta.json") is None
+    assert IndexedDataset(address)[0].tolist() == IndexedDataset(tmp_path / "docs")[0].tolist()
+
+
 def test_listing_of_a_bucket_is_tried_again(line: Line, impatient: None) -> None:
     line.faults = Faults(slow_down=1.0)
     with pytest.raises(ConnectionError, match=r"^s3://bucket: the store throttles"):

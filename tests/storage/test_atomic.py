@@ -23,11 +23,11 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.files import (
     TEMPORARY_BYTES,
     AtomicFile,
-    WriterLock,
     atomic_write,
     check_target,
     target_of,
 )
+from megapack.storage.locks import WriterLock
 from megapack.storage.verify import leftovers, verify
 from storage.strategies import errors, names
 
@@ -213,18 +213,29 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     assert target.read_bytes() == b"slow" and temporary(tmp_path) == []
 
 
-def test_links_and_foreign_names_are_no_leftovers_of_ours(tmp_path: Path) -> None:
-    others = ["data.tmp-1234567", "data.tmp-x1234567", "data2.tmp-12345678", "data.tmp"]
-    for name in others:
-        (tmp_path / name).write_bytes(b"x")
+def test_foreign_files_with_temporary_names_stay(tmp_path: Path) -> None:
+    """A temporary name contains a hash of the inode, so nobody else's file has one by chance."""
+    for i, name in enumerate(
+        ["data.tmp-1234567", "data.tmp", *(f"data.tmp-{i:08}" for i in range(9))]
+    ):
+        path = tmp_path / name
+        (path.write_text if i % 3 else path.symlink_to)("precious")
     (tmp_path / "precious").write_bytes(b"x")
-    (tmp_path / "data.tmp-00000000").symlink_to("precious")
-    os.mkfifo(tmp_path / "data.tmp-00000001")
+    os.mkfifo(tmp_path / "data.tmp-fifo0001")
+    (tmp_path / "data.tmp-folder01").mkdir()
+    before = {path.name: path.lstat()[:2] for path in tmp_path.iterdir()}  # mode, inode
+    killed(
+        "from megapack.storage.files import AtomicFile\nAtomicFile(root + '/data').sync()", tmp_path
+    )
+    (left,) = (name for name in names(tmp_path) if name not in before)
+    (tmp_path / "copy").write_bytes(b"the name of a leftover, and another inode")
+    (tmp_path / left).unlink()
+    (tmp_path / "copy").rename(tmp_path / left)
+    before[left] = (tmp_path / left).lstat()[:2]
     with atomic_write(tmp_path / "data") as file:
         file.write(b"y")
-    assert (tmp_path / "precious").read_bytes() == b"x"
-    assert not (tmp_path / "data.tmp-00000000").is_symlink()
-    assert {*others, "data", "precious"} <= set(names(tmp_path))
+    (tmp_path / "data").unlink()
+    assert before == {path.name: path.lstat()[:2] for path in tmp_path.iterdir()}
 
 
 # ---- What stands under a name before a file is written: kept, replaced or refused, by one rule
@@ -305,7 +316,7 @@ def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
 
 HOLD = """
 import sys
-from megapack.storage.files import WriterLock
+from megapack.storage.locks import WriterLock
 with WriterLock(sys.argv[1], what="a test", shared="shared" in sys.argv):
     print("held", flush=True)
     sys.stdin.read()
@@ -391,7 +402,7 @@ COUNT = """
 import sys
 from pathlib import Path
 from megapack.errors import LockedError
-from megapack.storage.files import WriterLock
+from megapack.storage.locks import WriterLock
 counter = Path(sys.argv[1])
 done = 0
 while done < 60:

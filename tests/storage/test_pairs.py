@@ -19,8 +19,9 @@ from programs import answer, started, tell
 
 from megapack.errors import ConfigError, FormatError, LockedError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.files import AtomicFile, WriterLock, publish
+from megapack.storage.files import AtomicFile, publish
 from megapack.storage.importing import import_dataset
+from megapack.storage.locks import WriterLock
 from megapack.storage.merge import merge
 from megapack.storage.repair import repair
 from megapack.storage.tokens import InputDataset

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from megapack.errors import MegapackError
+from megapack.errors import MegapackError, PrintableStream, printable
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_rows, open_sources
 from megapack.integrations.rows.text_rows import SPLITS, manifest_of_list, split_bounds
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = "megapack-cache beside the first source"
     add("--cache-directory", help=f"the host's --data-cache-path; default: {beside}")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s", stream=PrintableStream(sys.stderr)
+    )
     try:
         manifest = manifest_of_list(args.data_path)
         options = RowOptions(
@@ -56,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = open_rows(manifest, sources, options, split=split, cache_directory=where)
             for index in rows.packed.samples.indices:
                 # The one product of this command, for scripts that copy the files elsewhere.
-                print(f"{name}\t{index.num_samples}\t{index.path}")  # noqa: T201
+                print(f"{name}\t{index.num_samples}\t{printable(str(index.path))}")  # noqa: T201
     except (MegapackError, ValueError, OSError) as error:
-        print(f"megapack.integrations.rows.index: error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"megapack.integrations.rows.index: error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

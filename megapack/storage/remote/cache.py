@@ -47,7 +47,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, FormatError
-from megapack.storage.files import FileOnDisk, files_below
+from megapack.storage.files import (
+    AtomicFile,
+    FileOnDisk,
+    files_below,
+    is_own_folder,
+    make_own_folder,
+    remove_own_folder,
+    temporary_files,
+)
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import (
     REQUEST_TIMEOUT,
@@ -416,7 +424,8 @@ class Cache:
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"
         while True:
-            entry.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            make_own_folder(entry)
             with self.in_use.if_free(str(entry)) as unused:
                 if unused:  # also by other machines: home directories are shared
                     _remove_earlier_chunks(entry)
@@ -430,7 +439,7 @@ class Cache:
         self.in_use.give_back(str(entry))
         with self.in_use.if_free(str(entry)) as free:
             if free:
-                shutil.rmtree(entry, ignore_errors=True)
+                remove_own_folder(entry)
 
     def fetch(
         self,
@@ -443,7 +452,7 @@ class Cache:
 
         Args:
             found: the object.
-            path: in an entry.
+            path: in an entry, or any other; its directory is created.
             check: raises FormatError or WrongBytesError where the file that it is given is not what
                 it should be.
             progress: called for every part that came, by any thread.
@@ -452,41 +461,51 @@ class Cache:
             FormatError: what came is wrong again and again.
             OSError: as of ``RemoteObject.read``, or the disk is full.
         """
-        temporary = path.with_name(f"{path.name}.tmp")  # whoever died here left it
 
         def attempt() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = AtomicFile(path)
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._download(found, temporary, progress)
+                self._download(found, file, progress)
                 try:
-                    check(temporary)
+                    check(file.temporary)
                 except FormatError as error:
-                    said = str(error).replace(str(temporary), found.url)
-                    raise WrongBytesError(said.replace(temporary.name, path.name)) from error
-                temporary.replace(path)
+                    text = str(error).replace(str(file.temporary), found.url)
+                    raise WrongBytesError(text.replace(file.temporary.name, path.name)) from error
+                file.take_name()
             except FileNotFoundError as error:  # of the object, or of the folder
-                if error.filename is None or Path(error.filename) != temporary:
+                if error.filename is None or Path(error.filename) != file.temporary:
                     raise
                 why = f"something else empties the cache {self.directory} (see MEGAPACK_CACHE)"
                 raise WrongBytesError(why) from error
             finally:
-                temporary.unlink(missing_ok=True)
+                file.discard()
+
+        def bytes_here() -> int:
+            """Return how much the process that downloads the file has written."""
+            try:
+                files = [file for name, file in temporary_files(path.parent) if name == path.name]
+            except FileNotFoundError:
+                return 0
+            return sum(map(bytes_on_disk, files))
 
         def awaited() -> str:
             return f"{found.url}, which process {self.locks.owner(str(path))} of this node fetches"
 
-        patience = Patience(awaited, lambda: bytes_on_disk(temporary))
+        patience = Patience(awaited, bytes_here)
         with self.locks.held(str(path), waiting=patience.check):
             if not path.exists():
                 until_right(found.url, attempt)
 
-    def _download(self, found: RemoteObject, path: Path, progress: Callable[[], object]) -> None:
-        request_bytes = CHUNK_BLOCKS * BLOCK_BYTES
-        with self.naming_full_disk(), path.open("wb") as file:
+    def _download(
+        self, found: RemoteObject, file: AtomicFile, progress: Callable[[], object]
+    ) -> None:
+        request_bytes, path = CHUNK_BLOCKS * BLOCK_BYTES, file.temporary
+        with self.naming_full_disk():
 
             def fetch(begin: int) -> None:
                 end = min(begin + request_bytes, found.num_bytes)
-                _write_at(file.fileno(), found.read(begin, end), begin)
+                _write_at(file.file.fileno(), found.read(begin, end), begin)
                 progress()
 
             def awaited() -> str:
@@ -500,7 +519,7 @@ class Cache:
                 for request in requests:
                     request.cancel()
                 wait(request for request in requests if not request.cancelled())
-            os.fsync(file.fileno())
+            file.sync()
 
     def will_write(self, num_bytes: int) -> None:
         """Make room, if so much was written since the last time that somebody should look."""
@@ -545,6 +564,7 @@ def make_room(cache: Cache) -> int:
         # Whatever else lies in the directory is somebody's, and neither counted nor removed.
         _, names, _ = next(os.walk(cache.directory), ("", [], []))
         entries = [cache.directory / name for name in names if _ENTRY.fullmatch(name)]
+        entries = [entry for entry in entries if is_own_folder(entry)]
         files = {entry: list(files_below(entry)) for entry in entries}
         used = sum(file.num_bytes for found in files.values() for file in found)
         excess = used - cache.limit * (FREE_PART - 1) // FREE_PART
@@ -556,7 +576,7 @@ def make_room(cache: Cache) -> int:
             with cache.in_use.if_free(str(entry)) as unused:
                 if unused:
                     freed += sum(file.num_bytes for file in files.pop(entry))
-                    shutil.rmtree(entry, ignore_errors=True)
+                    remove_own_folder(entry)
         long_ago = time.time() - READ_SECONDS
 
         def turn(chunk: FileOnDisk) -> tuple[bool, float]:

@@ -31,9 +31,17 @@ import numpy as np
 from megapack.errors import FormatError, LockedError, MegapackError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset
-from megapack.storage.files import WriterLock, atomic_write, check_target
+from megapack.storage.files import (
+    FOLDER_MARK,
+    atomic_write,
+    check_target,
+    is_own_folder,
+    make_own_folder,
+    remove_own_folder,
+)
 from megapack.storage.index_file import GROUPS, path_of
 from megapack.storage.index_writer import check_prefix
+from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import has_its_checksums, read_meta
 from megapack.tokenization.corpus.documents import (
     Faults,
@@ -200,7 +208,7 @@ class Workspace:
             LockedError: another process works in it.
         """
         part = self._config.part
-        self.root.mkdir(exist_ok=True)
+        make_own_folder(self.root)
         with contextlib.ExitStack() as stack:
             stack.enter_context(WriterLock(self.root, what="tokenize", shared=part is not None))
             self._start_over()
@@ -256,7 +264,7 @@ class Workspace:
 
     def found(self) -> None:
         """All was done before; a run may have been killed before it removed its shards."""
-        if self.root.exists():
+        if is_own_folder(self.root):
             # Else somebody works there, and removes what is to be removed.
             with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
                 self._start_over()
@@ -270,8 +278,8 @@ class Workspace:
     def _remove(self) -> None:
         if not self._config.keep_shards:
             shutil.rmtree(self.directory, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.root.rmdir()
+            if [path.name for path in self.root.iterdir()] == [FOLDER_MARK]:
+                remove_own_folder(self.root)
 
     def _plans(self) -> list[Path]:
         """Directories of plans, this one and others."""

@@ -34,7 +34,8 @@ import yaml
 import megapack
 from megapack.config import to_dict
 from megapack.errors import FormatError
-from megapack.storage.files import WriterLock, atomic_write
+from megapack.storage.files import atomic_write
+from megapack.storage.locks import WriterLock
 
 if TYPE_CHECKING:
     from megapack.training.engine.world import World

@@ -24,7 +24,8 @@ from programs import ended
 from megapack import IndexedDataset, executors
 from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.executors import Counted, Report, carry_out
-from megapack.storage.files import WriterLock
+from megapack.storage.files import make_own_folder
+from megapack.storage.locks import WriterLock
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import build, preview
 from megapack.tokenization.pipeline.workspace import Totals, Workspace, directory_bytes
@@ -87,7 +88,7 @@ def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
         assert any(difference in note for note in progress.notes), progress.notes
         for suffix in ("bin", "idx", "meta.json", "manifest.json"):
             (tmp_path / f"out.{suffix}").unlink()
-    assert len(list((tmp_path / "out.build").iterdir())) == 1 + len(changes)
+    assert len(list((tmp_path / "out.build").glob("*/"))) == 1 + len(changes)
     write_jsonl(records, [{"text": "other"}])
     progress = Silence()
     result = run_build(records, shard_bytes=4000, overwrite=True, progress=progress)
@@ -123,7 +124,8 @@ def test_overwrite_removes_what_plans_left(tmp_path: Path, records: Path, run_bu
     run_build(records)
     before = (tmp_path / "out.bin").stat()
     left = tmp_path / "out.build" / "another"
-    left.mkdir(parents=True)
+    make_own_folder(left.parent)
+    left.mkdir()
     (left / "plan.json").write_text("{}")
     assert run_build(records, overwrite=True).state == "found"
     assert (tmp_path / "out.bin").stat() == before and not left.exists()

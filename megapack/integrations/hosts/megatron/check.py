@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapack.errors import ConfigError, MegapackError, exit_code
+from megapack.errors import ConfigError, MegapackError, exit_code, printable
 from megapack.integrations.hosts.megatron.dataset import PackedGPTDataset
 from megapack.integrations.hosts.megatron.host import HOST
 from megapack.integrations.hosts.megatron.swap import OwnGetBatch, install
@@ -439,9 +439,9 @@ def _line(micro_step: int, together: tuple[Drawn, ...], row: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - what the command is for
+    print(printable(text), flush=True)  # noqa: T201 - what the command is for
 
 
 def _fail(status: int, message: str) -> int:
-    print(f"megapack check: error: {message}", file=sys.stderr)  # noqa: T201
+    print(f"megapack check: error: {printable(message)}", file=sys.stderr)  # noqa: T201
     return status

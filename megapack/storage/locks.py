@@ -1,0 +1,174 @@
+"""One writer per path: a lock of the kernel on a file that only megapack creates and removes.
+
+with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
+    ...  # another writer gets LockedError: ... being written by process 12 on host-3 (merge)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import warnings
+import weakref
+from pathlib import Path
+
+from megapack.errors import ConfigError, LockedError, MegapackWarning
+from megapack.storage.files import (
+    NO_LOCKS,
+    create_temporary_file,
+    lock_file,
+    naming,
+    remove_leftovers,
+    rename_to_new,
+    target_of,
+)
+
+_LOCK_MARK = b"megapack lock: "
+
+
+class WriterLock:
+    """Lock on a path, held from construction until ``release()`` or the end of the process.
+
+    The kernel locks the file ``<path>.lock``, which names host, process and purpose. It appears
+    complete and locked, and its holder removes it; a leftover of a killed process blocks nobody.
+    A file of that name that does not begin with megapack's mark is never opened for writing,
+    changed or removed. A forked child shares the lock and never removes the file.
+
+    Args:
+        path: file, prefix or directory to be written; links are followed.
+        what: purpose, for the message to other writers: ``"merge"``.
+        shared: let others hold it as well, if they share it, too.
+
+    Raises:
+        LockedError: another writer holds it; names its host and process.
+        ConfigError: something that is not megapack's lock has the lock's name, the directory does
+            not exist, or the name is too long.
+        OSError: the lock file cannot be created or written; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:
+        name = os.fspath(path)
+        self.path = Path(f"{os.path.realpath(path)}.lock")
+        if not os.path.lexists(self.path):
+            target_of(self.path)  # directory and length of the name
+        owner = f"process {os.getpid()} on {socket.gethostname()} ({what})\n".encode()
+        content = _LOCK_MARK + owner
+        descriptor = None
+        while descriptor is None:
+            if os.path.lexists(self.path):
+                descriptor = _join_lock(self.path, name, content, shared)
+            else:
+                descriptor = _new_lock(self.path, name, content, shared)
+        self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
+
+    def release(self) -> None:
+        """Let the next writer in. May be called twice."""
+        self._release()
+
+    def __enter__(self) -> WriterLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None:
+    """Create the lock file; return its descriptor, or None if another process was first."""
+    remove_leftovers(path)
+    temporary, descriptor = create_temporary_file(path)
+    try:
+        with naming(path):
+            os.write(descriptor, content)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{path.parent} is on a file system without locks ({error.strerror}); make "
+                f"sure that nobody else writes {name}",
+                MegapackWarning,
+                stacklevel=4,
+            )
+        if rename_to_new(temporary, path):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+        raise
+    os.close(descriptor)
+    temporary.unlink(missing_ok=True)
+    return None
+
+
+def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None:
+    """Lock the file that exists; return its descriptor, or None if its owner removed it.
+
+    Raises LockedError: another process holds it; ConfigError: it is not megapack's.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise _not_our_lock(path, name)
+        # Open for reading until the mark is checked.
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        readable = os.open(path, os.O_RDONLY | flags)
+        try:
+            status = os.fstat(readable)
+            if not os.pread(readable, len(_LOCK_MARK), 0).startswith(_LOCK_MARK):
+                raise _not_our_lock(path, name)
+            # NFS locks files that are open for writing only.
+            writable = os.open(path, os.O_RDWR | os.O_APPEND | flags)
+        finally:
+            os.close(readable)
+    except FileNotFoundError:
+        return None
+    try:
+        if not os.path.samestat(status, os.fstat(writable)):
+            os.close(writable)
+            return None
+        is_there = lock_file(writable, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except BlockingIOError:
+        text = os.pread(writable, 4096, 0).removeprefix(_LOCK_MARK).decode(errors="replace")
+        os.close(writable)
+        owners = "; ".join(text.split("\n")[:-1])
+        raise LockedError(
+            f"{name} is being written by {owners or 'another process'}; wait for it or end it"
+        ) from None
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return writable  # the file's creator has warned
+        os.close(writable)
+        raise
+    if not is_there:
+        os.close(writable)
+        return None
+    try:
+        with naming(path):
+            if shared:
+                os.write(writable, content.removeprefix(_LOCK_MARK))
+            else:  # its owners have exited; the mark stays in place
+                os.truncate(writable, len(_LOCK_MARK))
+                os.write(writable, content.removeprefix(_LOCK_MARK))
+    except OSError:
+        _release(writable, path, os.getpid())
+        raise
+    return writable
+
+
+def _not_our_lock(path: Path, name: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a lock of megapack, and {name} is locked by a file of that name: move it, "
+        "or choose another output"
+    )
+
+
+def _release(descriptor: int, path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # others share it, or there are no locks
+            # Remove it only while nobody else holds it, and only if it is still this file.
+            if lock_file(descriptor, path):
+                path.unlink(missing_ok=True)
+    os.close(descriptor)
