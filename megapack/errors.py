@@ -131,7 +131,7 @@ class PrintableStream:
 def printable_output() -> Iterator[None]:
     """Make all that the block prints to stdout and stderr printable, logs and warnings, too."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(PrintableStream, before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = map(PrintableStream, before)
     try:
         yield
     finally:

@@ -191,7 +191,7 @@ def _start_worker(worker: Worker[Any], counters: Any, parent: Connection) -> Non
     global _worker, _counters
     _end_with(parent)
     _worker, _counters = worker, counters
-    sys.stdout, sys.stderr = map(PrintableStream, (sys.stdout, sys.stderr))  # type: ignore[assignment]
+    sys.stdout, sys.stderr = map(PrintableStream, (sys.stdout, sys.stderr))
 
 
 def _work(index: int) -> Any:
