@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,56 @@ def test_a_transformers_configuration_is_given_as_keys_file_or_directory(tmp_pat
 def test_keys_that_are_no_model_are_refused_by_name(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_configuration(ModelConfig(config=keys), 64)
+
+
+LLAMA = {"model_type": "llama", **SMALL, "vocab_size": 640, "max_position_embeddings": 4096}
+PHI = {  # as in the config.json of Phi-3.5-mini
+    **{"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "torch_dtype": "bfloat16"},
+    **{"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "attention_bias": False},
+    **{"hidden_size": 3072, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+    **{"rope_theta": 10000.0, "sliding_window": 262144, "transformers_version": "4.43.3"},
+    "vocab_size": 32064,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "refusal"),
+    [
+        (PHI, None),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        (  # advice of transformers, which it gives once per process
+            {
+                **LLAMA,
+                "rope_scaling": {
+                    **{"rope_type": "yarn", "factor": 4.0},
+                    "original_max_position_embeddings": 2048,
+                },
+            },
+            None,
+        ),
+        ({**PHI, "rope_scaling": {**PHI["rope_scaling"], "long_factor": [2.0]}}, "long_factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor field"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "fu": 1}}, "fu"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yran", "factor": 2.0}}, "yran"),
+        ({**LLAMA, "hiden_size": 8}, "no field of a llama configuration"),
+    ],
+    ids=str,
+)
+def test_keys_have_the_same_verdict_inline_and_as_a_file_every_time(
+    keys: dict[str, Any], refusal: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(keys), encoding="utf-8")
+    for config in (keys, str(file), keys, str(tmp_path)):
+        if refusal is None:
+            made = model_configuration(ModelConfig(config=config), 600)
+            assert made.hidden_size == keys["hidden_size"]
+            continue
+        with pytest.raises(ConfigError, match=refusal):
+            model_configuration(ModelConfig(config=config), 600)
 
 
 def test_a_dry_run_counts_what_a_configuration_describes(corpus: Corpus, tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ _SIZES = re.compile(
 )
 _LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")  # a row per position
 _SHOWN = 3  # tensors in an error
+# Keys of a config.json about the file and where it came from.
+_ABOUT_THE_FILE = ("architectures", "auto_map", "_name_or_path", "transformers_version")
+_ABOUT_THE_FILE += ("dtype", "torch_dtype", "_attn_implementation_autoset")
 
 
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
@@ -58,7 +61,7 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     """
     vocab_size = config.vocab_size or vocab_size
     register_architectures()
-    if config.preset is not None or isinstance(config.config, dict):
+    if config.pretrained is None:
         result = _new_configuration(config, vocab_size)
     else:
         result = _loaded_configuration(config)
@@ -74,11 +77,11 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
-    """Of a preset, or of the keys of ``model.config``."""
+    """Make the configuration of a preset, or of the keys of ``model.config``, in YAML or a file."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    keys = dict(config.config if isinstance(config.config, dict) else PRESETS[str(config.preset)])
-    kind = keys.pop("model_type")
+    keys = _keys(config)
+    kind = keys.pop("model_type", None)
     _check_kind(kind)
     rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
     values = {"vocab_size": rows, **keys}
@@ -105,27 +108,42 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
             f"model.config: model_type {kind} has no configuration: {text}"
         ) from error
     _check_decoder(before)
-    if isinstance(config.config, dict):
-        before = _overridden({"vocab_size": rows, **keys}, before, make, where="model.config")
+    if config.config is not None:
+        before = _overridden(values.copy(), before, make, where="model.config")
     return _overridden(config.overrides, before, change, known=(*keys,))
 
 
+def _keys(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a preset or of ``model.config``, without those about a file.
+
+    An option that is off (``attention_bias: false``) and that the architecture does not have is
+    left out later, by ``_check_names_and_values``. A file is written by transformers with
+    everything: its dropouts and special tokens are of another training.
+    """
+    from transformers import PreTrainedConfig  # noqa: PLC0415
+
+    if config.preset is not None:
+        return dict(PRESETS[config.preset])
+    if isinstance(config.config, dict):
+        keys = copy.deepcopy(config.config)
+    else:
+        try:
+            keys = PreTrainedConfig.get_config_dict(config.config)[0]
+        except (OSError, ValueError) as error:
+            raise _not_loaded(config.config, error) from error
+        keys = {k: v for k, v in keys.items() if k not in {*_SPECIAL, *_DROPOUTS}}
+    return {name: value for name, value in keys.items() if name not in _ABOUT_THE_FILE}
+
+
 def _loaded_configuration(config: ModelConfig) -> Any:
-    """A checkpoint's, with every dropout at 0 unless an override asks for it, or that of a file."""
+    """Load the configuration of a checkpoint; every dropout is 0 unless an override asks for it."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    source = config.pretrained or config.config
     try:
-        result = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        if (Path(str(source)) / "config.yaml").exists():
-            why = f"it is a run's directory; its model is in {source}/model (megapack-export)"
-        raise ConfigError(f"model: {source!r} cannot be loaded: {why}") from error
+        result = AutoConfig.from_pretrained(config.pretrained)
+    except Exception as error:  # whatever the validators of its class raise
+        raise _not_loaded(config.pretrained, error) from error
     _check_decoder(result)
-    if config.pretrained is None:
-        _check_kind(result.model_type)
-        _begin_anew(result)
     _without_dropout(result)
 
     def change() -> Any:
@@ -135,6 +153,13 @@ def _loaded_configuration(config: ModelConfig) -> Any:
         return result
 
     return _overridden(config.overrides, result, change)
+
+
+def _not_loaded(source: Any, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split())
+    if (Path(str(source)) / "config.yaml").exists():
+        why = f"it is a run's directory; its model is in {source}/model (megapack-export)"
+    return ConfigError(f"model: {source!r} cannot be loaded: {why}")
 
 
 def _check_kind(kind: Any) -> None:
@@ -230,6 +255,8 @@ def _check_names_and_values(
     names |= {field.name for field in dataclasses.fields(before)}
     for name, value in overrides.items():
         where = f"{section}.{name}"
+        if section == "model.config" and name not in names and value in (None, False):
+            continue  # an option that is off, and that this architecture does not have
         if name not in names or name.startswith("_"):
             hint = nearest(name, sorted(names))
             raise ConfigError(f"{where}: no field of a {before.model_type} configuration{hint}")
@@ -262,10 +289,19 @@ def _disagreement(configuration: Any) -> str | None:
 
 @contextmanager
 def _warnings_of_rope(said: list[str]) -> Iterator[None]:
-    """Complaints of transformers about RoPE's parameters, which it only warns of."""
+    """Collect what transformers only warns of in RoPE's parameters, but not its advice.
+
+    Advice is what it says once per process (``warning_once``): how a configuration should be
+    written. To refuse that would refuse a model the first time only.
+    """
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.funcName != "warning_once":
+            said.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     try:
