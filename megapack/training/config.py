@@ -61,7 +61,7 @@ class ModelConfig:
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
     """One of ``megapack.attention.BACKENDS``, or auto: the first that can serve."""
     probe: bool = True
-    """Try the model itself on an early micro batch: four forwards, in which no document may notice
+    """Try the model itself on an early micro batch: seven forwards, in which no document may notice
     that another one changed. Not where ranks share micro batches (sequence parallelism)."""
 
     def __post_init__(self) -> None:

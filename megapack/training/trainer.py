@@ -246,10 +246,14 @@ class Trainer:
         self.to_probe = False
         soon = min(self.done + LOOKED_AT, self.end)
         step = self.inputs.schedule.shortest_step(self.done, soon)
-        sampler = copy(self.batches.loader.sampler)
-        sampler.start_step, sampler.num_steps = step, 1
-        of_step = replace(self.batches.loader, sampler=sampler)
-        batch = min(of_step, key=lambda batch: int(batch["capacity"]))
+
+        def batches_of(step: int) -> Iterable[Batch]:
+            sampler = copy(self.batches.loader.sampler)
+            sampler.start_step, sampler.num_steps = step, 1
+            return replace(self.batches.loader, sampler=sampler)
+
+        batch = min(batches_of(step), key=lambda batch: int(batch["capacity"]))
+        longest = max(batches_of(self.done), key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 
         def forward(asked: Mapping[str, Any]) -> torch.Tensor:
@@ -262,7 +266,12 @@ class Trainer:
         try:
             with torch.compiler.set_stance("force_eager"):
                 seconds = probe(
-                    forward, batch, outputs="losses", counted=lambda asked: asked["labels"] >= 0
+                    forward,
+                    batch,
+                    outputs="losses",
+                    counted=lambda asked: asked["labels"] >= 0,
+                    longest=longest,
+                    any_length=True,
                 )
         finally:
             self.engine.train()

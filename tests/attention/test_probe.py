@@ -157,9 +157,87 @@ def test_losses_of_padding_alone_do_not_have_to_change() -> None:
     batch = make_batch()
     batch["cu_seqlens"] = torch.tensor([0, 19, 24], dtype=torch.int32)
     assert probe(losses_of(0), batch, outputs="losses") >= 0
-    batch["loss_mask"] = torch.zeros(2, 12)
-    with pytest.raises(ConfigError, match="nothing could be seen"):
-        probe(losses_of(0), batch, outputs="losses")
+
+
+@pytest.mark.parametrize("one_token_each", [False, True])
+def test_a_batch_whose_labels_are_all_masked_gets_labels_for_the_probe(
+    one_token_each: bool,
+) -> None:
+    batch = make_batch()
+    batch["labels"], batch["loss_mask"] = torch.full((2, 12), -100), torch.zeros(2, 12)
+    if one_token_each:
+        batch["cu_seqlens"] = torch.arange(25, dtype=torch.int32)
+    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    with pytest.raises(ConfigError, match=r"another document|shifted"):
+        probe(losses_of(1), batch, outputs="losses")
+
+
+# --- documents that depend on how long others, or the row, are ---
+
+
+def scaled_logits(
+    scale: Callable[[Tensor, int], Any], threshold: int = 0
+) -> Callable[[dict[str, Any]], Tensor]:
+    """A forward whose logits depend on the longest position, or on the number of tokens."""
+    plain = TinyModel()
+
+    def forward(batch: dict[str, Any]) -> Tensor:
+        segments = SegmentPlaces.of(batch)
+        ends = torch.cat([segments.begins, torch.tensor([batch["tokens"].numel()])])
+        positions = torch.arange(batch["tokens"].numel()) - segments.begins.repeat_interleave(
+            segments.rooms
+        )
+        found = scale(positions, batch["tokens"].numel())
+        return plain(batch["tokens"], ends) * (1.0 if found <= threshold else found)
+
+    return forward
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("threshold", [0, 3, 4])
+def test_a_dependence_on_the_longest_position_of_the_row_is_found(
+    threshold: int, per_row: bool
+) -> None:
+    """The longest segment has 7 tokens (6 with rows of their own): position 6."""
+    forward = scaled_logits(lambda positions, _: int(positions.max()), threshold)
+    batch = make_batch(per_row=per_row)
+    for any_length in (False, True):
+        with pytest.raises(ConfigError, match="depends on the lengths of other documents"):
+            probe(forward, batch, any_length=any_length)
+        beyond = scaled_logits(lambda positions, _: int(positions.max()), 6)
+        assert probe(beyond, batch, any_length=any_length) >= 0
+
+
+def test_a_dependence_on_the_length_of_the_row_is_found_where_rows_have_any_length() -> None:
+    forward = scaled_logits(lambda _, tokens: tokens)
+    with pytest.raises(ConfigError, match="if it is alone"):
+        probe(forward, make_batch(), any_length=True)
+
+
+def test_the_batch_of_the_longest_documents_is_cut() -> None:
+    forward = scaled_logits(lambda positions, _: int(positions.max()), 8)
+    longest = {**make_batch(), "cu_seqlens": torch.tensor([0, 12, 24], dtype=torch.int32)}
+    assert probe(forward, make_batch()) >= 0
+    with pytest.raises(ConfigError, match="depends on the lengths of other documents"):
+        probe(forward, make_batch(), longest=longest)
+
+
+@pytest.mark.parametrize(("longest", "count"), [(None, 6), (make_batch(), 7)])
+def test_the_number_of_forwards_does_not_depend_on_the_batch(longest: Any, count: int) -> None:
+    for any_length in (False, True):
+        for batch in (make_batch(), make_batch(window=2)):
+            calls: list[int] = []
+            plain = scaled_logits(lambda _, tokens: 0)
+
+            def forward(
+                asked: dict[str, Any], calls: list[int] = calls, plain: Any = plain
+            ) -> Tensor:
+                calls.append(1)
+                made: Tensor = plain(asked)
+                return made
+
+            probe(forward, batch, longest=longest, any_length=any_length)
+            assert len(calls) == count
 
 
 def told_by_text(batch: dict[str, Any]) -> Tensor:

@@ -84,7 +84,7 @@ class PackedBatches:
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
-        """Try the model when it is called first (``megapack.integrations.probe``): four forwards.
+        """Try the model when it is called first (``megapack.integrations.probe``): seven forwards.
 
         Args:
             module: the model, without DistributedDataParallel around it.

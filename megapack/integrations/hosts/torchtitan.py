@@ -137,7 +137,7 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
 
         probe: bool = True
         """Whether the model is tried on its first micro batch (``megapack.integrations.probe``):
-        four forwards, and the log says their seconds. Not in pipelines nor with tensor or context
+        seven forwards, and the log says their seconds. Not in pipelines nor with tensor or context
         parallelism, where a rank has only parts of the outputs."""
 
     def __init__(self, config: Config) -> None:

@@ -184,9 +184,9 @@ class PackedTrainerMixin:
     corpus or schedule that has others at the steps before is a ResumeError.
 
     Attributes:
-        probe: whether the model is tried on an early micro batch before it trains: four
-            forwards (``megapack.integrations.probe``), and one of its loss, which must take the
-            labels of the batch; the log says the seconds of the four.
+        probe: whether the model is tried on two early micro batches before it trains:
+            seven forwards (``megapack.integrations.probe``), and one of its loss, which must take
+            the labels of the batch; the log says the seconds of the seven.
     """
 
     probe: bool = True
@@ -235,8 +235,8 @@ class PackedTrainerMixin:
             self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
         return self._loader(batches)
 
-    def _try(self, model: Any, batch: Batch) -> None:
-        """Probe a model on a micro batch as it will be fed."""
+    def _try(self, model: Any, batch: Batch, longest: Batch) -> None:
+        """Probe a model on a micro batch of short documents, and on one of the longest."""
 
         def forward(asked: Mapping[str, Any]) -> torch.Tensor:
             inputs = self._inputs(asked)
@@ -246,7 +246,9 @@ class PackedTrainerMixin:
 
         model.eval()
         try:
-            seconds = probe(forward, batch, host=type(self.model).__name__)
+            seconds = probe(
+                forward, batch, host=type(self.model).__name__, longest=longest, any_length=True
+            )
             self._check_loss(model, batch)
         finally:
             model.train()
@@ -343,7 +345,8 @@ class PackedTrainerMixin:
             batches, self._to_probe = self._to_probe, None
             soon = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
             step = batches.schedule.shortest_step(0, max(1, soon))
-            self._try(model, batches.batch(step * batches.num_micro_steps))
+            short = batches.batch(step * batches.num_micro_steps)
+            self._try(model, short, batches.batch(0))
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = self._labels_alone(inputs)  # prediction_step weights the mean
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)

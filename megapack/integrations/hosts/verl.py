@@ -295,6 +295,12 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
     first = range(min(len(rows), _PROBED_STEPS * rows.rows.options.rows_per_block))
     chosen = max(first, key=lambda i: sum(len(parts) for _, parts in rows.rows.segments_of(i)))
 
+    def longest_segment(i: int) -> int:
+        lengths = (length for _, parts in rows.rows.segments_of(i) for *_, length in parts)
+        return max(lengths, default=0)
+
+    longest = max(first, key=longest_segment)
+
     def forward(asked: Mapping[str, Any]) -> Tensor:
         tensors = collate("no_padding")(_unstacked(emit(asked, VERL_SFT)))
         data = tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=told)
@@ -323,6 +329,7 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
         outputs="losses",
         counted=lambda asked: loss_terms(asked, VERL_SFT).weights != 0,
         host="verl's SFT trainer",
+        longest=rows.rows.micro_batch([longest]),
     )
 
 

@@ -183,6 +183,7 @@ class RankRows:
                 outputs="losses",
                 counted=lambda asked: loss_terms(asked, self.dialect).weights != 0,
                 host=type(module).__name__,
+                longest=self.micro_batch(consumed_rows),
             )
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 

@@ -2,7 +2,7 @@
 
     forward_backward_func, first step    what Megatron, or Megatron-Bridge, calls
       read     the first micro batch of several documents; all are put back for the run
-      probe    four forward-only passes of the same schedule and the script's own forward step, as
+      probe    six forward-only passes of the same schedule and the script's own forward step, as
                Megatron evaluates: all pipeline stages, no dropout, no gradients
       step     as if nothing had been: generators, modes, timers and gradients are as before
 
@@ -39,6 +39,12 @@ Schedule = Callable[..., Any]
 ROW_KEYS = {"tokens", "labels", "loss_mask", "cu_seqlens"}
 # Micro batches of one long document have nothing to keep apart: how many are looked at for others.
 LOOKED_AT = 64
+# Names of Megatron-Bridge, and those of Megatron-LM.
+_BRIDGE = {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), "cu_seqlens"),
+    **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), "cu_seqlens_padded"),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), "max_seqlen"),
+}
 
 
 class _NotProbedError(Exception):
@@ -105,8 +111,7 @@ def probe_step(schedule: Schedule, step: dict[str, Any]) -> dict[str, Any]:
 
 def _as_megatron(batch: dict[str, Any]) -> dict[str, Any]:
     """A batch that has the boundaries of Megatron-Bridge under Megatron-LM's names as well."""
-    named = {"cu_seqlens": "cu_seqlens_q", "cu_seqlens_padded": "cu_seqlens_q_padded"}
-    return {**batch, **{ours: batch[its] for ours, its in named.items() if its in batch}}
+    return {**batch, **{ours: batch[its] for its, ours in _BRIDGE.items() if its in batch}}
 
 
 def _num_segments(batch: dict[str, Any]) -> int:
@@ -215,9 +220,10 @@ def _losses(
     """Loss of every token of a batch, 0 where the script leaves it out.
 
     Args:
-        told: the batch as it was read; others differ from it in tokens alone.
+        told: the batch as it was read; others differ in tokens, labels and boundaries.
     """
-    told = {key: batch[key] for key in told}
+    own_names = {its: batch[ours] for its, ours in _BRIDGE.items() if its in told}
+    told = {key: {**batch, **own_names}[key] for key in told}
     given = step["data_iterator"]
     several = isinstance(given, list)
     # One micro batch, but virtual stages take their turns with a group of them.

@@ -50,7 +50,7 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
             ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
             boundaries; ``no`` leaves the script as it is, whatever it does with them.
         probe: whether the model is tried on its first micro batch before it trains on it
-            (``megapack.integrations.hosts.megatron.probe``): four forwards, and the log says their
+            (``megapack.integrations.hosts.megatron.probe``): six forwards, and the log says their
             seconds.
 
     Raises:
