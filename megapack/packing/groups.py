@@ -1,6 +1,7 @@
 """Documents that belong together, packed as if a group of them was one document.
 
 - ``Units``: what a strategy packs instead of documents; ``Units.expand``: its samples in documents.
+- ``joined_segments``: which segments go on in the group of the one before them.
 - ``read_groups``: group ids of a dataset's documents.
 
 A strategy is given lengths, so lengths of groups will do: it makes segments of groups, and what
@@ -8,7 +9,8 @@ documents lie in them follows. Six documents in two groups and on their own, in 
 
     lengths    2 3 4 4 3 9      group ids    7 7 -1 5 7 5
     units      0 1 4 | 2 | 3 | 5             # 8, 4, 4 and 9 tokens; group 5 has 13, so it is cut
-    expand: segment [0, 8) of unit 0         # -> documents 0, 1 and 4, of which 1 and 4 are joined
+    expand: segment [0, 8) of unit 0         # -> documents 0, 1 and 4
+    joined: 1 and 4 go on in the group of the segment before them
 
 A group longer than the largest bucket is cut at borders of documents, as late as they allow; a
 document that is longer itself is a unit alone, which the strategy cuts. Documents of a group need
@@ -154,8 +156,7 @@ class Units:
             lengths: the documents' own, where units are of rounded ones (``pack``'s alignment).
 
         Returns:
-            The arrays, and ``segment_joined``, uint8: 1 for a segment that goes on where the one
-            before it in its sample ends, in the next document of the group; and ``GROUP_COUNTS``.
+            The arrays, and ``GROUP_COUNTS``.
         """
         unit = arrays["segment_document"].astype(np.int64)
         begin = arrays["segment_begin"].astype(np.int64)
@@ -181,12 +182,27 @@ class Units:
             "segment_document": self.documents[place],
             "segment_begin": within.astype(np.int64 if wide else np.int32),
             "segment_length": length[kept].astype(np.int32),
-            "segment_joined": (np.diff(owner, prepend=-1) == 0).astype(np.uint8),
         }
         return expanded, {
             **self.counts,
             "num_cut_groups": self.counts["num_groups"] - int(num_whole),
         }
+
+
+def joined_segments(ids: Ids, sample_segment_offsets: Ids, documents: Ids) -> NDArray[np.uint8]:
+    """Return 1 for every segment whose document is of the same group as that of the segment before
+    it in its sample, else 0; uint8 (num_segments,).
+
+    Args:
+        ids: (num_documents,) the group of each; negative: the document is on its own.
+        sample_segment_offsets: (num_samples + 1,) the first segment of each sample.
+        documents: (num_segments,) the document of each segment.
+    """
+    group = ids[documents]
+    joined: NDArray[np.bool_] = (np.diff(group, prepend=-1) == 0) & (group >= 0)
+    first = sample_segment_offsets[:-1]
+    joined[first[first < len(joined)]] = False
+    return joined.astype(np.uint8)
 
 
 def _cut(ends: Ids, low: int, high: int, capacity: int) -> list[int]:

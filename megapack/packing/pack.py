@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
-from megapack.packing.groups import Units, check_groups, identity_of
+from megapack.packing.groups import Units, check_groups, identity_of, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
@@ -100,20 +100,15 @@ def with_true_lengths(
 
 
 def _without_segments(arrays: Mapping[str, Any], kept: NDArray[np.bool_]) -> dict[str, Any]:
-    """Without some segments, samples that had no other, and what tells them of each other."""
+    """Without some segments, and without samples that had no other."""
     offsets = np.append(0, np.cumsum(kept))[arrays["sample_segment_offsets"]]
     filled = np.diff(offsets) > 0
     buckets = np.append(0, np.cumsum(filled))[arrays["bucket_sample_offsets"]]
-    found = {
+    return {
         **arrays,
         "sample_segment_offsets": np.append(0, offsets[1:][filled]),
         "bucket_sample_offsets": buckets,
     }
-    joined = arrays.get("segment_joined")
-    if joined is not None:  # what went on behind segments that are gone begins now
-        group = np.cumsum(joined == 0)[kept]
-        found["segment_joined"] = (np.diff(group, prepend=0) == 0).astype(np.uint8)
-    return found
 
 
 def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int32]) -> int:
@@ -309,6 +304,10 @@ def pack(
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     if step > 1 or room:
         arrays = with_true_lengths(arrays, documents, with_room)
+    if ids is not None:  # by the documents' own ids: a border between units may lie inside a group
+        arrays["segment_joined"] = joined_segments(
+            ids, arrays["sample_segment_offsets"], arrays["segment_document"]
+        )
     if room:
         totals = replace(totals, num_with_fim_room=_count_with_room(arrays, documents, with_room))
     index = SampleIndex(

@@ -209,3 +209,21 @@ def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
         together.resume_step(alone.state_dict(3))
     with pytest.raises(ConfigError, match="positions: document starts anew"):
         PackedDataset(dataset, grouped, attention="group", positions="document")
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"pad"}))  # one unit per sample
+def test_adjacent_documents_of_a_group_are_joined_whatever_lies_between(name: str) -> None:
+    """A group longer than the largest bucket is cut; where both parts share a sample, they meet."""
+    ids, met = [0, 0, 1, 1, -1, -1, 1], 0
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 12, len(ids))
+        buckets = [8, 16] if STRATEGIES[name].many_buckets else [16]
+        index = pack(lengths, name, buckets=buckets, groups=ids, seed=seed)
+        for sample in range(index.num_samples):
+            documents = [document for document, _, _ in index.sample(sample)[1]]
+            numbers = index.groups_of(sample)
+            for i in range(1, len(documents)):
+                alike = ids[documents[i]] == ids[documents[i - 1]] >= 0
+                assert (numbers[i] == numbers[i - 1]) == alike
+                met += alike
+    assert met

@@ -15,8 +15,8 @@ from reference.common import Packing, Segment, places
 
 
 class Grouped(NamedTuple):
-    """The packing in documents; beside every segment whether it goes on in the group of the one
-    before; and how many groups there are, no bucket holds, and are cut."""
+    """The packing in documents; beside every segment whether it is of the same group as the one
+    before it in its sample; and how many groups there are, no bucket holds, and are cut."""
 
     packing: Packing
     joined: list[bool]
@@ -77,7 +77,10 @@ def grouped(
                 for d, t in part:
                     own.setdefault(d, []).append(t)
                 found[capacity][-1] += [Segment(d, of[0], len(of)) for d, of in own.items()]
-                joined += [place > 0 for place in range(len(own))]
+            made_here = found[capacity][-1]
+            for place, segment in enumerate(made_here):
+                before = ids[made_here[place - 1].document] if place else -1
+                joined.append(ids[segment.document] == before >= 0)
             if not found[capacity][-1]:  # all of it was room
                 del found[capacity][-1]
     groups: dict[int, list[int]] = {}
