@@ -39,6 +39,7 @@ __all__ = ["PlannedMicroBatch", "StepPlanner"]
 
 # Shares of what ranks hold to which micro batches are filled: the first that is arranged is taken.
 FILLED = (0.99, 0.98, 0.96, 0.93)
+MOST_SQUARES = 1 << 56  # sum of squared lengths of one plan (csrc/core/planning/step_plan.cpp)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,7 +102,8 @@ class StepPlanner:
             "balance": balance,
             "micro_batch_multiple": micro_batch_multiple,
         }
-        plan_step([], **options)  # refuses what has no meaning
+        one = None if caps is None else np.zeros((1, len(caps)))
+        plan_step([1], costs=one, **options)  # refuses what has no meaning
         # Numbers of Python, which JSON can hold.
         plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
         self._options, self._window = plain, int(window)
@@ -143,7 +145,25 @@ class StepPlanner:
             ValueError: a document cannot be held, or arrays do not fit together; nothing is added.
         """
         ids, lengths, costs, groups = self._checked(document_id, length, cost, group)
+        before = self.__dict__.copy()
+        lists = ("_ids", "_lengths", "_costs", "_groups")
+        self.__dict__.update({name: list(before[name]) for name in lists})
+        try:
+            return self._added(ids, lengths, costs, groups)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _added(
+        self,
+        ids: Integers,
+        lengths: Integers,
+        costs: NDArray[np.float64] | None,
+        groups: Integers | None,
+    ) -> list[PlannedMicroBatch]:
+        """Add documents that were checked; return the micro batches that are full."""
         self._amounts = np.concatenate([self._amounts, self._amounts_of(lengths, costs)])
+        squares = sum(waiting**2 for waiting in self._lengths)
         given: list[PlannedMicroBatch] = []
         for i in range(len(ids)):
             # A document by itself is complete at once, a group when the next one begins.
@@ -153,6 +173,14 @@ class StepPlanner:
                 self._groups.append(self._groups[-1] + 1 if self._groups else 0)
             elif groups is not None:
                 self._groups.append(self._groups[-1])
+            squares += int(lengths[i]) ** 2
+            if squares > MOST_SQUARES:  # the limit of one plan; given documents no longer count
+                squares = sum(waiting**2 for waiting in self._lengths) + int(lengths[i]) ** 2
+            if squares > MOST_SQUARES:
+                raise ValueError(
+                    f"with document {ids[i]} the squared lengths of the documents that wait sum to "
+                    f"{squares}; at most 2^56 are planned at a time: lower the window"
+                )
             self._ids.append(int(ids[i]))
             self._lengths.append(int(lengths[i]))
             if costs is not None:
@@ -227,9 +255,10 @@ class StepPlanner:
                 raise ValueError(f"cost has shape {costs.shape}; there are {len(ids)} documents")
             costs = costs.reshape(len(ids), costs.size // max(len(ids), 1))
         elif capped is not None:
-            costs = (lengths * (round(self._options["linear_length"]) + lengths.astype(float)))[
-                :, None
-            ]
+            # Whole numbers first, as ``plan_step`` computes them: floats would round otherwise.
+            whole = lengths.astype(np.int64)
+            products = whole * (round(self._options["linear_length"]) + whole)
+            costs = products.astype(np.float64)[:, None]
         if not len(ids):
             return ids, lengths, None, groups
         kinds = 0 if costs is None else costs.shape[1]
@@ -244,6 +273,14 @@ class StepPlanner:
                 f"documents come with {kinds} kinds of cost and {'no' if groups is None else 'a'} "
                 f"group; those that wait have {waiting} and {'a' if self._groups else 'no'} group"
             )
+        self._check_amounts(ids, lengths, costs)
+        self._check_room(ids, self._amounts_of(lengths, costs), groups)
+        return ids, lengths, costs, groups
+
+    def _check_amounts(
+        self, ids: Integers, lengths: Integers, costs: NDArray[np.float64] | None
+    ) -> None:
+        """Check that every length and cost is one that a plan takes. Raises ValueError."""
         amounts = {"length": lengths} if costs is None else {"length": lengths, "cost": costs}
         for what, array in amounts.items():
             sound = np.isfinite(array) & (array >= (1 if what == "length" else 0))
@@ -253,8 +290,15 @@ class StepPlanner:
                     f"document {ids[i]} has the {what} {array[i].tolist()}; leave it out, or give "
                     "tokens from 1 and costs from 0 on"
                 )
-        self._check_room(ids, self._amounts_of(lengths, costs), groups)
-        return ids, lengths, costs, groups
+        if (lengths >= 1 << 28).any():
+            i = int(np.argmax(lengths >= 1 << 28))
+            raise ValueError(
+                f"document {ids[i]} has {lengths[i]} tokens; a plan takes documents below 2^28: "
+                "cut it"
+            )
+        if costs is not None:  # what ``plan_step`` refuses of their shape
+            one = np.zeros((1, costs.shape[1]))
+            plan_step([1], costs=one, num_ranks=1, max_tokens_per_rank=1)
 
     def _check_room(
         self, ids: Integers, amounts: NDArray[np.float64], groups: Integers | None
@@ -266,7 +310,10 @@ class StepPlanner:
                 groups = np.concatenate([np.full(num_open, groups[0]), groups])
                 amounts = np.concatenate([self._amounts[-num_open:], amounts])
             begins = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
-            name, names, amounts = "group", groups[begins], np.add.reduceat(amounts, begins)
+            # One after the other, as ``plan_step`` adds them: another order rounds otherwise.
+            with np.errstate(over="ignore"):  # infinitely much is more than any limit
+                sums = [part.cumsum(axis=0)[-1] for part in np.split(amounts, begins[1:])]
+            name, names, amounts = "group", groups[begins], np.stack(sums)
         for k, (unit, room) in enumerate(self._rooms.items()):
             limit = room * (1 if unit == "documents" else degree)
             if (amounts[:, k] > limit).any():
@@ -305,10 +352,15 @@ class StepPlanner:
 
     def _filled(self) -> NDArray[np.float64]:
         """(complete documents,): how many micro batches the first so many of them fill."""
-        num_ranks = self._options["num_ranks"]
-        each = np.array([max(num_ranks * room, 1e-300) for room in self._rooms.values()])
-        used: NDArray[np.float64] = self._amounts[: self._num_complete].cumsum(axis=0)
-        filled: NDArray[np.float64] = (used / each).max(axis=1)
+        # Scaled by powers of two, which is exact, so that no sum of costs overflows.
+        given = np.array(list(self._rooms.values()))
+        limited = (given > 0) & (
+            given < np.inf
+        )  # of 0 nothing is held, an infinite one never fills
+        rooms, exponents = np.frexp(np.where(limited, given, 1.0))
+        amounts = np.ldexp(self._amounts[: self._num_complete] * limited, -exponents)
+        each = self._options["num_ranks"] * rooms
+        filled: NDArray[np.float64] = (amounts.cumsum(axis=0) / each).max(axis=1)
         return filled
 
     def _give(self, num_micro_batches: int) -> list[PlannedMicroBatch]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.errors import ResumeError
-from megapack.planning import PlannedMicroBatch, StepPlanner
+from megapack.planning import PlannedMicroBatch, StepPlanner, plan_step
 from tests.planning.test_plan_step import answers
 
 Planned = list[PlannedMicroBatch]
@@ -181,3 +185,94 @@ def test_a_state_of_other_options_is_refused() -> None:
     assert numpys.state_dict() == state
     with pytest.raises(ResumeError, match=r"num_ranks=2, this one has 4"):
         StepPlanner(**(SOUND | {"num_ranks": 4})).load_state_dict(state)
+
+
+PLANS = int(os.environ.get("MEGAPACK_PLANS", "200"))
+
+
+def float_costs(random: np.random.Generator, count: int) -> np.ndarray:
+    """Numbers from 0 on of one of the kinds that floats have."""
+    kinds: list[Callable[[], np.ndarray]] = [
+        lambda: random.random(count),
+        lambda: random.integers(1, 1 << 40, count) * 5e-324,  # subnormal
+        lambda: random.random(count) * 1.7e308,
+        lambda: 2.0 ** random.integers(-1074, 1023, count),
+        lambda: random.integers(1 << 53, 1 << 63, count).astype(float),
+        lambda: random.integers(0, 3, count) * 0.1,
+        lambda: np.exp(random.normal(0, 30, count)),
+    ]
+    return kinds[random.integers(len(kinds))]()
+
+
+def test_costs_equal_to_the_cap_fit() -> None:
+    """For every array of floats: the dearest document is held, and no rank exceeds the cap."""
+    for seed in range(PLANS):
+        random = np.random.default_rng(seed)
+        costs = float_costs(random, int(random.integers(1, 12)))
+        degree, num_ranks = int(random.choice([1, 2])), int(random.integers(2, 5))
+        options: dict[str, Any] = {
+            "num_ranks": num_ranks,
+            "max_tokens_per_rank": 100,
+            "max_degree": degree,
+            "max_costs_per_rank": costs.max() / degree,
+        }
+        if costs.max() / degree * degree != costs.max():
+            continue  # half of a subnormal number is rounded
+        lengths = random.integers(1, 9, len(costs))
+        plan = plan_step(lengths, costs=costs, **options)
+        for held in (held for rank in plan.index_lists() for held in rank if len(held)):
+            own = int(plan.degree[held[0]])
+            total = sum(Fraction(costs[i]) for i in held)
+            assert total <= own * Fraction(options["max_costs_per_rank"]), seed
+        planner = StepPlanner(window=4, **options)
+        given = planner.add(np.arange(len(costs)), lengths, costs) + planner.finish()
+        ids = {i for m in given for rank in m.documents for i in rank.tolist()}
+        assert ids == set(range(len(costs))), seed
+
+
+def test_a_planner_refuses_what_a_plan_refuses_and_goes_on_working() -> None:
+    refused = Counter[bool]()
+    for seed in range(PLANS):
+        random = np.random.default_rng(seed)
+        count = int(random.integers(1, 9))
+        costs = float_costs(random, count)
+        with np.errstate(over="ignore"):  # an infinite cap is none
+            cap = float(random.choice([costs.max(), np.nextafter(costs.max(), 0), costs.sum()]))
+        options: dict[str, Any] = {
+            "num_ranks": 4,
+            "max_tokens_per_rank": 100,
+            "max_degree": int(random.choice([1, 2])),
+            "max_costs_per_rank": cap / 2,
+        }
+        groups = np.sort(random.integers(0, 3, count)) if random.random() < 0.5 else None
+        lengths = random.integers(1, 120, count)
+        planner = StepPlanner(window=3, **options)
+        first = None if groups is None else -1
+        planner.add(100, 5, 0.0, first)
+        before = planner.state_dict()
+        try:
+            plan_step(lengths, costs=costs, groups=groups, **options)
+            fits = True
+        except ValueError:
+            fits = False
+        refused[not fits] += 1
+        given = []
+        try:
+            given = planner.add(np.arange(count), lengths, costs, groups)
+            assert fits, seed
+        except ValueError:
+            assert not fits, seed
+            assert planner.state_dict() == before
+        given += planner.add(101, 7, 0.0, None if groups is None else 7) + planner.finish()
+        ids = sorted(i for m in given for rank in m.documents for i in set(rank.tolist()))
+        assert set(ids) == {100, 101, *(range(count) if fits else ())}
+    assert min(refused.values()) > PLANS // 10, refused
+
+
+def test_costs_that_are_implied_are_those_of_a_plan() -> None:
+    """With caps and no costs: length x (length + linear_length)."""
+    options: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 100, "linear_length": 50}
+    planner = StepPlanner(window=2, max_costs_per_rank=600, **options)
+    assert planner.add(0, 10) == []
+    with pytest.raises(ValueError, match="document 1 has 671 of cost"):
+        planner.add(1, 11)

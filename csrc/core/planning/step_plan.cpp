@@ -62,54 +62,77 @@ class Costs {
         : lengths_(lengths),
           given_(given.costs),
           kinds_(given.costs.empty() ? 1 : given.costs.size() / lengths.size()),
-          linear_length_(rules.linear_length) {
+          caps_(given.caps),
+          linear_length_(rules.linear_length),
+          max_degree_(rules.max_degree) {
         check(kinds_ <= kMostKinds, "costs has ", kinds_, " kinds; at most ", kMostKinds,
               " are balanced at once");
         check(given.caps.empty() || given.caps.size() == kinds_, "max_costs_per_rank has ",
               given.caps.size(), " numbers; give one for each of the ", kinds_, " kinds of cost");
-        for (std::int64_t k = 0; k < kinds_; ++k) check_kind(k, given.caps, rules.max_degree);
+        for (std::int64_t k = 0; k < kinds_; ++k) check_kind(k);
     }
 
     std::int64_t kinds() const { return kinds_; }
-    double of(std::int64_t i, std::int64_t k) const {
-        return given_.empty() ? static_cast<double>(lengths_[i] * (linear_length_ + lengths_[i]))
-                              : given_[i * kinds_ + k];
-    }
+    // In a power of two near the largest cost, so that no sum overflows or vanishes.
+    double of(std::int64_t i, std::int64_t k) const { return std::ldexp(given(i, k), -shift_[k]); }
     std::int64_t num_caps() const { return ssize(cap_); }
     std::int64_t cap(std::int64_t k) const { return cap_[k]; }
     // In units of a power of two, so that whole numbers stay exact; else rounded up.
     std::int64_t amount(std::int64_t i, std::int64_t k) const {
-        return static_cast<std::int64_t>(std::ceil(std::ldexp(of(i, k), exponent_[k])));
+        const double cost = given(i, k);
+        const double units = std::ceil(std::ldexp(cost, exponent_[k] - shift_[k]));
+        const std::int64_t rounded =
+            std::max(static_cast<std::int64_t>(units), std::int64_t{cost > 0});
+        return std::min(rounded, cap_[k] * max_degree_);  // of one that fits, see check_kind
+    }
+    // Whether so many ranks as may share documents hold some. Decided by the costs as given: the
+    // units of a plan depend on its other documents.
+    bool fit(Span<const std::int64_t> documents, std::int64_t k) const {
+        double cost = 0;
+        for (const std::int64_t i : documents) cost += given(i, k);
+        return cost <= caps_[k] * static_cast<double>(max_degree_);
     }
 
   private:
-    void check_kind(std::int64_t k, Span<const double> caps, std::int64_t max_degree) {
-        double sum = 0;
+    double given(std::int64_t i, std::int64_t k) const {
+        return given_.empty() ? static_cast<double>(lengths_[i] * (linear_length_ + lengths_[i]))
+                              : given_[i * kinds_ + k];
+    }
+
+    void check_kind(std::int64_t k) {
+        double largest = 0;
         for (std::int64_t i = 0; i < lengths_.size(); ++i) {
-            const double cost = of(i, k);
+            const double cost = given(i, k);
             check(std::isfinite(cost) && cost >= 0, "document ", i, " has the cost ", cost,
                   "; it must be a number from 0 on");
-            sum += cost;
+            largest = std::max(largest, cost);
         }
-        check(std::isfinite(sum), "the costs sum to ", sum, "; give them in a larger unit");
-        if (caps.empty()) return;
-        check(caps[k] >= 0, "max_costs_per_rank of kind ", k, " is ", caps[k],
+        shift_.push_back(largest > 0 ? std::ilogb(largest) : 0);
+        if (caps_.empty()) return;
+        check(caps_[k] >= 0, "max_costs_per_rank of kind ", k, " is ", caps_[k],
               "; it must be a number from 0 on");
-        // A cap above the sum of all is none.
-        const double cap = std::min(caps[k], sum);
-        exponent_.push_back(sum > 0 ? 40 - std::ilogb(sum) : 0);
-        cap_.push_back(static_cast<std::int64_t>(std::ldexp(cap, exponent_[k])));
-        if (caps[k] >= sum) cap_[k] = std::numeric_limits<std::int64_t>::max() >> 21;
-        for (std::int64_t i = 0; i < lengths_.size(); ++i)
-            check(amount(i, k) <= cap_[k] * max_degree, "document ", i, " has the cost ", of(i, k),
-                  "; ", max_degree, " ranks (max_degree) of ", caps[k],
-                  " (max_costs_per_rank) may have ", caps[k] * static_cast<double>(max_degree),
+        double sum = 0;
+        for (std::int64_t i = 0; i < lengths_.size(); ++i) {
+            sum += of(i, k);
+            check(fit({&i, 1}, k), "document ", i, " has the cost ", given(i, k), "; ", max_degree_,
+                  " ranks (max_degree) of ", caps_[k], " (max_costs_per_rank) may have ",
+                  caps_[k] * static_cast<double>(max_degree_),
                   ": raise one of them, or leave it out");
+        }
+        const double cap = std::ldexp(caps_[k], -shift_[k]);
+        exponent_.push_back(sum > 0 ? 40 - std::ilogb(sum) : 0);
+        // Rounded down, costs up: ranks never exceed it. A document that costs exactly as much
+        // would not fit then, so ``amount`` is at most the cap. A cap above the sum of all is none.
+        cap_.push_back(cap >= sum ? std::numeric_limits<std::int64_t>::max() >> 21
+                                  : static_cast<std::int64_t>(std::ldexp(cap, exponent_[k])));
     }
 
     Span<const std::int64_t> lengths_;
     Span<const double> given_;
-    std::int64_t kinds_, linear_length_;
+    std::int64_t kinds_;
+    Span<const double> caps_;
+    std::int64_t linear_length_, max_degree_;
+    std::vector<int> shift_;         // per kind
     std::vector<std::int64_t> cap_;  // per kind, if there are caps
     std::vector<int> exponent_;
 };
@@ -186,10 +209,8 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
               " documents; a rank holds ", rules.max_documents,
               " (max_documents_per_rank): raise it, or part the group");
         for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
-            std::int64_t amount = 0;
-            for (const std::int64_t i : documents) amount += costs.amount(i, k);
-            check(amount <= costs.cap(k) * rules.max_degree, "group ", group, " costs more (kind ",
-                  k, ") than ", rules.max_degree,
+            check(costs.fit(documents, k), "group ", group, " costs more (kind ", k, ") than ",
+                  rules.max_degree,
                   " ranks (max_degree) may have (max_costs_per_rank): raise it, or part the group");
         }
         members.add(documents, -1);
@@ -197,7 +218,8 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
     return members;
 }
 
-Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Members& members) {
+Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Members& members,
+                 const StepRules& rules) {
     Items items;
     items.kinds = costs.kinds();
     items.family = members.family;
@@ -214,7 +236,7 @@ Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Mem
         for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
             std::int64_t amount = 0;
             for (const std::int64_t i : documents) amount += costs.amount(i, k);
-            items.amount.push_back(amount);
+            items.amount.push_back(std::min(amount, costs.cap(k) * rules.max_degree));
         }
     }
     return items;
@@ -321,7 +343,7 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
     const Members members = groups.empty() ? single_documents(lengths)
                             : alone        ? chunks_of_groups(lengths, costs, by_group, rules)
                                            : whole_groups(lengths, costs, by_group, rules);
-    Items items = make_items(lengths, costs, members);
+    Items items = make_items(lengths, costs, members, rules);
     const auto rounded = [&](std::int64_t m) {
         return ceil_div(m, rules.multiple) * rules.multiple;
     };
