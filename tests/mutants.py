@@ -411,8 +411,8 @@ eviction_order: what was read long ago goes before what was read last
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_cache.py -k goes_first
 eviction_of_others: what somebody keeps in the directory of the cache is removed
-- if _ENTRY.fullmatch(name)]
-+ if name]
+- glob("*") if is_own_folder(path)]
++ glob("*") if path.is_dir()]
 
 megapack/storage/remote/copies.py: tests/remote/test_remote_faults.py -k meta_file
 meta_of_an_upload: the meta file of the dataset before stays beside the new one

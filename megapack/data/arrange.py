@@ -51,8 +51,9 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.files import check_target, is_own_folder, make_own_folder
+from megapack.storage.files import check_target
 from megapack.storage.index_file import LABELS, WEIGHTS
+from megapack.storage.locks import is_own_folder, make_own_folder
 from megapack.storage.metadata import read_meta
 
 # ---- Samples as documents of their own: a segment each, and the token behind it where it goes on

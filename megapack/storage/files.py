@@ -2,7 +2,6 @@
 
 - ``open_regular``, ``read_blocks``: regular files only, read in blocks; ``Identity``, ``is_at``
 - ``check_target``, ``target_of``: what may stand under a name before a file of ours takes it
-- ``make_own_folder``: folders that megapack may remove, marked by a file
 - ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
 - ``create_temporary``, ``remove_leftovers``: temporary names that prove who made the file
 
@@ -28,7 +27,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import stat
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -519,47 +517,6 @@ def create_temporary_file(target: Path) -> tuple[Path, int]:
         return descriptor
 
     return create_temporary(target, make)
-
-
-# ---- Folders that megapack fills and removes ---------------------------------------------------
-
-FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with all it holds
-
-
-def is_own_folder(path: Path) -> bool:
-    """Return whether megapack made the folder at ``path``."""
-    return (path / FOLDER_MARK).is_file()
-
-
-def make_own_folder(path: Path) -> None:
-    """Create a marked folder, or check that the one at ``path`` is marked.
-
-    Raises:
-        ConfigError: something that megapack did not make has that name.
-        OSError: the folder cannot be created.
-    """
-    while not is_own_folder(path):
-        if os.path.lexists(path):
-            raise ConfigError(
-                f"{path} was not made by megapack, which would write and remove files in it: move "
-                "it, or choose another name"
-            )
-        draft = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-        draft.mkdir()
-        (draft / FOLDER_MARK).touch()
-        try:
-            # A folder appears with its mark, or another process was first.
-            draft.rename(path)
-        except OSError:
-            shutil.rmtree(draft)
-            if not os.path.lexists(path):
-                raise
-
-
-def remove_own_folder(path: Path) -> None:
-    """Remove a folder and all it holds if megapack made it; otherwise do nothing."""
-    if is_own_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _discard(file: IO[bytes], temporary: Path, owner: int) -> None:

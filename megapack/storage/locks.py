@@ -1,4 +1,7 @@
-"""One writer per path: a lock of the kernel on a file that only megapack creates and removes.
+"""Locks and folders that only megapack creates and removes: each carries a mark.
+
+- ``WriterLock``: one writer per path, by a lock of the kernel
+- ``make_own_folder``, ``remove_own_folder``: folders that go with all they hold
 
 with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
     ...  # another writer gets LockedError: ... being written by process 12 on host-3 (merge)
@@ -9,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
+import shutil
 import socket
 import stat
 import warnings
@@ -172,3 +177,44 @@ def _release(descriptor: int, path: Path, owner: int) -> None:
             if lock_file(descriptor, path):
                 path.unlink(missing_ok=True)
     os.close(descriptor)
+
+
+# ---- Folders that megapack fills and removes ---------------------------------------------------
+
+FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with all it holds
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether megapack made the folder at ``path``."""
+    return (path / FOLDER_MARK).is_file()
+
+
+def make_own_folder(path: Path) -> None:
+    """Create a marked folder, or check that the one at ``path`` is marked.
+
+    Raises:
+        ConfigError: something that megapack did not make has that name.
+        OSError: the folder cannot be created.
+    """
+    while not is_own_folder(path):
+        if os.path.lexists(path):
+            raise ConfigError(
+                f"{path} was not made by megapack, which would write and remove files in it: move "
+                "it, or choose another name"
+            )
+        draft = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        draft.mkdir()
+        (draft / FOLDER_MARK).touch()
+        try:
+            # A folder appears with its mark, or another process was first.
+            draft.rename(path)
+        except OSError:
+            shutil.rmtree(draft)
+            if not os.path.lexists(path):
+                raise
+
+
+def remove_own_folder(path: Path) -> None:
+    """Remove a folder and all it holds if megapack made it; otherwise do nothing."""
+    if is_own_folder(path):
+        shutil.rmtree(path, ignore_errors=True)

@@ -14,10 +14,9 @@ its objects name: what was replaced far away is never taken for what stands ther
         0                              blocks 0 to 255 (16 KiB each, 4 MiB together), then 256
         17                             bytes: 1 where the block is here. Blocks 4352 to 4607
 
-Blocks are only ever added to a chunk, each when it is whole and checked; a chunk goes as a whole,
-by ``unlink``, and nobody is asked: who reads copies the blocks of a batch into memory of his own,
-and has fetched again what is not there any more. Whole files of 4 MiB would be simpler still, but
-an unarranged source would read 500 bytes for each one that it uses instead of 4.
+A block is added to a chunk when it is complete and checked. Eviction unlinks whole chunks, without
+asking: a reader copies a batch's blocks into its own memory and fetches missing blocks again. Whole
+files of 4 MiB would be simpler, but an unarranged source would read 500 bytes per byte used, not 4.
 
 ``MEGAPACK_CACHE_SIZE`` says what the cache may hold (``megapack.units``); all by default.
 """
@@ -47,15 +46,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, FormatError
-from megapack.storage.files import (
-    AtomicFile,
-    FileOnDisk,
-    files_below,
-    is_own_folder,
-    make_own_folder,
-    remove_own_folder,
-    temporary_files,
-)
+from megapack.storage.files import AtomicFile, FileOnDisk, files_below, temporary_files
+from megapack.storage.locks import is_own_folder, make_own_folder, remove_own_folder
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.client import (
     REQUEST_TIMEOUT,
@@ -341,8 +333,7 @@ NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their dis
 SMALLEST_SIZE = 1 << 28
 FREE_PART = 8  # one in so many bytes is freed at once
 READ_SECONDS = 600  # after which what was asked for has been read
-_ENTRY = re.compile(r".+-[0-9a-f]{16}")  # the name of one, and of a folder of chunks in it
-_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")
+_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # name of a folder of chunks in an entry
 
 
 def open_cache() -> Cache:
@@ -381,7 +372,7 @@ def _limit() -> int | None:
 
 
 class Cache:
-    """One directory.
+    """Cache in one directory.
 
     Attributes:
         limit: bytes it may hold, or None.
@@ -483,11 +474,10 @@ class Cache:
 
         def bytes_here() -> int:
             """Return how much the process that downloads the file has written."""
-            try:
-                files = [file for name, file in temporary_files(path.parent) if name == path.name]
-            except FileNotFoundError:
-                return 0
-            return sum(map(bytes_on_disk, files))
+            with contextlib.suppress(FileNotFoundError):
+                files = temporary_files(path.parent)
+                return sum(bytes_on_disk(file) for name, file in files if name == path.name)
+            return 0
 
         def awaited() -> str:
             return f"{found.url}, which process {self.locks.owner(str(path))} of this node fetches"
@@ -549,22 +539,19 @@ class Cache:
 
 
 def make_room(cache: Cache) -> int:
-    """Free an eighth of a cache with a limit, if it is nearly full; the bytes that were freed.
+    """Free an eighth of a cache with a limit if it is nearly full; return the bytes freed.
 
-    Entries that no process uses go first, the oldest before others. Then chunks: those that nobody
-    asked for or read in the last ten minutes, the last of them first, since the schedule needs them
-    again last, an epoch later; then the others, of which some are still to be read, in the order
-    in which they were asked for.
+    Entries that no process uses go first, oldest first. Then chunks that nobody requested or read
+    in the last ten minutes, newest first: the schedule needs those last, an epoch later. Then the
+    other chunks, some of which are still to be read, in the order in which they were requested.
     """
     assert cache.limit is not None
     freed = 0
     with cache.locks.if_free("eviction") as free:
         if not free:
             return 0
-        # Whatever else lies in the directory is somebody's, and neither counted nor removed.
-        _, names, _ = next(os.walk(cache.directory), ("", [], []))
-        entries = [cache.directory / name for name in names if _ENTRY.fullmatch(name)]
-        entries = [entry for entry in entries if is_own_folder(entry)]
+        # Only entries are counted and removed, whatever else lies in the directory.
+        entries = [path for path in cache.directory.glob("*") if is_own_folder(path)]
         files = {entry: list(files_below(entry)) for entry in entries}
         used = sum(file.num_bytes for found in files.values() for file in found)
         excess = used - cache.limit * (FREE_PART - 1) // FREE_PART

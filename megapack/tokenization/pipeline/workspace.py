@@ -31,17 +31,16 @@ import numpy as np
 from megapack.errors import FormatError, LockedError, MegapackError
 from megapack.executors import Counted
 from megapack.storage import IndexedDataset
-from megapack.storage.files import (
+from megapack.storage.files import atomic_write, check_target
+from megapack.storage.index_file import GROUPS, path_of
+from megapack.storage.index_writer import check_prefix
+from megapack.storage.locks import (
     FOLDER_MARK,
-    atomic_write,
-    check_target,
+    WriterLock,
     is_own_folder,
     make_own_folder,
     remove_own_folder,
 )
-from megapack.storage.index_file import GROUPS, path_of
-from megapack.storage.index_writer import check_prefix
-from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import has_its_checksums, read_meta
 from megapack.tokenization.corpus.documents import (
     Faults,

@@ -24,8 +24,7 @@ from programs import ended
 from megapack import IndexedDataset, executors
 from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.executors import Counted, Report, carry_out
-from megapack.storage.files import make_own_folder
-from megapack.storage.locks import WriterLock
+from megapack.storage.locks import WriterLock, make_own_folder
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import build, preview
 from megapack.tokenization.pipeline.workspace import Totals, Workspace, directory_bytes
