@@ -73,6 +73,19 @@ class MegapackWarning(UserWarning):
     """Something the user asked for is done differently, or costs more than it needs to."""
 
 
+def is_foreign(error: BaseException) -> bool:
+    """Return whether an exception comes from another library, and not from megapack, the system or
+    the user. Rust libraries raise a PanicException, which is a BaseException, not an Exception.
+    """
+    ours = (MegapackError, OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
+    return not isinstance(error, ours)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the message of an exception on one line, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def exit_code(error: Exception) -> int:
     """Exit code of a command: 2 for its command line or configuration, 1 for anything else."""
     return 2 if isinstance(error, ConfigError) else 1

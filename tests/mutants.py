@@ -454,6 +454,22 @@ uint16_limit: Megatron reads as int32 what was written as uint16
 - _UINT16_VOCABULARY = 65500
 + _UINT16_VOCABULARY = 65536
 
+megapack/tokenization/pipeline/worker.py: tests/tokenization/pipeline/test_run.py
+weights_of_table: a block without the weights key weighs 0
+- weights = np.ones(len(tokens)) if
++ weights = np.zeros(len(tokens)) if
+
+megapack/tokenization/tokenizers/verified.py: tests/tokenization/tokenizers/test_equal_ids.py
+guard_flags: documents with an added token that strips spaces go to gigatoken
+- not any(map(token.get, _FLAGS))
++ not any(map(token.get, _FLAGS[:1]))
+guard_overlaps: documents with added tokens that overlap go to gigatoken
+- if not plain or content in overlapping:
++ if not plain:
+guard_behavior: gigatoken runs a Split that removes what it finds
+- known and split.get("behavior") == "Isolated" and
++ known and
+
 megapack/tokenization/corpus/documents.py: tests/tokenization/corpus/test_split.py
 ordered_split: a document changes its split against megatron-core
 - at = [round(bound * float(num_documents)) for bound in bounds]

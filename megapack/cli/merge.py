@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-mixed-tokenizers",
         action="store_true",
-        help="merge although the inputs' meta files name different tokenizers, or some name none",
+        help="merge although the inputs' meta files name different tokenizers, or some name none, "
+        "or their documents begin or end with different tokens",
     )
     parser.add_argument(
         "--remove-inputs", action="store_true", help="delete the inputs once the result stands"

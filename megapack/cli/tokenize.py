@@ -178,6 +178,13 @@ def _print_result(result: BuildResult, seconds: float) -> None:
         f"{count(totals.num_skipped)} skipped)"
     )
     print(f"tokens     {count(totals.num_tokens)} ({result.plan.dtype})")
+    if totals.special_tokens_found:
+        shown = [f"{count(n)} x {text}" for text, n in totals.special_tokens_found.items()]
+        more = f", and {len(shown) - _SHOWN} others" if len(shown) > _SHOWN else ""
+        note(
+            f"special tokens in the text became their ids: {', '.join(shown[:_SHOWN])}{more}; "
+            "--special-tokens text encodes them as text"
+        )
     if result.state == "found":
         print("nothing to do: this very build is finished")
     else:
@@ -212,7 +219,11 @@ def _print_tokens(plan: Plan) -> None:
     for name, token in (("BOS", plan.bos), ("EOD", plan.eod)):
         if token is not None:
             print(f"{name}        {token.text} = {token.id}")
+    if plan.eod is None and plan.chat_format != "template":
+        print("EOD        none: no token ends a document; --append-eod adds one")
 
+
+_SHOWN = 5  # kinds of special tokens
 
 # Megatron's names of tokenizers that give the ids which the same files give here.
 _MEGATRON_TYPES: dict[str, Kind] = {
@@ -298,6 +309,11 @@ def _add_tokens(group: Arguments) -> None:
         },
     )
     add_shared(group, "--eod-token", help="needed where the tokenizer does not say it")
+    add_fields(
+        group,
+        special_tokens="special tokens that a text contains become their ids, as in transformers, "
+        "or are encoded as text, as with split_special_tokens (ids)",
+    )
     add_shared(
         group,
         "--dtype",

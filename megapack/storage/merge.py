@@ -24,6 +24,7 @@ from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
+    PROMISES,
     TokenFacts,
     check_metadata,
     common_metadata,
@@ -62,7 +63,8 @@ def merge(
         dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers, or of
-            which only some name one.
+            which only some name one; also inputs whose documents begin or end with different
+            tokens (BOS, EOD).
         metadata: for the result's meta file, over what the inputs' meta files agree upon.
         remove_inputs: delete the inputs when the result has its name.
         overwrite: replace another dataset that stands at ``output``.
@@ -76,7 +78,7 @@ def merge(
         ConfigError: another dataset stands at ``output``, or its files cannot be written there;
             inputs are to be removed and not all of this is local, or some are gone already.
         LockedError: another process writes ``output``.
-        DataError: dtypes or tokenizers differ, or an id does not fit.
+        DataError: dtypes, tokenizers or tokens around documents differ, or an id does not fit.
         FormatError: an input is damaged.
         OSError: a file cannot be read or written; nothing has the output's name then.
     """
@@ -98,6 +100,7 @@ def merge(
         result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
         if not allow_mixed_tokenizers:
             _check_tokenizers(inputs)
+            _check_document_tokens(inputs)
         _check_kinds(inputs, result_dtype)
         limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
         facts = {**common_metadata(dataset.meta for dataset in inputs), **(metadata or {})}
@@ -201,6 +204,21 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
                 f"({_tokenizer(first) or 'none'} and {_tokenizer(dataset) or 'none'}); pass "
                 "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
             )
+
+
+def _check_document_tokens(inputs: list[InputDataset]) -> None:
+    """DataError if the meta files name different tokens that begin or end documents."""
+    known = [dataset for dataset in inputs if dataset.meta is not None]
+    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
+        tokens = [(dataset.meta or {}).get(fact) for dataset in known]
+        for dataset, token in zip(known, tokens, strict=True):
+            if token != tokens[0]:
+                first, second = ("no token" if t is None else t for t in (tokens[0], token))
+                raise DataError(
+                    f"documents of {known[0].prefix} {where} with {first}, those of "
+                    f"{dataset.prefix} with {second}. Build one of them again (--prepend-bos, "
+                    "--append-eod), or pass allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"
+                )
 
 
 def _check_kinds(inputs: list[InputDataset], dtype: np.dtype[Any]) -> None:

@@ -49,6 +49,8 @@ def test_text_becomes_a_dataset_and_the_report_tells_it(tmp_path: Path, corpus: 
         assert line in done.stdout
     assert "47.2 KiB in 5 shards; about " in done.stderr
     assert "nothing to do" in tokenize(corpus, tmp_path / "out", *options).stdout
+    without = tokenize(corpus, tmp_path / "without").stdout
+    assert "EOD        none: no token ends a document; --append-eod adds one" in without
 
 
 def test_dry_run_writes_not(tmp_path: Path, corpus: Path) -> None:

@@ -120,6 +120,19 @@ def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
     assert "tokenizer" not in meta and meta["document_end_token"] == 0
 
 
+def test_documents_that_begin_or_end_with_different_tokens_are_refused_unless_told(
+    tmp_path: Path,
+) -> None:
+    tokenizer = {"digest": "x"}
+    write(tmp_path / "plain", SMALL, metadata={"tokenizer": tokenizer})
+    for fact, where in (("document_begin_token", "begin"), ("document_end_token", "end")):
+        write(tmp_path / where, SMALL, metadata={"tokenizer": tokenizer, fact: 0})
+        inputs = [tmp_path / "plain", tmp_path / where]
+        with pytest.raises(DataError, match=rf"{where} with no token, .* with 0.*--allow-mixed"):
+            merge(inputs, tmp_path / "merged")
+        merge(inputs, tmp_path / f"allowed-{where}", allow_mixed_tokenizers=True)
+
+
 def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_path: Path) -> None:
     """The result would name none, and nothing would tell that ids mean different things."""
     write(tmp_path / "named", SMALL, metadata={"tokenizer": {"digest": "x"}})

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+import xxhash
+
 from megapack.errors import ConfigError, DataError, require
 from megapack.units import counted
 
@@ -92,12 +94,44 @@ def _format_of(path: str) -> tuple[Format, Compression]:
     """Format and compression by a file's name. Raises ConfigError for archives and unknown ones."""
     suffix, compression = _ends(path)
     format = _FORMAT_OF_SUFFIX.get(suffix, "text")
+    if suffix in (".tar", ".tgz"):
+        raise ConfigError(
+            f"{path} is a tar archive (a WebDataset shard, if its members are samples); archives "
+            f"are not read. Unpack it and name the folder: mkdir -p {shlex.quote(_bare(path))} && "
+            f"tar -xf {shlex.quote(path)} -C {shlex.quote(_bare(path))}"
+        )
+    if suffix == ".mds" or PurePath(path).name == "index.json":
+        _refuse_mds(path)
     if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
             f"{path}: of compressed files .gz and .zst are read, no archives, no .parquet and no "
             ".arrow; decompress it first"
         )
     return format, compression
+
+
+def _bare(path: str) -> str:
+    """A path without the endings of its name."""
+    return str(PurePath(path).with_name(PurePath(path).name.partition(".")[0] or "unpacked"))
+
+
+def _refuse_mds(path: str) -> None:
+    """ConfigError if a file belongs to a folder of MosaicML's streaming (MDS)."""
+    folder = Path(path).parent
+    if path.endswith(".json"):
+        shards = _facts(Path(path)).get("shards")
+        described = shards if isinstance(shards, list) else []
+        if not any(isinstance(shard, dict) and "column_names" in shard for shard in described):
+            return
+    program = (
+        "import json, sys, streaming; rows = streaming.StreamingDataset(local=sys.argv[1], "
+        "shuffle=False, batch_size=1); [print(json.dumps({'text': row['text']})) for row in rows]"
+    )
+    raise ConfigError(
+        f"{folder} is a folder of MosaicML streaming (MDS), whose shards are not read; convert it "
+        f'(pip install mosaicml-streaming): python -c "{program}" {shlex.quote(str(folder))} > '
+        "corpus.jsonl"
+    )
 
 
 def require_utf8(name: str) -> None:
@@ -468,6 +502,23 @@ def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
             f"{file.path} changed after the build was planned ({file.size:,} bytes then, "
             f"{facts.st_size:,} now); run the command again when nothing writes to it"
         )
+
+
+def content_digest(file: InputFile) -> str | None:
+    """Return xxh3-128 of the bytes of an input, None if it is no longer the file of the plan.
+
+    Finished builds are recognized by it: a path may be written in several ways, and copying or
+    touching a file changes its time of modification.
+    """
+    digest = xxhash.xxh3_128()
+    try:
+        with Path(file.path).open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+            require_unchanged(file, os.fstat(stream.fileno()))
+    except (OSError, DataError):
+        return None
+    return digest.hexdigest()
 
 
 class _WholeFrames:

@@ -37,7 +37,7 @@ from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
 from megapack.tokenization.tokenizers.encoders import BACKENDS
-from megapack.tokenization.tokenizers.probe import choose_backend, sample_blocks
+from megapack.tokenization.tokenizers.probe import choose_backend, require_runnable, sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
     TokenizerFiles,
@@ -87,6 +87,7 @@ class BuildConfig:
     prepend_bos: bool = False
     eod_token: str | int | None = None  # a name or an id
     bos_token: str | int | None = None
+    special_tokens: Literal["ids", "text"] = "ids"  # what special tokens in a text become
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     chat_format: Literal["template", "headers"] = "template"
     chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
@@ -159,6 +160,11 @@ class BuildConfig:
                 "--weights-key is for text, and needs to know where in it a token stands: leave "
                 "out --messages-key (--chat-loss says what is learned of conversations) and "
                 "--backend gigatoken"
+            )
+        if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
+            yield (
+                "--special-tokens text is for plain text (chat formats write special tokens), and "
+                "gigatoken alone cannot do it: leave out --messages-key and --backend gigatoken"
             )
         if self.label_names == "neox" and not chat:
             yield "--label-names neox is for conversations; give --messages-key"
@@ -270,6 +276,7 @@ class Plan:
             "verify_fraction": config.verify_fraction,
             "bos": _token(self.bos),
             "eod": _token(self.eod),
+            "special_tokens": config.special_tokens,
             "dtype": self.dtype,
             "chat_format": self.chat_format,
             "chat_loss": self.chat_loss,
@@ -381,6 +388,9 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         MegapackError: a package is missing.
     """
     tokenizer = TokenizerFiles.open(config.tokenizer)
+    require_runnable(tokenizer)
+    as_text = config.special_tokens == "text"
+    tokenizer = dataclasses.replace(tokenizer, special_as_text=as_text)
     if tokenizer.switched_off:
         settings = ", ".join(tokenizer.switched_off)
         note(f"{tokenizer.name} has settings that would change documents; switched off: {settings}")
@@ -388,6 +398,8 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     eod = tokenizer.special_token("eod", config.eod_token) if config.append_eod else None
     is_chat = config.messages_key is not None
     chat_format = config.chat_format if is_chat else None
+    if chat_format is None:
+        _note_framing(config, tokenizer, note)
     beside: tuple[tuple[str, str], ...] = ()
     if chat_format == "template":
         keys_beside = chat_templates().keys_beside
@@ -435,6 +447,22 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         shard_bytes=shard_bytes,
         shards=tuple(shards),
     )
+
+
+def _note_framing(
+    config: BuildConfig, tokenizer: TokenizerFiles, note: Callable[[str], None]
+) -> None:
+    """Report tokens that the tokenizer itself puts around a text and this build does not."""
+    begin, end = tokenizer.framing
+    for tokens, verb, option, name, given in (
+        (begin, "begins", "--prepend-bos", "--bos-token", config.prepend_bos),
+        (end, "ends", "--append-eod", "--eod-token", config.append_eod),
+    ):
+        if tokens and not given:
+            note(
+                f"{tokenizer.name} itself {verb} every text with {' '.join(tokens)}; this build "
+                f"adds none: {option} {name} '{tokens[0]}' adds it"
+            )
 
 
 def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:

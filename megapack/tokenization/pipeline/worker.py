@@ -85,7 +85,13 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         return ChatCoder(HeaderChats(encoder, plan.chat_loss, files.name).code, plan.frame).code
     fraction = config.verify_fraction
     reference = open_reference(files) if fraction > 0 else None
-    return TextCoder(encoder, plan.frame, reference=reference, verify_fraction=fraction).code
+    return TextCoder(
+        encoder,
+        plan.frame,
+        controls=files.controls.values(),
+        reference=reference,
+        verify_fraction=fraction,
+    ).code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +154,7 @@ class ShardWorker:
         # One for each thread.
         read_faults, code_faults = Faults(plan.config.on_error), Faults(plan.config.on_error)
         total = Counted()
+        controls: collections.Counter[int] = collections.Counter()
         with contextlib.ExitStack() as stack:
             builders = {}
             for dataset in datasets:
@@ -171,9 +178,12 @@ class ShardWorker:
                     builders[prefix + stream + GROUPS].add_documents(ids, np.arange(len(ids) + 1))
                 counted = Counted(len(offsets) - 1, len(block.text), len(tokens))
                 total = total.plus(counted)
+                controls.update(coded.controls)
                 report(counted)
         read_faults.add(code_faults)
-        return ShardRecord(total, read_faults)
+        names = {token: text for text, token in plan.tokenizer.controls.items()}
+        special = {names[token]: number for token, number in sorted(controls.items())}
+        return ShardRecord(total, read_faults, special)
 
 
 def _kept(

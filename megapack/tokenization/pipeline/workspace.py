@@ -15,12 +15,15 @@ Shards of two plans lie in two directories, so they never meet. A whole build ho
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +52,7 @@ from megapack.tokenization.corpus.documents import (
     fault_lines,
     lacks_documents,
 )
+from megapack.tokenization.corpus.inputs import content_digest
 from megapack.tokenization.pipeline.plan import Plan, differences
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
@@ -60,6 +64,7 @@ class ShardRecord(NamedTuple):
 
     counted: Counted
     faults: Faults
+    special_tokens: Mapping[str, int]  # that texts contain, by name
     kept: bool = False  # found finished by this run; not on disk
 
 
@@ -72,11 +77,14 @@ class Totals:
     num_text_bytes: int
     skipped: dict[str, int]  # by kind
     skipped_at: dict[str, list[str]]  # the first places of each kind
+    special_tokens_found: dict[str, int]  # in texts and stored as their ids, by name
 
     @staticmethod
     def of_records(records: Sequence[ShardRecord]) -> Totals:
         counted, faults = Counted(), Faults("skip")
+        special: collections.Counter[str] = collections.Counter()
         for record in records:
+            special.update(record.special_tokens)
             counted = counted.plus(record.counted)
             faults.add(record.faults)
         return Totals(
@@ -85,6 +93,7 @@ class Totals:
             num_text_bytes=counted.text_bytes,
             skipped=faults.counts,
             skipped_at={kind: [str(p) for p in found] for kind, found in faults.places.items()},
+            special_tokens_found=dict(special.most_common()),
         )
 
     @staticmethod
@@ -113,7 +122,8 @@ def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
     faults = record.faults
     places = {kind: list(map(dataclasses.astuple, at)) for kind, at in faults.places.items()}
     faults_tree = {"fault_counts": faults.counts, "fault_places": places}
-    tree = {"plan": plan, **record.counted._asdict(), **faults_tree}
+    special = {"special_tokens": dict(record.special_tokens)}
+    tree = {"plan": plan, **record.counted._asdict(), **faults_tree, **special}
     # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
     with atomic_write(record_path(prefix), "w", durable=False) as file:
         json.dump(tree, file)
@@ -130,12 +140,13 @@ def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord 
         counted = Counted(*(tree[name] for name in Counted._fields))
         places = {kind: [Place(*p) for p in at] for kind, at in tree["fault_places"].items()}
         faults = Faults("skip", counts=tree["fault_counts"], places=places)
-    except (OSError, ValueError, KeyError):  # cut short by a crash of the machine
+        special = dict(tree["special_tokens"])
+    except (OSError, ValueError, KeyError, TypeError):  # cut short by a crash of the machine
         return None
-    return ShardRecord(counted, faults, kept=True)
+    return ShardRecord(counted, faults, special, kept=True)
 
 
-_FORMAT = {"format": "megapack build", "version": 2}
+_FORMAT = {"format": "megapack build", "version": 3}
 _PLAN = "plan.json"
 _SHOWN = 5
 
@@ -192,9 +203,29 @@ class Workspace:
         now = self._plan.tree()
         for key in ("shard_bytes", "shards"):
             del now[key]
+        if now["inputs"] != before["inputs"] and self._has_contents(before):
+            now["inputs"] = before["inputs"]  # touched, or named by another path
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
             del now["on_error"]  # what stops a build did not occur, or was left out as now
         return differences(before, now)
+
+    def _has_contents(self, before: Mapping[str, Any]) -> bool:
+        """Return whether the inputs have the contents from which a finished build was made.
+
+        Only files whose path or time of modification differ are read.
+        """
+        digests, inputs = before.get("input_digests", []), self._plan.inputs
+        if not len(inputs) == len(digests) == len(before["inputs"]):
+            return False
+        for file, (path, num_bytes, mtime_ns, *kind), digest in zip(
+            inputs, before["inputs"], digests, strict=True
+        ):
+            if (file.size, file.format, file.compression) != (num_bytes, *kind):
+                return False
+            unchanged = file.mtime_ns == mtime_ns and _same_path(file.path, path)
+            if not unchanged and (digest is None or digest != content_digest(file)):
+                return False
+        return True
 
     @contextlib.contextmanager
     def locked(self, note: Callable[[str], None]) -> Iterator[None]:
@@ -288,8 +319,15 @@ class Workspace:
         content = {**_FORMAT, "digest": self._plan.digest, **self._plan.tree()}
         if totals is not None:
             content |= dataclasses.asdict(totals)
+            with ThreadPoolExecutor(self._config.workers) as threads:
+                digests = list(threads.map(content_digest, self._plan.inputs))
+            content["input_digests"] = digests
         with atomic_write(path, "w") as file:
             json.dump(content, file, indent=1)
+
+
+def _same_path(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.tests
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.tokenizers.coding import TemplateError
@@ -51,6 +52,12 @@ _PASSING = frozenset(
     ("abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int")
     + ("items", "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse")
     + ("safe", "select", "selectattr", "sort", "unique")
+)
+
+# Filters and tests that compare or hash values, which walks whatever lies in them.
+_COMPARING = frozenset(
+    ("dictsort", "groupby", "max", "min", "sort", "unique", "in", "eq", "equalto", "==", "ne", "!=")
+    + ("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=")
 )
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -222,6 +229,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
         filters = {**jinja2.filters.FILTERS, "tojson": _to_json, "random": _no_chance}
         self.filters = {name: self._counted(name, f) for name, f in filters.items()}
         self.filters |= {"megapack.iterated": self._iterated, "megapack.written": self._written}
+        self.filters["megapack.walked"] = self._walked
+        tests = jinja2.tests.TESTS
+        compared = {name: self._counted(name, tests[name]) for name in _COMPARING & {*tests}}
+        self.tests = {**tests, **compared}
         self.globals["lipsum"] = _no_chance
         self.globals["raise_exception"] = _refuse
         self.globals["dict"] = _Dict()
@@ -243,6 +254,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
             given = [*args, *kwargs.values()]
             self._written(given)
             self._allow(_method_bound(obj.__name__, owner, given))
+        elif owner is not None or isinstance(obj, _Dict):
+            searched = [owner] if getattr(obj, "__name__", "") in ("count", "index") else []
+            self._walked([*searched, *args, *kwargs.values()])
         elif isinstance(obj, jinja2.runtime.LoopContext):  # {% for ... recursive %}
             args = (self._iterated(args[0]), *args[1:])
         result = super().call(context, obj, *args, **kwargs)
@@ -262,8 +276,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
         elif operator == "*":
             self._allow(max(_size(left), 1) * right if isinstance(right, int) else 0)
             self._allow(max(_size(right), 1) * left if isinstance(left, int) else 0)
+        elif isinstance(left, (list, tuple)):
+            self._allow(_PART * (len(left) + _size(right)))
         result = super().call_binop(context, operator, left, right)
-        self._spend(_size(result))
+        self._spend(_size(result) * (_PART if isinstance(result, (list, tuple)) else 1))
         return result
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
@@ -278,7 +294,20 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
             loop.iter = filtered(loop.iter, "megapack.iterated")
         for concat in list(tree.find_all(jinja2.nodes.Concat)):
             concat.nodes = [filtered(node, "megapack.written") for node in concat.nodes]
+        # Comparing and hashing walk nested values, a part that lies in them many times many times.
+        for compare in list(tree.find_all(jinja2.nodes.Compare)):
+            operands = [compare.expr, *(operand.expr for operand in compare.ops)]
+            if len(operands) == 2 and any(isinstance(o, jinja2.nodes.Const) for o in operands):
+                continue  # with a constant there is nothing to walk
+            compare.expr = filtered(compare.expr, "megapack.walked")
+            for operand in compare.ops:
+                operand.expr = filtered(operand.expr, "megapack.walked")
+        for pair in list(tree.find_all(jinja2.nodes.Pair)):
+            pair.key = filtered(pair.key, "megapack.walked")
         return tree
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, self._walked(argument))
 
     def _iterated(self, values: Any) -> Any:
         if hasattr(values, "__len__"):
@@ -300,6 +329,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
                 self._spend(_characters(part))
         return value
 
+    def _walked(self, value: Any) -> Any:
+        """Before it is compared or hashed. Objects and lists cost by what lies in them."""
+        if isinstance(value, (list, tuple, dict)):
+            for _ in _walk(value):
+                self._spend(_PART)
+        return value
+
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         skipped = int(hasattr(function, "jinja_pass_arg"))  # a context stands before the value
 
@@ -307,7 +343,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
         def run(*args: Any, **kwargs: Any) -> Any:
             self._spend(4 * _STEP)  # about the time it takes
             value, *rest = [*args[skipped:], *kwargs.values()]
-            if name in _PASSING:
+            if name in _COMPARING:
+                self._walked([value, *rest])
+            if name in _PASSING or name in _COMPARING:
                 self._spend(_size(value))
             else:
                 before = self._left

@@ -15,15 +15,16 @@ where it does not, as in GPT-NeoX's label files.
 
 from __future__ import annotations
 
+import collections
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, first_line, is_foreign
 from megapack.storage.files import open_npy
 from megapack.storage.tokens import as_loss_weights
 from megapack.tokenization.corpus.documents import (
@@ -51,6 +52,7 @@ class Coded(NamedTuple):
     labels: NDArray[np.int32] | None  # aligned with tokens; None where every token is learned
     kept: NDArray[np.bool_]  # of the block's documents: those that these are
     weights: NDArray[np.float64] | None = None  # of the loss, aligned with tokens; None: 1
+    controls: Mapping[int, int] = {}  # special tokens that texts contain: id -> how often
 
 
 class Frame(NamedTuple):
@@ -80,6 +82,7 @@ class TextCoder:
     """Plain text.
 
     Args:
+        controls: ids of special tokens; those that a text contains are counted.
         reference: when given, ``verify_fraction`` of the documents is encoded by it as well, and a
             difference is a DataError.
     """
@@ -89,29 +92,57 @@ class TextCoder:
         encoder: Encoder,
         frame: Frame,
         *,
+        controls: Iterable[int] = (),
         reference: Encoder | None = None,
         verify_fraction: float = 0.0,
     ) -> None:
         self._encoder = encoder
         self._frame = frame
+        self._is_control = np.zeros(frame.vocab_size, np.bool_)
+        self._is_control[list(controls)] = True
         self._reference = reference
         self._verify_fraction = verify_fraction
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
-        ids, offsets = self._encoder.encode(block)
+        ids, offsets, failed = self._encode(block, faults)
         if self._reference is not None:
-            self._verify(block, self._reference)
-        empty = offsets[:-1] == offsets[1:]
+            self._verify(block.select(~failed), self._reference)
+        empty = (offsets[:-1] == offsets[1:]) & ~failed
         if empty.any():  # text of which a tokenizer's normalization leaves nothing
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
-            offsets = offsets[np.concatenate([~empty, [True]])]
-        kept, weights = ~empty, None
+        kept, weights = ~(empty | failed), None
+        offsets = offsets[np.concatenate([kept, [True]])]
         if block.weights is not None:
             rest = block.select(kept)
             usable, ids, offsets, weights = self._weighed(rest, ids, offsets, faults)
             kept[kept] = usable
         tokens, framed = self._frame.put_around(ids, offsets)
-        return Coded(tokens, framed, None, kept, weights)
+        controls = ids[self._is_control[ids]] if self._is_control.any() else ids[:0]
+        return Coded(tokens, framed, None, kept, weights, collections.Counter(controls.tolist()))
+
+    def _encode(
+        self, block: TextBlock, faults: Faults
+    ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.bool_]]:
+        """Ids and offsets of all documents, and which ones the tokenizer failed on (no ids)."""
+        failed = np.zeros(len(block), np.bool_)
+        try:
+            return (*self._encoder.encode(block), failed)
+        except BaseException as error:
+            if not is_foreign(error):
+                raise
+        # Libraries do not say which document it was: encode them one by one.
+        parts = []
+        for i in range(len(block)):
+            try:
+                parts.append(self._encoder.encode(block.select(np.arange(len(block)) == i))[0])
+            except BaseException as error:
+                if not is_foreign(error):
+                    raise
+                faults.record("tokenizer failed", block.place(i), first_line(error))
+                failed[i] = True
+                parts.append(np.zeros(0, np.int32))
+        ids = np.concatenate([np.zeros(0, np.int32), *parts])
+        return ids, offsets_of([len(part) for part in parts]), failed
 
     def _weighed(
         self, block: TextBlock, ids: NDArray[Any], offsets: NDArray[np.int64], faults: Faults
@@ -123,8 +154,10 @@ class TextCoder:
         for i, (said, text) in enumerate(zip(block.weights or (), block.strings(), strict=True)):
             try:
                 own = read_weights(said, int(lengths[i]), text, self._encoder.spans)
-            except DataError as error:
-                faults.record("unusable loss weights", block.place(i), str(error))
+            except BaseException as error:
+                if not isinstance(error, DataError) and not is_foreign(error):
+                    raise
+                faults.record("unusable loss weights", block.place(i), first_line(error))
                 usable[i] = False
                 continue
             # Who learns the last token with some weight learns with it that the document ends.
@@ -279,6 +312,11 @@ class ChatCoder:
                 failed = isinstance(error, TemplateError)
                 kind = "chat template failed" if failed else "unusable chat"
                 faults.record(kind, block.place(i), str(error))
+                continue
+            except BaseException as error:
+                if not is_foreign(error):
+                    raise
+                faults.record("tokenizer failed", block.place(i), first_line(error))
                 continue
             if chat.learned.any():
                 chats.append(self._framed(chat))

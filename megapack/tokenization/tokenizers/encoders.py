@@ -17,7 +17,9 @@ import abc
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError, DataError, MegapackError, require
+from megapack.errors import ConfigError, DataError, FormatError, first_line, is_foreign, require
 from megapack.tokenization.corpus.documents import TextBlock, offsets_of
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+from megapack.tokenization.tokenizers.verified import find_guard
 
 Ids = NDArray[np.int32] | NDArray[np.uint32]
 Encoded = tuple[Ids, NDArray[np.int64]]
@@ -57,6 +60,7 @@ class Encoder(abc.ABC):
         self._limits = limits
         # Read by the Rust libraries when their thread pool first starts.
         os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic is reported in one line of ours
         self._load()
 
     @abc.abstractmethod
@@ -201,6 +205,7 @@ class _HuggingFace(Encoder):
     def _load(self) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if self._limits.threads > 1 else "false"
         self._tokenizer = load_tokenizers(self._files)
+        self._tokenizer.encode_special_tokens = self._files.special_as_text
 
     def encode(self, block: TextBlock) -> Encoded:
         rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
@@ -233,11 +238,10 @@ class _Gigatoken(Encoder):
         load = kind.from_json if self._files.kind == "hf" else kind.from_sentencepiece
         try:
             self._tokenizer = load(self._files.definition())
-        except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
-            if isinstance(error, MegapackError):
+        except BaseException as error:
+            if not is_foreign(error):
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"gigatoken cannot run {name}: {reason}") from error
+            raise ConfigError(f"gigatoken cannot run {name}: {first_line(error)}") from error
         # It remembers every word it has seen; half the limit is left to it at least.
         half = self._limits.memory_bytes // 2
         self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
@@ -265,7 +269,12 @@ class _Gigatoken(Encoder):
 def load_tokenizers(files: TokenizerFiles) -> Any:
     """The `tokenizers.Tokenizer` of a tokenizer.json."""
     module = require("tokenizers", f"tokenizer {files.name}")
-    return module.Tokenizer.from_buffer(files.definition())
+    try:
+        return module.Tokenizer.from_buffer(files.definition())
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
+        raise FormatError(f"tokenizers cannot run {files.name}: {first_line(error)}") from error
 
 
 def resident_bytes() -> int:
@@ -282,50 +291,26 @@ def _joined(rows: Sequence[Any]) -> Encoded:
     return np.concatenate([np.zeros(0, np.int32), *rows]).astype(np.int32, copy=False), offsets
 
 
-# ---- Documents on which gigatoken is known to differ from the reference, sent to the reference --
-# Two differences were found (docs/guides/tokenization.md); both are decided by the text alone:
-#
-# - Letters and digits that Unicode 17 added: gigatoken's tables know them, those of `tokenizers`
-#   take them for unassigned characters, and the pre-tokenizer splits around them differently.
-# - Control symbols of a sentencepiece model (``<s>``) written out in a text: sentencepiece reads
-#   them as characters, gigatoken as the symbol.
-
-# (first, last) of every range of letters and numbers new in Unicode 17.0.
-_UNICODE_17 = (
-    (0x088F, 0x088F),
-    (0x0C5C, 0x0C5C),
-    (0x0CDC, 0x0CDC),
-    (0xA7CE, 0xA7CF),
-    (0xA7D2, 0xA7D2),
-    (0xA7D4, 0xA7D4),
-    (0xA7F1, 0xA7F1),
-    (0x10940, 0x10959),
-    (0x10EC5, 0x10EC7),
-    (0x11DB0, 0x11DDB),
-    (0x11DE0, 0x11DE9),
-    (0x16EA0, 0x16EB8),
-    (0x16EBB, 0x16ED3),
-    (0x16FF2, 0x16FF6),
-    (0x187F8, 0x187FF),
-    (0x18D09, 0x18D1E),
-    (0x18D80, 0x18DF2),
-    (0x1E6C0, 0x1E6FF),
-    (0x2B73A, 0x2B73F),
-    (0x2CEA2, 0x2CEAD),
-    (0x323B0, 0x33479),
-)
-_RANGES = np.array(_UNICODE_17, np.int64).reshape(-1)
+# ---- gigatoken where it is verified, the reference for all other documents ----------------------
 
 
 class GuardedEncoder(Encoder):
-    """gigatoken, and the reference for the documents on which gigatoken is known to differ."""
+    """gigatoken, and the reference for documents on which the two may differ (verified.py).
+
+    Raises:
+        ConfigError: gigatoken is not verified for this kind of tokenizer, or cannot run it.
+    """
 
     def _load(self) -> None:
         files = self._files
         self.backend = guarded_name(files)
+        guard = find_guard(files.kind, files.definition())
+        if isinstance(guard, str):
+            raise ConfigError(f"gigatoken is not verified for {files.name}: {guard}")
+        as_text = files.controls if files.special_as_text else ()
+        self._contents = (*guard.contents, *(text.encode("utf-8") for text in as_text))
+        self._characters = guard.characters
         self._fast = open_encoder(files, "gigatoken", self._limits)
-        control = files.special if files.kind == "sentencepiece" else {}
-        self._control = [text.encode("utf-8") for text in control]
 
     @functools.cached_property
     def _reference(self) -> Encoder:
@@ -336,7 +321,10 @@ class GuardedEncoder(Encoder):
         return self._reference.decode(ids)
 
     def encode(self, block: TextBlock) -> Encoded:
-        guarded = self._guarded(block)
+        guarded = documents_with(block, self._contents)
+        if len(self._characters):
+            found = _core.has_characters(block.text, block.offsets, self._characters)
+            guarded |= found.astype(np.bool_)
         if not guarded.any():
             return self._fast.encode(block)
         return _woven(
@@ -345,20 +333,30 @@ class GuardedEncoder(Encoder):
             self._reference.encode(block.select(guarded)),
         )
 
-    def _guarded(self, block: TextBlock) -> NDArray[np.bool_]:
-        """The documents that must go to the reference."""
-        if self._files.kind == "hf":
-            return _core.has_characters(block.text, block.offsets, _RANGES).astype(np.bool_)
-        result = np.zeros(len(block), np.bool_)
-        data = block.text.tobytes()
-        for symbol in self._control:
-            at = data.find(symbol)
-            while at >= 0:
-                document = int(np.searchsorted(block.offsets, at, "right")) - 1
-                # Also where it only seems to be one, across the border of two documents.
-                result[document] = True
-                at = data.find(symbol, int(block.offsets[document + 1]))
+
+_MANY = 16
+
+
+def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bool_]:
+    """Return which documents contain one of ``contents`` (also those in which one seems to begin,
+    across the border to the next document).
+    """
+    result = np.zeros(len(block), np.bool_)
+    if not contents:
         return result
+    data = block.text.tobytes()
+    if len(contents) <= _MANY:
+        searches: list[Callable[[int], int]] = [partial(data.find, content) for content in contents]
+    else:  # one pass over the text; it is slower than a few of the searches above
+        pattern = re.compile(b"|".join(map(re.escape, contents)))
+        searches = [lambda begin: match.start() if (match := pattern.search(data, begin)) else -1]
+    for search in searches:
+        at = search(0)
+        while at >= 0:
+            document = int(np.searchsorted(block.offsets, at, "right")) - 1
+            result[document] = True
+            at = search(int(block.offsets[document + 1]))
+    return result
 
 
 def _woven(

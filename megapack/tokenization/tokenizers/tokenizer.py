@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,9 @@ from megapack.errors import ConfigError, DataError, FormatError, require
 
 # Raised whenever megapack itself makes other ids of the same text, files and libraries.
 _IDS_VERSION = 2
+
+# Libraries reserve memory up to the largest id; the largest published vocabulary has 262,144 ids.
+_MAX_IDS = 1 << 22
 
 Kind = Literal["bytes", "sentencepiece", "hf"]
 Role = Literal["bos", "eod"]
@@ -100,8 +105,13 @@ class TokenizerFiles:
     paths: tuple[Path, ...] = ()  # tokenizer.json, a .model, or vocab.json and merges.txt
     vocab_size: int
     digest: str
-    special: Mapping[str, int] = field(default_factory=dict)  # text -> id of special tokens
+    special: Mapping[str, int] = field(default_factory=dict)  # text -> id of added tokens
+    # Of ``special``, those that a text does not contain by intent: text -> id, without unk.
+    controls: Mapping[str, int] = field(default_factory=dict)
+    special_as_text: bool = False  # encode ``controls`` found in a text as text
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    # Texts of the tokens that the tokenizer itself puts before and behind a text.
+    framing: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     file_digests: Mapping[str, str] = field(default_factory=dict)  # file name -> xxh3-128
     # Settings of a tokenizer.json that would cut, pad or change a corpus by chance; switched off.
     switched_off: tuple[str, ...] = ()
@@ -138,19 +148,22 @@ class TokenizerFiles:
                 special=special,
             )
         paths = _tokenizer_files(name)
+        _refuse_tiktoken(paths[0])
         digests: dict[str, str] = {}
         data = [_read(path, digests) for path in paths]
         switched_off: tuple[str, ...] = ()
+        tree: dict[str, Any] = {}
         config = _read_config(paths[0].parent, digests)
         kind: Kind = "sentencepiece" if paths[0].suffix == ".model" else "hf"
         if len(paths) == 2:
             added = _read_json(paths[0].parent / "added_tokens.json", digests)
             config = {**_GPT2_CONFIG, **config, "added_tokens": added}
-            vocab_size, special = _read_hf(paths[0], _gpt2_definition(paths, data, config))
+            vocab_size, special, tree = _read_hf(paths[0], _gpt2_definition(paths, data, config))
+        elif kind == "sentencepiece":
+            vocab_size, special = _read_sentencepiece(paths[0], data[0])
         else:
-            read = _read_sentencepiece if kind == "sentencepiece" else _read_hf
-            vocab_size, special = read(paths[0], data[0])
-            switched_off = _take_harmful(json.loads(data[0])) if kind == "hf" else ()
+            vocab_size, special, tree = _read_hf(paths[0], data[0])
+            switched_off = _take_harmful(tree)
         return TokenizerFiles(
             kind=kind,
             name=name,
@@ -158,6 +171,8 @@ class TokenizerFiles:
             vocab_size=vocab_size,
             digest=xxhash.xxh3_128_hexdigest(b"".join(data)),
             special=special,
+            controls=_controls(tree),
+            framing=_framing(tree.get("post_processor"), config),
             config=config,
             file_digests=digests,
             switched_off=switched_off,
@@ -242,9 +257,26 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
             f"there is no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
             "directory that holds one, or the word bytes (nothing is downloaded)"
         )
-    if path.suffix not in (".json", ".model"):
+    if path.suffix not in (".json", ".model", ".tiktoken"):
         raise ConfigError(f"{name}: a tokenizer is a .model or a tokenizer.json")
     return (path,)
+
+
+def _refuse_tiktoken(path: Path) -> None:
+    """ConfigError if a file has lines of a base64 text and a rank (Llama 3's tokenizer.model)."""
+    with path.open("rb") as file:
+        is_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(1 << 10)) is not None
+    if path.suffix == ".tiktoken" or is_ranks:
+        program = (
+            "import sys, transformers.convert_slow_tokenizer as c; "
+            "c.TikTokenConverter(sys.argv[1]).converted().save('tokenizer.json')"
+        )
+        raise ConfigError(
+            f"{path} is a vocabulary in tiktoken's format, which does not say how text is split. "
+            "Use the tokenizer.json that its publisher provides, or convert it with Llama 3's "
+            f'split: pip install transformers tiktoken && python -c "{program}" '
+            f"{shlex.quote(str(path))}"
+        )
 
 
 def _read(path: Path, digests: dict[str, str]) -> bytes:
@@ -260,7 +292,7 @@ def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(_read(path, digests)))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(f"{path} is not valid JSON of a mapping ({error})") from error
 
 
@@ -279,19 +311,65 @@ def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
     return config
 
 
-def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
+def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int], dict[str, Any]]:
+    """The vocabulary size, the added tokens and the content of a tokenizer.json."""
     try:
         tree = json.loads(data)
         vocab = tree["model"]["vocab"]
         added = {str(token["content"]): int(token["id"]) for token in tree.get("added_tokens", [])}
         ids: Iterable[int] = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        largest = max([*ids, *added.values()])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        smallest, largest = min([*ids, *added.values()]), max([*ids, *added.values()])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"{path} is not the tokenizer.json of a tokenizer with a vocabulary "
             f"({type(error).__name__}: {error})"
         ) from error
-    return largest + 1, added
+    if not 0 <= smallest <= largest < _MAX_IDS:
+        wrong = smallest if smallest < 0 else largest
+        raise FormatError(
+            f"{path} has the token id {wrong}; ids lie in [0, {_MAX_IDS:,}). Correct the file, or "
+            "fetch it again"
+        )
+    return largest + 1, added, tree
+
+
+def _controls(tree: Mapping[str, Any]) -> dict[str, int]:
+    """The special tokens of a tokenizer.json; unk, which any text may become, is not one."""
+    model = tree.get("model", {})
+    unk, vocab = model.get("unk_token"), model.get("vocab")
+    if isinstance(vocab, list) and isinstance(model.get("unk_id"), int):
+        unk = vocab[model["unk_id"]][0]
+    added = (token for token in tree.get("added_tokens") or () if token.get("special"))
+    return {token["content"]: token["id"] for token in added if token["content"] != unk}
+
+
+def _framing(node: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Tokens that the tokenizer itself puts before and behind a text.
+
+    Args:
+        node: the ``post_processor`` of a tokenizer.json.
+        config: its tokenizer_config.json, which overrules the post-processor as in transformers.
+    """
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    parts = [node] if isinstance(node, dict) else []
+    while parts:
+        part = parts.pop(0)
+        parts += part.get("processors") or []
+        if "cls" in part and "sep" in part:  # BertProcessing, RobertaProcessing
+            before, behind = (str(part["cls"][0]),), (str(part["sep"][0]),)
+        elif part.get("type") == "TemplateProcessing":
+            names = [piece.get("SpecialToken", {}).get("id") for piece in part["single"]]
+            at = names.index(None) if None in names else len(names)
+            before = tuple(names[:at])
+            behind = tuple(name for name in names[at:] if name is not None)
+    for name, adds in (("bos_token", "add_bos_token"), ("eos_token", "add_eos_token")):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(config.get(adds), bool) and isinstance(text, str):
+            tokens = (text,) if config[adds] else ()
+            before, behind = (tokens, behind) if name == "bos_token" else (before, tokens)
+    return before, behind
 
 
 def _take_harmful(tree: dict[str, Any]) -> tuple[str, ...]:

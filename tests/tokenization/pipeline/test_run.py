@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
+import os
 import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from peers import peer
 from programs import PEAK_BYTES, PYTHON, ended
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from megapack import IndexedDataset
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import ahead
+from megapack.tokenization.tokenizers import probe
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 from ..helpers import Build, Silence, files_of, write_jsonl
 
@@ -98,6 +104,109 @@ def test_loss_weights_go_with_their_documents(tmp_path: Path, run_build: Build) 
         run_build(rows, **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
         run_build(rows, **options, messages_key="m")
+    # A table without the column says nothing of its documents: they weigh 1.
+    pq.write_table(pa.table({"text": ["ab", "c"]}), tmp_path / "x.parquet")
+    result = run_build(tmp_path / "x.parquet", output_prefix="table", **options)
+    weights = open_weights(IndexedDataset(result.prefixes[""]), result.prefixes[".weights"])
+    assert weights is not None and weights.tokens.view(np.float16).tolist() == [1] * 5
+
+
+HELLO = "hello <|eot_id|> world"
+
+
+def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
+    run_build: Build, bpe_json: Path
+) -> None:
+    rows = [{"text": HELLO}, {"text": "plain"}, {"text": HELLO * 2}]
+    found = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
+    assert found.totals.special_tokens_found == {"<|eot_id|>": 3}
+    again = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
+    assert again.state == "found"
+    assert again.totals.special_tokens_found == {"<|eot_id|>": 3}
+    with pytest.raises(ConfigError, match="special_tokens was 'ids', is 'text'"):
+        run_build(rows, tokenizer=bpe_json, shard_bytes=30, special_tokens="text")
+    text = run_build(rows, tokenizer=bpe_json, output_prefix="text", special_tokens="text")
+    assert text.totals.special_tokens_found == {}
+    assert text.totals.num_tokens > found.totals.num_tokens
+    for more in ({"messages_key": "m"}, {"backend": "gigatoken"}):
+        with pytest.raises(ConfigError, match="--special-tokens text is for plain text"):
+            run_build(rows, tokenizer=bpe_json, special_tokens="text", **more)
+
+
+def test_tokens_that_the_tokenizer_itself_would_add_are_reported(
+    tmp_path: Path, run_build: Build, bpe_json: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(bpe_json))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|eot_id|> $A <|end_header_id|>",
+        special_tokens=[(t, tokenizer.token_to_id(t)) for t in ("<|eot_id|>", "<|end_header_id|>")],
+    )
+    path, progress = tmp_path / "framing.json", Silence()
+    tokenizer.save(str(path))
+    run_build([{"text": "a"}], tokenizer=path, progress=progress)
+    begins, ends = progress.notes
+    assert "begins every text with <|eot_id|>; this build adds none: --prepend-bos" in begins
+    assert "ends every text with <|end_header_id|>" in ends and "--append-eod" in ends
+    progress = Silence()
+    options = {"prepend_bos": True, "bos_token": "<|eot_id|>", "append_eod": True}
+    options |= {"eod_token": "<|end_header_id|>", "output_prefix": "both"}
+    run_build([{"text": "a"}], tokenizer=path, progress=progress, **options)
+    assert not progress.notes
+
+
+def test_a_document_on_which_a_library_fails_is_named_or_skipped(
+    tmp_path: Path, run_build: Build, bpe_json: Path
+) -> None:
+    """A panic of a Rust library is a BaseException, which no ordinary handler catches."""
+    tree = json.loads(bpe_json.read_bytes())
+    tree["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
+    path = tmp_path / "backtracking.json"
+    path.write_text(json.dumps(tree))
+    rows = [{"text": "fine"}, {"text": "x" * 40}, {"text": "fine, too"}]
+    with pytest.raises(DataError, match=r"x\.jsonl:2: tokenizer failed .*retry-limit"):
+        run_build(rows, tokenizer=path)
+    result = run_build(rows, tokenizer=path, on_error="skip")
+    assert result.totals.skipped == {"tokenizer failed": 1}
+    assert result.totals.num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["model"]["vocab"].update(zz=2**31 + 5), "token id 2147483653; ids lie"),
+        (lambda tree: tree["model"]["merges"].append(["no", "where"]), "cannot be used: .*no"),
+        (
+            lambda tree: tree["pre_tokenizer"].update(pretokenizers=[{"type": "x"}]),
+            "cannot be used",
+        ),
+    ],
+)
+def test_a_tokenizer_that_a_library_refuses_ends_in_one_line(
+    tmp_path: Path, run_build: Build, bpe_json: Path, change: Any, message: str
+) -> None:
+    tree = json.loads(bpe_json.read_bytes())
+    change(tree)
+    path = tmp_path / "hostile.json"
+    path.write_text(json.dumps(tree))
+    with pytest.raises(FormatError, match=message) as raised:
+        run_build([{"text": "a"}], tokenizer=path)
+    assert "\n" not in str(raised.value)
+    path.write_text("[" * 200_000)
+    with pytest.raises(FormatError, match="RecursionError"):
+        run_build([{"text": "a"}], tokenizer=path)
+
+
+def test_a_tokenizer_that_ends_its_process_or_never_returns_is_refused(
+    bpe_json: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenizerFiles.open(str(bpe_json))
+    monkeypatch.setattr(probe, "open_reference", lambda _: os.abort())
+    with pytest.raises(FormatError, match="ended the process that tried it"):
+        probe.require_runnable(files)
+    monkeypatch.setattr(probe, "_TRIAL_SECONDS", 1)
+    monkeypatch.setattr(probe, "open_reference", lambda _: sum(itertools.repeat(0)))
+    with pytest.raises(FormatError, match="more than 1 s"):
+        probe.require_runnable(files)
 
 
 def test_empty_corpus_is_an_error(tmp_path: Path, run_build: Build) -> None:
@@ -120,6 +229,25 @@ def test_finished_build_is_found(tmp_path: Path, corpus: Path, run_build: Build)
     assert files_of(tmp_path / "out") == before
     assert run_build(corpus, append_eod=True, overwrite=True).state == "built"
     assert files_of(tmp_path / "out") != before
+
+
+def test_a_finished_build_is_found_by_the_contents_of_its_inputs(
+    tmp_path: Path, corpus: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied, touched, or named by another path: the bytes decide."""
+    run_build(corpus)
+    os.utime(corpus, ns=(1, 1))
+    assert run_build(corpus).state == "found"
+    monkeypatch.chdir(tmp_path)
+    assert run_build(corpus.name).state == "found"
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(corpus.read_bytes())
+    assert run_build(copy).state == "found"
+    changed = bytearray(corpus.read_bytes())
+    changed[-5] ^= 1
+    copy.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"copy\.jsonl is new"):
+        run_build(copy)
 
 
 def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build) -> None:

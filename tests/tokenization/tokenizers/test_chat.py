@@ -464,6 +464,24 @@ BOMBS = {
     "{{ n.x | tojson }}": "more work than",
     "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
     "{{ n.x }}": "more work than",
+    **{
+        f"{{% set n = namespace(a=[1], b=[1]) %}}{{% for _ in range(40) %}}"
+        f"{{% set n.a = {nested} %}}{{% set n.b = {nested.replace('n.a', 'n.b')} %}}"
+        f"{{% endfor %}}{{{{ {use} }}}}": "more work than"
+        for nested, use in (
+            ("[n.a, n.a]", "n.a == n.b"),
+            ("[n.a, n.a]", "n.a in [n.b]"),
+            ("[n.a, n.a]", "n.a is eq n.b"),
+            ("[n.a, n.a]", "[n.b].index(n.a)"),
+            ("[n.a, n.a]", "[n.a] | select('eq', n.b) | list"),
+            ("[n.a, n.a]", "[n.a, n.b] | sort"),
+            ("(n.a, n.a)", "{n.a: 1}"),
+            ("(n.a, n.a)", "{}[n.a]"),
+            ("(n.a, n.a)", "{}.get(n.a)"),
+            ("(n.a, n.a)", "dict.fromkeys([n.a])"),
+            ("n.a + n.a", "n.a | length"),
+        )
+    },
     "{{ messages | random }}": "random and lipsum would make another corpus",
     "{{ lipsum() }}": "random and lipsum would make another corpus",
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",

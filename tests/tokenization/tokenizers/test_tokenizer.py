@@ -31,6 +31,14 @@ from megapack.tokenization.tokenizers.train import TrainResult, train_tokenizer
 from ..helpers import Build, Silence, encoded, write_jsonl
 
 
+@pytest.mark.parametrize("name", ["cl100k_base.tiktoken", "tokenizer.model"])
+def test_a_vocabulary_in_the_format_of_tiktoken_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("IQ== 0\nIg== 1\n")
+    for source in [tmp_path / name, *([tmp_path] if name.endswith(".model") else [])]:
+        with pytest.raises(ConfigError, match=r"tiktoken's format.*TikTokenConverter"):
+            TokenizerFiles.open(str(source))
+
+
 def test_a_tokenizer_says_its_own_specials(sp_model: Path) -> None:
     files = TokenizerFiles.open("bytes")
     specials = [files.special_token(name).id for name in ("eod", "bos")]
