@@ -409,10 +409,10 @@ eviction_order: what was read long ago goes before what was read last
 - (False, -at) if
 + (False, at) if
 
-megapack/storage/remote/cache.py: tests/remote/test_remote_cache.py -k goes_first
-eviction_of_others: what somebody keeps in the directory of the cache is removed
-- glob("*") if is_own_folder(path)]
-+ glob("*") if path.is_dir()]
+megapack/storage/locks.py: tests/cli/test_foreign_files.py -k build_folder
+folders_of_others: a folder of somebody else is used, and later removed, as a build folder
+- while not is_own_folder(path):
++ while not path.is_dir():
 
 megapack/storage/remote/copies.py: tests/remote/test_remote_faults.py -k meta_file
 meta_of_an_upload: the meta file of the dataset before stays beside the new one
