@@ -250,7 +250,8 @@ class Trainer:
         def batches_of(step: int) -> Iterable[Batch]:
             sampler = copy(self.batches.loader.sampler)
             sampler.start_step, sampler.num_steps = step, 1
-            return replace(self.batches.loader, sampler=sampler)
+            of_step: Iterable[Batch] = replace(self.batches.loader, sampler=sampler)
+            return of_step
 
         batch = min(batches_of(step), key=lambda batch: int(batch["capacity"]))
         longest = max(batches_of(self.done), key=lambda batch: int(batch["capacity"]))

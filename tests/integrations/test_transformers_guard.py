@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,77 @@ def test_a_probed_model_trains_as_one_that_was_not(
     assert len(said) == 1
     for name, value in trained[0].items():
         assert torch.equal(value, trained[1][name]), name
+
+
+@pytest.mark.parametrize("alpha", [4.0])
+def test_neftune_scales_noise_by_the_length_of_each_document(
+    batches: MicroBatches, tmp_path: Path, alpha: float
+) -> None:
+    model = small_llama()
+    embeddings, seen = model.get_input_embeddings(), []
+    trainer = packed_trainer(batches, tmp_path, model, neftune_noise_alpha=alpha)
+    trainer.probe = False
+
+    def keep(module: Any, args: Any, arguments: dict[str, Any], outputs: Any) -> None:
+        del module, args, outputs
+        seen.append((arguments["cu_seq_lens_q"].tolist(), noise[-1]))
+
+    noise: list[torch.Tensor] = []
+
+    def measure(layer: Any, args: Any, arguments: dict[str, Any]) -> None:
+        del layer, arguments
+        tokens = told[-1]
+        noise.append((args[0] - torch.nn.functional.embedding(tokens, embeddings.weight))[0])
+
+    told: list[torch.Tensor] = []
+    model.register_forward_pre_hook(
+        lambda module, args, arguments: told.append(arguments["input_ids"]), with_kwargs=True
+    )
+    model.model.layers[0].register_forward_pre_hook(measure, with_kwargs=True)
+    model.register_forward_hook(keep, with_kwargs=True)
+    trainer.train()
+    assert seen
+    for ends, of_tokens in seen:
+        for begin, end in itertools.pairwise(ends):
+            most = alpha / ((end - begin) * 64) ** 0.5
+            found = of_tokens[begin:end].abs().max()
+            assert 0.9 * most < found <= most * 1.0001
+    assert not hasattr(embeddings, "neftune_noise_alpha")  # all is as before
+    assert not embeddings._forward_hooks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"train_sampling_strategy": "group_by_length"}, {"auto_find_batch_size": True}],
+    ids=str,
+)
+def test_options_that_micro_batches_would_ignore_are_refused(
+    batches: MicroBatches, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .* leave it out"):
+        packed_trainer(batches, tmp_path, **options).train()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_models_whose_rope_depends_on_the_row_are_not_trained(
+    batches: MicroBatches, tmp_path: Path, name: str
+) -> None:
+    """A bucket of 64 tokens reaches beyond 32, and does not beyond 64."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    for switch in (32, 64):
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+        rope["original_max_position_embeddings"] = switch
+        fields = {**SMALL, "max_position_embeddings": 256, "rope_parameters": rope}
+        fields |= {"original_max_position_embeddings": switch} if name == "phi3" else {}
+        none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        config = AutoConfig.for_model(name, **{**fields, **none})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="megapack")
+        trainer = packed_trainer(batches, tmp_path, model)
+        if switch == 64:
+            assert trainer.train().global_step == 1
+            continue
+        with pytest.raises(ConfigError, match=r"original_max_position_embeddings \(32\)"):
+            trainer.train()
 
 
 def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) -> None:

@@ -317,6 +317,7 @@ def _refuse(trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any]
         "gradient_accumulation_steps": (steps, 1),  # the plan says how many micro batches
         "tensor, context and sequence parallel sizes": (sizes, (1, 1, 1)),
         "the load-balancing loss of experts": (getattr(trainer, "aux_loss_enabled", False), False),
+        "neftune_noise_alpha": (trainer.args.neftune_noise_alpha, None),  # scales by the row
         **options,
     }
     for name, (found, needed) in every.items():

@@ -196,6 +196,7 @@ class PackedTrainerMixin:
     eval_dataset: Any
     _checked: tuple[PackedDataset, ...] = ()
     _to_probe: MicroBatches | None = None
+    _lengths: Tensor | None = None  # of the document of every token
 
     def check_model(self, dataset: PackedDataset, longest: int | None = None) -> None:
         """Called before the first batch of a dataset; see ``check_model``."""
@@ -222,7 +223,9 @@ class PackedTrainerMixin:
                 "ignore_data_skip would train the run's first steps again when it is resumed; to "
                 "skip them gathers nothing here: leave it out"
             )
+        _refuse_options(self.args)
         batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
+        self._scale_noise(batches)
         if self.args.gradient_accumulation_steps != batches.num_micro_steps:
             raise ConfigError(
                 f"gradient_accumulation_steps is {self.args.gradient_accumulation_steps}; "
@@ -253,6 +256,33 @@ class PackedTrainerMixin:
         finally:
             model.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
+
+    def _scale_noise(self, batches: MicroBatches) -> None:
+        """Scale the noise of NEFTune by the length of each document; Trainer takes the row's.
+
+        ``alpha / sqrt(length * width)`` times a uniform number of -1 to 1 (Jain et al., *NEFTune*,
+        2023). Trainer removes the hook by the handle that is replaced here.
+        """
+        if self.neftune_noise_alpha is None:  # type: ignore[attr-defined]
+            return
+        if batches.dataset.samples.windows:
+            raise ConfigError(
+                "neftune_noise_alpha is set, and the run has attention windows, which do not show "
+                "how long a document is: leave one of them out"
+            )
+        self.neftune_hook_handle.remove()  # type: ignore[has-type]
+
+        def add_noise(module: Any, given: Any, embedded: Tensor) -> Tensor:
+            del given
+            if not module.training or self._lengths is None:
+                return embedded
+            scale = module.neftune_noise_alpha / (self._lengths * embedded.shape[-1]).sqrt()
+            noise = torch.empty_like(embedded).uniform_(-1, 1)
+            noisy: Tensor = embedded + noise * scale.view(1, -1, 1).to(embedded.dtype)
+            return noisy
+
+        embeddings = bare_model(self.model).get_input_embeddings()
+        self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``model_inputs`` on the device of the run."""
@@ -347,6 +377,9 @@ class PackedTrainerMixin:
             step = batches.schedule.shortest_step(0, max(1, soon))
             short = batches.batch(step * batches.num_micro_steps)
             self._try(model, short, batches.batch(0))
+        if "cu_seq_lens_q" in inputs:
+            lengths = inputs["cu_seq_lens_q"].diff().long()
+            self._lengths = lengths.repeat_interleave(lengths)
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = self._labels_alone(inputs)  # prediction_step weights the mean
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
@@ -463,6 +496,19 @@ class PackedTrainerMixin:
         return own_loader(batches, self.args, kind, batch_size=1)
 
 
+def _refuse_options(args: Any) -> None:
+    """Raise ConfigError for options of Trainer that the micro batches would ignore."""
+    ignored = {
+        "train_sampling_strategy": (("random", "sequential"), "the schedule orders the samples"),
+        "auto_find_batch_size": ((False,), "micro_batch_tokens is the size of a forward"),
+        "group_by_length": ((False,), "the schedule orders the samples"),
+    }
+    for name, (taken, reason) in ignored.items():
+        value = getattr(args, name, taken[0])
+        if value not in taken:
+            raise ConfigError(f"{name} is {value!r}, and {reason}: leave it out")
+
+
 def own_loader(
     dataset: Any, args: Any, kind: type[DataLoader[Any]] = DataLoader, **batches: Any
 ) -> DataLoader[Any]:
@@ -502,9 +548,12 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
 
     if args.packing:
         raise ConfigError("SFTConfig(packing=True) would pack packed rows again; set it to False")
-    if args.completion_only_loss:
+    masks = (
+        name for name in ("completion_only_loss", "assistant_only_loss") if getattr(args, name)
+    )
+    if name := next(masks, None):
         raise ConfigError(
-            "SFTConfig(completion_only_loss=True) masks nothing of packed rows: <prefix>.labels "
+            f"SFTConfig({name}=True) masks nothing of packed rows: <prefix>.labels "
             "says which tokens count (megapack-build tokenize --messages-key); leave it out"
         )
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}

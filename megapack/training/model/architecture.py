@@ -43,8 +43,10 @@ _SIZES = re.compile(
 _LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")  # a row per position
 _SHOWN = 3  # tensors in an error
 # Keys of a config.json about the file and where it came from.
-_ABOUT_THE_FILE = ("architectures", "auto_map", "_name_or_path", "transformers_version")
-_ABOUT_THE_FILE += ("dtype", "torch_dtype", "_attn_implementation_autoset")
+_ABOUT_THE_FILE = (
+    *("architectures", "auto_map", "_name_or_path", "transformers_version"),
+    *("dtype", "torch_dtype", "_attn_implementation_autoset"),
+)
 
 
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
