@@ -417,3 +417,27 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
             f"{num_steps} steps would repeat source {worst.name} {worst.epochs:.2f} times; "
             f"max_epochs is {limit:g}. {remedy}, run fewer steps, add data, or raise max_epochs"
         )
+
+
+def check_labels(schedule: Schedule, num_steps: int) -> None:
+    """Refuse a run without any label. It counts until the first step that has one.
+
+    Raises:
+        ConfigError: every step has loss 0.
+    """
+    if num_steps and not any(schedule.step(i).num_label_tokens for i in range(num_steps)):
+        raise ConfigError(
+            f"no token of the run's {num_steps} steps has a label, so there is nothing to learn: "
+            "documents have one token each, or <prefix>.labels masks all of them. Give labels "
+            "(megapack-build tokenize --messages-key), or documents of two tokens or more"
+        )
+
+
+def steps_without_labels(schedule: Schedule, num_steps: int) -> str | None:
+    """Say how many of the first steps (at most 1,024) have no label; None: all have."""
+    counted = min(num_steps, 1024)
+    empty = sum(not schedule.step(i).num_label_tokens for i in range(counted))
+    if not empty:
+        return None
+    among = "" if counted == num_steps else f" among the first {counted:,}"
+    return f"steps without a label{among}: {empty:,} of {counted:,} (loss 0, nothing is learned)"

@@ -18,7 +18,7 @@ import yaml
 
 from megapack.config import to_dict
 from megapack.data.program import Window
-from megapack.data.report import describe_fim, often_repeated, plan_run
+from megapack.data.report import describe_fim, often_repeated, plan_run, steps_without_labels
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.steps import ranks_per_micro_batch
@@ -27,7 +27,7 @@ from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.directory import RunDirectory
-from megapack.training.engine.inputs import check_run, steps_from_lengths
+from megapack.training.engine.inputs import Inputs, check_run, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
@@ -84,6 +84,8 @@ def dry_run(
     # Sources, and how often each is repeated.
     plan = plan_run(schedule, steps.num_steps)
     sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
+    knows_labels = isinstance(steps, Inputs)
+    unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
     sections = [
         f"model: {model.description}; vocabulary {architecture.vocab_size:,}\n"
         f"attention on this machine: {attention.name}, {attention.reason}",
@@ -98,6 +100,7 @@ def dry_run(
         )
         + _balance(config, steps, ranks, flops),
         *sources,
+        *([unlabeled] if unlabeled else []),
         *_packed(schedule),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
         _memory(config, model, steps, ranks),

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from megapack import attention
 from megapack.data import PackedDataset, Schedule
+from megapack.data.report import steps_without_labels
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.hosts import transformers as adapter
 from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainer, check_model
@@ -247,6 +248,29 @@ def test_neftune_scales_noise_by_the_length_of_each_document(
             assert 0.9 * most < found <= most * 1.0001
     assert not hasattr(embeddings, "neftune_noise_alpha")  # all is as before
     assert not embeddings._forward_hooks
+
+
+@pytest.mark.parametrize("labeled", [0, 1])
+def test_a_corpus_without_a_label_is_refused_and_steps_without_one_train(
+    tmp_path: Path, labeled: int
+) -> None:
+    """Documents of one token each have none; the probe is tried on a micro batch without any."""
+    dataset = make_dataset(tmp_path, [1] * 512 + [64, 64] * labeled)
+    data = PackedDataset(dataset, pack(dataset.document_lengths, "concat", buckets=[64]))
+    schedule = Schedule(data, tokens_per_step=128)
+    steps = schedule.num_steps()
+    unlabeled = sum(not schedule.step(i).num_label_tokens for i in range(steps))
+    assert 0 < unlabeled <= steps - labeled
+    said = steps_without_labels(schedule, steps)
+    assert said is not None and f"{unlabeled} of {steps}" in said
+    batches = MicroBatches(data, schedule, micro_batch_tokens=64)
+    trainer = packed_trainer(batches, tmp_path)
+    trainer.args.max_steps = steps
+    if labeled:
+        assert trainer.train().global_step == steps
+        return
+    with pytest.raises(ConfigError, match=r"no token of the run's .* has a label"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
 from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
+from megapack.data.report import check_labels
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.rows.micro_batches import MicroBatches, model_inputs
@@ -225,6 +226,7 @@ class PackedTrainerMixin:
             )
         _refuse_options(self.args)
         batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
+        check_labels(batches.schedule, self.args.max_steps)
         self._scale_noise(batches)
         if self.args.gradient_accumulation_steps != batches.num_micro_steps:
             raise ConfigError(

@@ -21,7 +21,7 @@ from megapack.data.blend import Mixture
 from megapack.data.dataset import open_blend
 from megapack.data.documents import ShardedDocuments, SourceDocuments
 from megapack.data.fim import open_fim
-from megapack.data.report import check_epochs, plan_run
+from megapack.data.report import check_epochs, check_labels, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
@@ -263,6 +263,8 @@ def open_rows(
     rows = RowDataset(packed, options, order=manifest.order, num_rows=num_rows, finite=finite)
     num_blocks = -(-len(rows) // options.rows_per_block)
     check_epochs(rows.schedule, num_blocks)
+    if trains:
+        check_labels(rows.schedule, num_blocks)
     if is_first_rank():
         plan = plan_run(rows.schedule, num_blocks)
         # Without a line break of its own: nanotron's handler cuts messages there, unformatted.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
 from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
+from megapack.data.report import check_labels
 from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
@@ -195,6 +196,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         what = "the training data"
         _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
         if isinstance(run, Inputs):
+            check_labels(run.schedule, run.num_steps)
             valid = _valid_positions(positions)
             for data in run.held_out:
                 _check_positions(data.samples.indices, architecture, valid, str(data))
