@@ -276,6 +276,30 @@ limit_of_rest: who is short is given the share of those who are not
 - rest, weight_of_rest = rest - own, weight_of_rest - weights[d]
 + rest, weight_of_rest = rest - own, weight_of_rest
 
+megapack/data/program.py: tests/data/test_stages.py
+rates_of_stage: a stage takes rates of fim that it does not name from the mixture
+- mixture, last.fim_rates, str(stage)
++ mixture, mixture.fim_rates, str(stage)
+
+megapack/data/fim.py: tests/data/test_fim.py
+tables_by_size: tables of the same size are taken for the same
+- xxhash.xxh3_128_hexdigest(tables)
++ len(tables)
+labels_of_shards: chosen labels of a sharded source are turned round
+- if chosen is not None or (isinstance(dataset, ShardedDocuments) and dataset.has_labels):
++ if chosen is not None:
+largest_of_sentinels: ids of parts are not checked
+- return max(*self.sentinels, int(np.max(parts, initial=0)))
++ return max(self.sentinels)
+fewer_parts: a side of a cut has two tokens at most
+- for number in range(1, MOST_PARTS))
++ for number in range(1, MOST_PARTS - 1))
+
+megapack/storage/tokens.py: tests/storage/test_builder.py
+minus_zero: a weight of -0.0 keeps its sign
+- return np.abs(halves).view(np.uint16)
++ return halves.view(np.uint16)
+
 # Groups.
 
 megapack/packing/groups.py: tests/packing/test_packing_documents.py
@@ -283,8 +307,8 @@ group_border: a group that is cut leaves out the document that would just fill t
 - np.searchsorted(ends[low:high], room, side="right")
 + np.searchsorted(ends[low:high], room, side="left")
 group_joined: groups that stand behind each other in a sample are one
-- np.diff(owner, prepend=-1) == 0
-+ np.diff(owner, prepend=-1) <= 1
+- (np.diff(group, prepend=-1) == 0) & (group >= 0)
++ (np.diff(group, prepend=-1) < 100) & (group >= 0)
 
 megapack/packing/pack.py: tests/packing/test_packing_alignment.py
 fim_room_cut: a document has no room that nevertheless is transformed
@@ -510,8 +534,8 @@ fewest_micro_batches: a plan has a micro batch more than its tokens need
 - for (std::int64_t m = rounded(least_micro_batches(items, rules));;
 + for (std::int64_t m = rounded(least_micro_batches(items, rules) + 1);;
 cost_caps_rounded: a rank's documents cost more than it may have
-- std::ceil(std::ldexp(of(i, k), exponent_[k]))
-+ 0.9 * std::floor(std::ldexp(of(i, k), exponent_[k]))
+- std::ceil(std::ldexp(cost, exponent_[k] - shift_[k]))
++ 0.9 * std::floor(std::ldexp(cost, exponent_[k] - shift_[k]))
 
 csrc/core/planning/balance.cpp: planner
 exchange_gain: an exchange counts as gain although the other rank becomes the busiest
@@ -536,6 +560,20 @@ window: documents are planned before as many wait as were asked for
 kept_documents: of documents that wait, some are given twice
 - left = np.delete(np.arange(len(self._ids)), documents).tolist()
 + left = np.delete(np.arange(len(self._ids)), documents[1:]).tolist()
+implied_costs: caps hold attention alone where no costs are given
+- products = whole * (round(self._options["linear_length"]) + whole)
++ products = whole * whole
+add_as_it_was: a refused document changes the planner
+- self.__dict__.update(before)
++ pass
+
+megapack/planning/simulation.py: tests/planning/test_simulation.py
+true_lengths: padding is useful work
+- true = plan.lengths if documents is None else documents
++ true = plan.lengths
+empty_in_groups: ranks wait for each other at empty micro batches
+- return ready
++ m = len(dealt.first_rank) - 1
 
 megapack/planning/step_plan.py: planner
 group_denominator: documents without label tokens are counted in the mean

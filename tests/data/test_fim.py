@@ -271,6 +271,35 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim=FIM, stages=stages))
 
 
+def test_shards_with_chosen_labels_cannot_be_turned_round(tmp_path: Path) -> None:
+    parts = [corpus(tmp_path / f"part{i}", i, 40) for i in range(2)]
+    for part in parts:
+        labels = [[max(1, t) for t in d.tolist()] for d in documents_of(part)]
+        write_documents(Path(f"{part.prefix}.labels"), labels)
+    prefixes = [part.prefix for part in parts]
+    index = packed_shards(tmp_path / "all.shards.json", prefixes, buckets=BUCKETS, fim_room=4)
+    with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):
+        PackedDataset(None, index, fim=FIM)
+
+
+def test_tables_of_characters_are_part_of_what_fim_writes() -> None:
+    """Their content is of its identity, not their size alone; and their ids are among its own."""
+    texts = [[b"a", b"b", b"ab"], [b"b", b"a", b"ab"]]
+    one, other = (Fim(prefix=3, suffix=4, middle=5, tables=character_tables(of)) for of in texts)
+    assert one.identity() == Fim(prefix=3, suffix=4, middle=5, tables=one.tables).identity()
+    assert one.identity() != other.identity()
+    behind = character_tables([None] * 10 + texts[0])
+    assert Fim(prefix=3, suffix=4, middle=5, tables=behind).largest_id == 11
+
+
+def test_a_side_of_a_cut_may_take_three_tokens() -> None:
+    """With one for the other side they are the four that there is room for."""
+    _, first_cut, first_part, parts = character_tables([b"a", b"b", b"c", b"d", b"abcd"])
+    assert first_cut.tolist() == [0, 0, 0, 0, 0, 3]
+    cuts = [parts[first_part[i] : first_part[i + 1]].tolist() for i in range(6)]
+    assert cuts == [[0], [1, 2, 3], [0, 1], [2, 3], [0, 1, 2], [3]]
+
+
 def test_tables_write_both_sides_of_a_cut_with_the_fewest_tokens() -> None:
     texts = [b"a", b"b", b"c", b"ab", b"abc", "ä".encode(), "ä".encode()[:1], None, b"cab", b"xy"]
     characters, first_cut, first_part, parts = map(list, character_tables(texts))

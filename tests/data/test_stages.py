@@ -14,6 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.data import BucketBatchSampler, Ramp, Schedule, Stage, load_blend, open_blend
+from megapack.data.blend import Mixture
+from megapack.data.fim import FimConfig, Sentinels
+from megapack.data.program import resolve
+from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
 from tests.data.corpora import (
     of_rank,
@@ -277,6 +281,18 @@ def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sa
     found = [(stage.begin, stage.loss_weights) for stage in weighed.program]
     assert found == [(0, None), (2, (1.0, 0.5)), (4, (3.0, 0.5)), (6, None)]
     assert ids(weighed, range(12)) == ids(plain, range(12))
+
+
+def test_fim_rates_are_kept_where_a_stage_does_not_name_them() -> None:
+    fim = FimConfig(sentinels=Sentinels(prefix=7, suffix=8, middle=9), rate=0.5)
+    stages = [
+        Stage(from_step=2, fim_rates={"s1": 0.25}),
+        Stage(from_step=4, fim_rates={"s0": 0.75}),
+        Stage(from_step=6, fim_rates={"s0": 0.0, "s1": 0.0}),
+    ]
+    mixture = Mixture(weights=[1.0, 3.0], stages=stages, fim=fim).of(NAMES[:2])
+    found = [stage.fim_rates for stage in resolve(ScheduleConfig(tokens_per_step=96), mixture)]
+    assert found == [(0.5, 0.5), (0.5, 0.25), (0.75, 0.25), None]
 
 
 def test_label_weights_of_a_step_add_up_over_ranks() -> None:

@@ -276,3 +276,19 @@ def test_costs_that_are_implied_are_those_of_a_plan() -> None:
     assert planner.add(0, 10) == []
     with pytest.raises(ValueError, match="document 1 has 671 of cost"):
         planner.add(1, 11)
+
+
+def test_documents_too_long_for_one_plan_are_refused_while_others_wait() -> None:
+    """In the middle of a call of ``add``: the documents before them are not added either."""
+    longest = (1 << 28) - 1
+    planner = StepPlanner(num_ranks=2, max_tokens_per_rank=1 << 29, window=5)
+    planner.add(0, 10)
+    before = planner.state_dict()
+    with pytest.raises(ValueError, match=r"squared lengths .* at most 2\^56 .* lower the window"):
+        planner.add([1, 2], [longest, longest])
+    assert planner.state_dict() == before
+    with pytest.raises(ValueError, match=r"document 1 has 268435456 tokens"):
+        planner.add(1, longest + 1)
+    planner.add(1, longest)
+    [micro_batch] = planner.finish()
+    assert sorted(i for held in micro_batch.documents for i in held.tolist()) == [0, 1]

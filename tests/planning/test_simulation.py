@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,31 @@ def test_ranks_of_a_group_wait_for_each_other() -> None:
     found = simulate_step(dealt, Cluster(context_parallel=2, barrier="step"))
     assert found.time == pytest.approx(36 + 32)
     assert found.waiting == pytest.approx(32 / (2 * 68))
+
+
+def test_empty_micro_batches_of_a_virtual_pipeline_make_no_rank_wait() -> None:
+    """The fourth one, which fills it up, is as one that is given and that no ranks share."""
+    attention = np.array([[12.0, 4.0], [4.0, 12.0], [4.0, 4.0], [0.0, 0.0]])
+    whole = DealtStep(
+        tokens=np.zeros((4, 2)),
+        attention=attention,
+        exchanged=np.zeros((4, 2)),
+        first_rank=np.array([[0, 1], [0, 1], [0, 0], [0, 1]]),
+        useful_tokens=0.0,
+        useful_attention=float(attention.sum()),
+    )
+    rows = ("tokens", "attention", "exchanged", "first_rank")
+    filled_up = replace(whole, **{name: getattr(whole, name)[:3] for name in rows})
+    cluster = Cluster(context_parallel=2, pipeline_parallel=2, virtual_stages=2, barrier="step")
+    assert simulate_step(filled_up, cluster) == simulate_step(whole, cluster)
+
+
+def test_padding_of_a_plan_is_no_useful_work() -> None:
+    plan = plan_of(1, (8, 0, 1, 0), (4, 0, 1, 0))
+    dealt = DealtStep.of_plan(plan, documents=np.array([6, 3]))
+    assert (dealt.useful_tokens, dealt.useful_attention) == (9, 45)
+    found = simulate_step(dealt, Cluster(), linear_length=10)
+    assert found.extra == pytest.approx(1 - (10 * 9 + 45) / (10 * 12 + 80))
 
 
 CUT = ("padded rows", "concatenate and chunk")

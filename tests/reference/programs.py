@@ -98,10 +98,11 @@ class Run:
             self, former=self, begin=begin, skip_steps=skip_steps, stages=stages or self.stages
         )
         later: list[Run] = []
-        run = self
+        run, first = self, self.begin
         while run.former is not None:
-            hidden = any(e.begin < run.begin < e.begin + e.skip_steps for e in later)
-            if run.begin >= begin + skip_steps and run.skip_steps and not hidden:
+            # Behind a newer edit it is part of what that one skips, or was made again after it.
+            first = min(first, run.begin)
+            if run.begin >= begin + skip_steps and run.skip_steps and run.begin == first:
                 later.insert(0, run)
             run = run.former
         for skip in sorted(later, key=lambda run: run.begin):

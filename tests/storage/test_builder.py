@@ -140,6 +140,9 @@ def test_loss_weights_are_stored_as_float16_beside_their_documents(tmp_path: Pat
     expected = np.array([1, 0.1, 0, 65504, 6e-8], np.float16)
     assert np.array_equal(weights.tokens.view(np.float16), expected)
     assert not errors(tmp_path / "d.weights")
+    write_weights(tmp_path / "d", [[1, -0.0], [0, 0, -0.0]], overwrite=True)
+    minus = open_weights(IndexedDataset(tmp_path / "d"))
+    assert minus is not None and not minus.tokens[1:].any(), "a zero has no sign"
     for wrong, message in (
         ([[1, 2], [1, 2]], "2 weights for document 1, which has 3 tokens"),
         ([[1, 2]], "weights of 1 documents, and .* has 2"),
