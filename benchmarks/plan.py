@@ -37,7 +37,7 @@ from common import checkout_commit, in_child, peer_of, quick, show, timed, write
 from lengths import LAWS
 from numpy.typing import NDArray
 
-from megapack.planning import DEALERS, Cluster, StepPlan, plan_step
+from megapack.planning import ASSIGNMENTS, Cluster, StepPlan, plan_step
 
 # ---- The planners of others: each (lengths, ranks, cap) -> Held ---------------------------------
 
@@ -262,7 +262,7 @@ def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Hel
     """Of one size of context parallelism, which the longest document of the corpus needs."""
     degree = LONGEST // case.max_tokens if case.family == SHARED else 1
     cluster = Cluster(data_parallel=case.num_ranks // degree, context_parallel=degree)
-    plan = DEALERS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_length)
+    plan = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_length)
     rising = np.argsort(lengths, kind="stable")  # a dealer tells lengths, not which document
     number = np.empty(len(lengths), np.int64)
     number[np.argsort(plan.lengths, kind="stable")] = rising

@@ -573,7 +573,7 @@ true_lengths: padding is useful work
 + true = plan.lengths
 empty_in_groups: ranks wait for each other at empty micro batches
 - return ready
-+ m = len(dealt.first_rank) - 1
++ m = len(assigned.first_rank) - 1
 
 megapack/planning/step_plan.py: planner
 group_denominator: documents without label tokens are counted in the mean

@@ -2,8 +2,8 @@
 
 SOURCE is a configuration of megapack-pretrain (.yaml), whose steps are dealt as training deals
 them, or lengths of documents: a dataset PREFIX, a .samples file, .npy, or .txt (one a line). The
-same documents are then dealt by plan_step and by the usual ways, on the same ranks under the same
-cap, and each dealing is replayed: every forward and backward of every stage on every rank.
+same documents are then assigned by plan_step and in the usual ways, to the same ranks under the
+same cap, and each assignment is replayed: every forward and backward of every stage and rank.
 
   time        of the step over the ideal, in which all GPUs do equal parts of the useful work
   extra       share of the GPUs' time for padding, attention between documents, and exchanges
@@ -43,8 +43,8 @@ from megapack.compare import MODELS
 from megapack.config import load_config
 from megapack.errors import ConfigError, DataError
 from megapack.packing import SampleIndex
-from megapack.planning import DEALERS, Cluster, DealtStep, StepTime, simulate_step
-from megapack.planning.dealers import cut_documents
+from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, StepTime, simulate_step
+from megapack.planning.assignments import cut_documents
 from megapack.storage import read_document_lengths
 from megapack.storage.dataset import MAX_DOCUMENT_TOKENS, read_lengths_file
 from megapack.units import counted
@@ -63,7 +63,7 @@ class _Step:
     """Documents of a step; of a run also how its schedule deals them."""
 
     documents: Lengths
-    scheduled: DealtStep | None = None
+    scheduled: AssignedStep | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = {"model": A_MODEL, "cluster": asdict(cluster), "max_tokens": max_tokens}
         facts |= {"linear_length": linear, "exchange_length": args.exchange_length}
-        facts |= {"steps": len(steps), "documents": documents, "dealings": rows}
+        facts |= {"steps": len(steps), "documents": documents, "assignments": rows}
         print(json.dumps(facts, indent=2))
         return 0
     stages = f" in {counted(args.virtual_stages, 'part')}" if args.virtual_stages > 1 else ""
@@ -168,8 +168,8 @@ def run(args: argparse.Namespace) -> int:
         style="bold",
     )
     shown = ("micro_batches", "time", "extra_%", "bubbles_%", "waiting_%", "empty", "over")
-    cells = [[row["dealing"], *(_cell(row[name], name) for name in shown)] for row in rows]
-    print_table(("dealing", *(name.replace("_", " ") for name in shown)), cells)
+    cells = [[row["assignment"], *(_cell(row[name], name) for name in shown)] for row in rows]
+    print_table(("assignment", *(name.replace("_", " ") for name in shown)), cells)
     print(A_MODEL)
     return 0
 
@@ -187,7 +187,7 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
         return 100 * sum(float(getattr(t, field)) * t.time for t in times) / total
 
     return {
-        "dealing": name,
+        "assignment": name,
         "micro_batches": fmean(t.num_micro_batches for t in times),
         "time": total / (sum(t.ideal for t in times) or 1.0),
         "extra_%": share("extra"),
@@ -201,18 +201,18 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
 def _replayed(
     steps: list[_Step], cluster: Cluster, max_tokens: int, linear: float, exchange: float
 ) -> Iterator[tuple[str, list[StepTime], int]]:
-    """For every dealer: its name, the times of the steps, micro batches over the cap."""
+    """For every assignment: its name, the times of the steps, micro batches over the cap."""
     lengths = {"linear_length": linear, "exchange_length": exchange}
     if steps[0].scheduled is not None:
         scheduled = [step.scheduled for step in steps if step.scheduled is not None]
         yield "the run's schedule", [simulate_step(s, cluster, **lengths) for s in scheduled], 0
-    for name, dealer in DEALERS.items():
+    for name, assign in ASSIGNMENTS.items():
         times, over = [], 0
         for step in steps:
-            plan = dealer(step.documents, cluster, max_tokens, linear)
-            dealt = DealtStep.of_plan(plan, step.documents)
-            times.append(simulate_step(dealt, cluster, **lengths))
-            over += int((dealt.tokens > max_tokens).sum())
+            plan = assign(step.documents, cluster, max_tokens, linear)
+            assigned = AssignedStep.of_plan(plan, step.documents)
+            times.append(simulate_step(assigned, cluster, **lengths))
+            over += int((assigned.tokens > max_tokens).sum())
         yield name, times, over
 
 
@@ -291,7 +291,7 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
         )
         attention = sampler.attention_of_ranks(i)
         degree = [sampler.ranks_per_micro_batch(draw.capacity) for draw in content.draws]
-        scheduled = DealtStep.of_attention(
+        scheduled = AssignedStep.of_attention(
             attention,
             tokens=tokens,
             degree=np.repeat(degree, len(attention) // len(degree)),

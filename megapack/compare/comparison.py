@@ -24,7 +24,7 @@ from megapack.compare.evaluation import Case, Evaluation, Recommendation, recomm
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
 from megapack.planning import CriticalPath, plan_step
-from megapack.planning.dealers import cut_documents
+from megapack.planning.assignments import cut_documents
 
 Numbers = NDArray[np.integer[Any]]
 Lengths = NDArray[np.int64]

@@ -3,21 +3,21 @@
 A plan is a pure function of the step's lengths: every rank computes the same one by itself.
 """
 
+from megapack.planning.assignments import ASSIGNMENTS
 from megapack.planning.context_parallel import (
     RankMicroBatch,
     context_parallel_indices,
     rank_micro_batches,
 )
-from megapack.planning.dealers import DEALERS
 from megapack.planning.online import PlannedMicroBatch, StepPlanner
-from megapack.planning.simulation import Cluster, DealtStep, StepTime, simulate_step
+from megapack.planning.simulation import AssignedStep, Cluster, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
 
 __all__ = [
-    "DEALERS",
+    "ASSIGNMENTS",
+    "AssignedStep",
     "Cluster",
     "CriticalPath",
-    "DealtStep",
     "PlannedMicroBatch",
     "RankMicroBatch",
     "StepPlan",

@@ -1,16 +1,16 @@
 """A step replayed on a cluster: how long it lasts over the ideal, and what ranks do meanwhile.
 
-    simulate_step  one dealt step on data x pipeline x context parallel ranks -> StepTime
+    simulate_step  one assigned step on data x pipeline x context parallel ranks -> StepTime
     Cluster        the ranks, how pipelines run, and when data-parallel ranks meet
-    DealtStep      what every rank holds in every micro batch: of a plan, or of a run's schedule
+    AssignedStep      what every rank holds in every micro batch: of a plan, or of a run's schedule
 
 Four micro batches of equal work on a pipeline of four stages: every GPU idles for three of seven
 turns, and three of four ranks wait where one holds twice the work.
 
     equal = np.full((4, 1), 12.0)                             # micro batches x ranks, tokens each
-    step = DealtStep.of_attention(equal)
+    step = AssignedStep.of_attention(equal)
     simulate_step(step, Cluster(pipeline_parallel=4)).bubble  # -> 0.428..., (P - 1) / (M + P - 1)
-    step = DealtStep.of_attention([[1.0, 1.0, 1.0, 2.0]])
+    step = AssignedStep.of_attention([[1.0, 1.0, 1.0, 2.0]])
     simulate_step(step, Cluster(data_parallel=4)).over_ideal  # -> 1.6
 
 It is a model: time is predicted work (``StepPlan.cost``), a backward is two forwards, the stages of
@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapack.errors import ConfigError
 from megapack.planning.step_plan import Integers, StepPlan
 
-__all__ = ["Cluster", "DealtStep", "StepTime", "simulate_step"]
+__all__ = ["AssignedStep", "Cluster", "StepTime", "simulate_step"]
 
 Floats = NDArray[np.float64]
 
@@ -87,7 +87,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DealtStep:
+class AssignedStep:
     """Work of every rank of a stage in every micro batch; arrays are (micro batches, ranks).
 
     Attributes:
@@ -107,7 +107,7 @@ class DealtStep:
     useful_attention: float
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, documents: Integers | None = None) -> DealtStep:
+    def of_plan(cls, plan: StepPlan, documents: Integers | None = None) -> AssignedStep:
         """A plan's; `documents` are the true lengths where the plan's hold padding or cuts."""
         true = plan.lengths if documents is None else documents
         shape = (plan.num_micro_batches, plan.num_ranks)
@@ -136,7 +136,7 @@ class DealtStep:
         tokens: float = 0.0,
         degree: Integers | None = None,
         documents: Integers | None = None,
-    ) -> DealtStep:
+    ) -> AssignedStep:
         """Rows of one size, as a schedule of buckets deals them.
 
         Args:
@@ -192,7 +192,11 @@ class StepTime:
 
 
 def simulate_step(
-    dealt: DealtStep, cluster: Cluster, *, linear_length: float = 0.0, exchange_length: float = 0.0
+    assigned: AssignedStep,
+    cluster: Cluster,
+    *,
+    linear_length: float = 0.0,
+    exchange_length: float = 0.0,
 ) -> StepTime:
     """Replay a step: every forward and backward of every stage, on all ranks at once.
 
@@ -201,7 +205,7 @@ def simulate_step(
     ``barrier="micro_batch"`` all ranks of the stage) can begin, too.
 
     Args:
-        dealt: documents on ``cluster.num_ranks`` ranks.
+        assigned: documents on ``cluster.num_ranks`` ranks.
         cluster: of which they are.
         linear_length: tokens, as in ``StepPlan.cost``.
         exchange_length: tokens; to exchange the keys and values of a token costs as much as its
@@ -209,14 +213,14 @@ def simulate_step(
             micro batch.
 
     Raises:
-        ValueError: the step was dealt to another number of ranks.
+        ValueError: the step was assigned to another number of ranks.
     """
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
-    count, ranks = dealt.tokens.shape
+    count, ranks = assigned.tokens.shape
     if ranks != cluster.num_ranks:
-        raise ValueError(f"the step is dealt to {ranks} ranks, and the cluster has {cluster}")
-    hidden = np.maximum(dealt.attention, exchange_length * dealt.exchanged)
-    cost = (linear_length * dealt.tokens + hidden) / (stages * parts)
+        raise ValueError(f"the step is assigned to {ranks} ranks, and the cluster has {cluster}")
+    hidden = np.maximum(assigned.attention, exchange_length * assigned.exchanged)
+    cost = (linear_length * assigned.tokens + hidden) / (stages * parts)
     if parts > 1:
         cost = np.pad(cost, ((0, -count % stages), (0, 0)))
     clock, bubble, waiting = (np.zeros((stages, ranks)) for _ in range(3))
@@ -233,7 +237,7 @@ def simulate_step(
                 m = operation.micro_batch
                 there = clock[stage] if needed is None else ended[needed]
                 ready = np.maximum(clock[stage], there)
-                begin = _together(ready, dealt, m, cluster)
+                begin = _together(ready, assigned, m, cluster)
                 bubble[stage] += ready - clock[stage]
                 waiting[stage] += begin - ready
                 share = 2 / 3 if operation.backward else 1 / 3
@@ -242,7 +246,7 @@ def simulate_step(
     bubble += clock.max(axis=0) - clock
     waiting += clock.max() - clock.max(axis=0)
     time, gpus = float(clock.max()), stages * ranks
-    useful = linear_length * dealt.useful_tokens + dealt.useful_attention
+    useful = linear_length * assigned.useful_tokens + assigned.useful_attention
     work = float(cost.sum()) * stages * parts
     spent = time * gpus if time else 1.0
     return StepTime(
@@ -252,7 +256,7 @@ def simulate_step(
         bubble=float(bubble.sum()) / spent,
         waiting=float(waiting.sum()) / spent,
         num_micro_batches=len(cost),
-        empty=int((dealt.tokens + dealt.attention == 0).sum()) + (len(cost) - count) * ranks,
+        empty=int((assigned.tokens + assigned.attention == 0).sum()) + (len(cost) - count) * ranks,
     )
 
 
@@ -297,12 +301,12 @@ def _needed(operation: _Operation, cluster: Cluster) -> _Operation | None:
     return None if depth < 0 else _Operation(depth % stages, depth // stages, m, backward)
 
 
-def _together(ready: Floats, dealt: DealtStep, m: int, cluster: Cluster) -> Floats:
+def _together(ready: Floats, assigned: AssignedStep, m: int, cluster: Cluster) -> Floats:
     """When each rank begins: with all of its stage, or with those that share its documents."""
     if cluster.barrier == "micro_batch":
         return np.full_like(ready, ready.max())
-    if m >= len(dealt.first_rank):  # an empty micro batch that fills up a virtual pipeline
+    if m >= len(assigned.first_rank):  # an empty micro batch that fills up a virtual pipeline
         return ready
-    _, begins, group = np.unique(dealt.first_rank[m], return_index=True, return_inverse=True)
+    _, begins, group = np.unique(assigned.first_rank[m], return_index=True, return_inverse=True)
     latest: Floats = np.maximum.reduceat(ready, begins)[group]
     return latest

@@ -18,7 +18,7 @@ from peers import peer
 from megapack.cli.main import main
 from megapack.compare import MODELS, measure_plans
 from megapack.packing import STRATEGIES, pack
-from megapack.planning import DEALERS, Cluster, DealtStep, simulate_step
+from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, simulate_step
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 SMALL = ["--buckets", "64,128,256", "--tokens-per-rank", "512", "--num-gpus", "8"]
@@ -237,13 +237,13 @@ def test_table_is_the_simulation(folder: Path) -> None:
     words = ("--documents-per-step", "150", "--pipeline", "2", "--barrier", "step", "--steps", "2")
     found = ask(folder / "lengths.npy", *OPTIONS, *words)
     assert found["documents"] == 300 and found["steps"] == 2
-    assert [row["dealing"] for row in found["dealings"]] == list(DEALERS)
+    assert [row["assignment"] for row in found["assignments"]] == list(ASSIGNMENTS)
     cluster = Cluster(data_parallel=4, pipeline_parallel=2, barrier="step")
-    for row in found["dealings"]:
+    for row in found["assignments"]:
         times, over = [], 0
         for documents in (LENGTHS[:150], LENGTHS[150:]):
-            plan = DEALERS[row["dealing"]](documents, cluster, CAP, 50)
-            dealt = DealtStep.of_plan(plan, documents)
+            plan = ASSIGNMENTS[row["assignment"]](documents, cluster, CAP, 50)
+            dealt = AssignedStep.of_plan(plan, documents)
             times.append(simulate_step(dealt, cluster, linear_length=50))
             over += int((plan.tokens > CAP).sum())
         total = sum(t.time for t in times)
@@ -253,16 +253,16 @@ def test_table_is_the_simulation(folder: Path) -> None:
         assert (row["over"], row["empty"]) == (over, sum(t.empty for t in times))
     text = printed("simulate", folder / "lengths.npy", *OPTIONS, *words)
     assert "a model, not a measurement" in text and "ranks meet once a step" in text
-    for row in found["dealings"]:
+    for row in found["assignments"]:
         assert f"{row['time']:.3f}" in next(
-            line for line in text.splitlines() if line.startswith(row["dealing"])
+            line for line in text.splitlines() if line.startswith(row["assignment"])
         )
 
 
 def test_default_step_is_eight_batches(folder: Path) -> None:
     found = ask(folder / "lengths.npy", *OPTIONS)
-    plain = found["dealings"][0]
-    assert plain["dealing"].startswith("plan_step") and 8 <= plain["micro_batches"] <= 9
+    plain = found["assignments"][0]
+    assert plain["assignment"].startswith("plan_step") and 8 <= plain["micro_batches"] <= 9
     assert plain["over"] == plain["empty"] == 0
 
 
@@ -282,8 +282,8 @@ def test_run_is_replayed_as_dealt(folder: Path) -> None:
     words = ("--data-parallel", "4", "--linear-length", "50", "--steps", "9")
     found = ask(folder / "run.yaml", *words)
     assert found["max_tokens"] == 1024 and found["steps"] == 9
-    row = found["dealings"][0]
-    assert row["dealing"] == "the run's schedule"
+    row = found["assignments"][0]
+    assert row["assignment"] == "the run's schedule"
     opened = open_run(load_config(PretrainConfig, folder / "run.yaml", []))
     sampler = opened.sampler(0, 4)
     time = useful = 0.0
@@ -294,8 +294,8 @@ def test_run_is_replayed_as_dealt(folder: Path) -> None:
         useful += (lengths.astype(float) ** 2).sum() + 50 * lengths.sum()
     assert row["time"] == pytest.approx(time / (useful / 4))
     assert row["extra_%"] > 0 and row["micro_batches"] == 2
-    planned = found["dealings"][1]
-    assert planned["dealing"].startswith("plan_step") and planned["extra_%"] == 0
+    planned = found["assignments"][1]
+    assert planned["assignment"].startswith("plan_step") and planned["extra_%"] == 0
 
 
 def test_shared_samples_run_on_groups(folder: Path) -> None:
@@ -304,7 +304,7 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
     words += ["--set", "engine.sequence_parallel_size=2", "--exchange-length", "1000000"]
     with_exchange = ask(folder / "run.yaml", *words)
     without = ask(folder / "run.yaml", *words[:-1], "0")
-    assert with_exchange["dealings"][0]["time"] > without["dealings"][0]["time"]
+    assert with_exchange["assignments"][0]["time"] > without["assignments"][0]["time"]
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.planning import (
-    DEALERS,
+    ASSIGNMENTS,
+    AssignedStep,
     Cluster,
-    DealtStep,
     StepPlan,
     plan_step,
     rank_micro_batches,
     simulate_step,
 )
-from megapack.planning.dealers import cut_documents, largest_differencing
+from megapack.planning.assignments import cut_documents, largest_differencing
 
 
 @st.composite
@@ -128,7 +128,7 @@ def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
 )
 def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) -> None:
     """Of equal micro batches; virtual stages divide it."""
-    dealt = DealtStep.of_attention(np.full((count, 3), 6.0))
+    dealt = AssignedStep.of_attention(np.full((count, 3), 6.0))
     for barrier in ("micro_batch", "step"):
         sizes = {"data_parallel": 3, "pipeline_parallel": stages, "virtual_stages": parts}
         found = simulate_step(dealt, Cluster(**sizes, barrier=barrier))
@@ -140,7 +140,7 @@ def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) 
 
 def test_virtual_pipeline_is_filled_up_with_empty_micro_batches() -> None:
     cluster = Cluster(data_parallel=2, pipeline_parallel=4, virtual_stages=2)
-    found = simulate_step(DealtStep.of_attention(np.full((5, 2), 6.0)), cluster)
+    found = simulate_step(AssignedStep.of_attention(np.full((5, 2), 6.0)), cluster)
     assert (found.num_micro_batches, found.empty) == (8, 6)
 
 
@@ -150,7 +150,7 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
     Stage 0: F0 0-1, F1 1-4, B0 4-6, F2 6-8, B1 13-19, B2 19-23.
     Stage 1: F0 1-2, B0 2-4, F1 4-7, B1 7-13, F2 13-15, B2 15-19.
     """
-    dealt = DealtStep.of_attention(2 * np.array([[3.0], [9.0], [6.0]]))
+    dealt = AssignedStep.of_attention(2 * np.array([[3.0], [9.0], [6.0]]))
     found = simulate_step(dealt, Cluster(pipeline_parallel=2))
     assert found.time == pytest.approx(23)
     assert found.bubble == pytest.approx((2 * 23 - 36) / (2 * 23))
@@ -158,7 +158,7 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
 
 def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
     """Two ranks, one unit and three, then the other way round."""
-    dealt = DealtStep.of_attention([[1.0, 3.0], [3.0, 1.0]])
+    dealt = AssignedStep.of_attention([[1.0, 3.0], [3.0, 1.0]])
     found = simulate_step(dealt, Cluster(data_parallel=2))
     assert found.time == pytest.approx(6) and found.over_ideal == pytest.approx(1.5)
     assert found.waiting == pytest.approx(1 / 3)
@@ -173,7 +173,7 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
     lengths = lognormal(300, seed)
     plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=40_000, balance=balance)
     path = plan.critical_path(LINEAR_LENGTH)
-    dealt = DealtStep.of_plan(plan)
+    dealt = AssignedStep.of_plan(plan)
     for barrier, wanted in (("micro_batch", path.per_micro_batch), ("step", path.per_step)):
         cluster = Cluster(data_parallel=8, barrier=barrier)
         found = simulate_step(dealt, cluster, linear_length=LINEAR_LENGTH)
@@ -193,7 +193,7 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
     virtual = parts if stages > 1 else 1
     sizes = {"data_parallel": 4, "pipeline_parallel": stages, "virtual_stages": virtual}
     cluster = Cluster(**sizes, barrier=barrier)
-    dealt = DealtStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
+    dealt = AssignedStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
     object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
     found = simulate_step(dealt, cluster, linear_length=1)
     useful = 1 / found.over_ideal
@@ -205,7 +205,7 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
 
 def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
     plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
-    dealt = DealtStep.of_plan(plan)
+    dealt = AssignedStep.of_plan(plan)
     cluster = Cluster(data_parallel=4)
     plain, exchanged = (simulate_step(dealt, cluster, exchange_length=n) for n in (0.0, 1e6))
     assert not dealt.exchanged.any() and exchanged == plain
@@ -214,7 +214,7 @@ def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None:
     n = 1000
-    dealt = DealtStep.of_plan(plan_of(8, (n, 0, degree, 0)))
+    dealt = AssignedStep.of_plan(plan_of(8, (n, 0, degree, 0)))
     cluster = Cluster(data_parallel=8 // degree, context_parallel=degree)
     for exchange in (0.0, n / (degree - 1) * 0.99, n / (degree - 1) * 2):
         found = simulate_step(dealt, cluster, linear_length=7, exchange_length=exchange)
@@ -224,15 +224,15 @@ def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None
 
 def test_rows_that_ranks_share_exchange_like_documents() -> None:
     """A row of 2 x 500 tokens on two ranks, of a schedule, is a document of 1,000 on two."""
-    row = DealtStep.of_attention([[5e5, 5e5]], tokens=500, degree=np.array([2]))
-    document = DealtStep.of_plan(plan_of(2, (1000, 0, 2, 0)))
+    row = AssignedStep.of_attention([[5e5, 5e5]], tokens=500, degree=np.array([2]))
+    document = AssignedStep.of_plan(plan_of(2, (1000, 0, 2, 0)))
     for field in ("tokens", "attention", "exchanged", "first_rank"):
         assert np.array_equal(getattr(row, field), getattr(document, field)), field
 
 
 def test_ranks_of_a_group_wait_for_each_other() -> None:
     """Attention of 36 and 4, then a document of 8 tokens on both: 32 each, from 36 on."""
-    dealt = DealtStep.of_plan(plan_of(2, (6, 0, 1, 0), (2, 1, 1, 0), (8, 0, 2, 1)))
+    dealt = AssignedStep.of_plan(plan_of(2, (6, 0, 1, 0), (2, 1, 1, 0), (8, 0, 2, 1)))
     found = simulate_step(dealt, Cluster(context_parallel=2, barrier="step"))
     assert found.time == pytest.approx(36 + 32)
     assert found.waiting == pytest.approx(32 / (2 * 68))
@@ -241,7 +241,7 @@ def test_ranks_of_a_group_wait_for_each_other() -> None:
 def test_empty_micro_batches_of_a_virtual_pipeline_make_no_rank_wait() -> None:
     """The fourth one, which fills it up, is as one that is given and that no ranks share."""
     attention = np.array([[12.0, 4.0], [4.0, 12.0], [4.0, 4.0], [0.0, 0.0]])
-    whole = DealtStep(
+    whole = AssignedStep(
         tokens=np.zeros((4, 2)),
         attention=attention,
         exchanged=np.zeros((4, 2)),
@@ -257,7 +257,7 @@ def test_empty_micro_batches_of_a_virtual_pipeline_make_no_rank_wait() -> None:
 
 def test_padding_of_a_plan_is_no_useful_work() -> None:
     plan = plan_of(1, (8, 0, 1, 0), (4, 0, 1, 0))
-    dealt = DealtStep.of_plan(plan, documents=np.array([6, 3]))
+    dealt = AssignedStep.of_plan(plan, documents=np.array([6, 3]))
     assert (dealt.useful_tokens, dealt.useful_attention) == (9, 45)
     found = simulate_step(dealt, Cluster(), linear_length=10)
     assert found.extra == pytest.approx(1 - (10 * 9 + 45) / (10 * 12 + 80))
@@ -267,11 +267,11 @@ CUT = ("padded rows", "concatenate and chunk")
 
 
 @pytest.mark.parametrize("degree", [1, 4])
-@pytest.mark.parametrize("name", DEALERS)
+@pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) -> None:
     lengths = lognormal(400)
     cluster = Cluster(data_parallel=4, context_parallel=degree)
-    plan = DEALERS[name](lengths, cluster, 33_000, LINEAR_LENGTH)
+    plan = ASSIGNMENTS[name](lengths, cluster, 33_000, LINEAR_LENGTH)
     assert plan.num_ranks == 4 * degree
     held, cap = np.sort(plan.lengths).tolist(), 33_000
     if name not in CUT:
@@ -290,14 +290,14 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
 
 def test_karmarkar_karp_breaks_the_cap_and_plan_step_does_not() -> None:
     lengths, cluster = lognormal(512), Cluster(data_parallel=8)
-    theirs = DEALERS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_LENGTH)
+    theirs = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_LENGTH)
     assert (theirs.tokens > 33_000).any()
     assert theirs.critical_path(LINEAR_LENGTH).per_step < 1.001
 
 
 def test_padded_rows_of_the_worked_example() -> None:
     lengths = np.array([5, 2, 3, 4, 1, 1])
-    plan = DEALERS["padded rows"](lengths, Cluster(data_parallel=2), 8, 0.0)
+    plan = ASSIGNMENTS["padded rows"](lengths, Cluster(data_parallel=2), 8, 0.0)
     assert plan.lengths.tolist() == [5, 2, 1, 3, 4, 1, 1, 7]
     assert plan.first_rank.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
     assert plan.micro_batch.tolist() == [0] * 6 + [1] * 2
@@ -305,7 +305,7 @@ def test_padded_rows_of_the_worked_example() -> None:
 
 def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
     lengths, cluster = np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2)
-    plan = DEALERS["token budget"](lengths, cluster, 9, LINEAR_LENGTH)
+    plan = ASSIGNMENTS["token budget"](lengths, cluster, 9, LINEAR_LENGTH)
     assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
     assert plan.first_rank.tolist() == [0, 0, 1, 1, 1, 0]
     assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]
@@ -339,4 +339,4 @@ def test_cluster_errors_name_the_size(wrong: dict[str, Any], message: str) -> No
 
 def test_step_of_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="the step is dealt to 2 ranks"):
-        simulate_step(DealtStep.of_attention([[1.0, 2.0]]), Cluster(data_parallel=3))
+        simulate_step(AssignedStep.of_attention([[1.0, 2.0]]), Cluster(data_parallel=3))

@@ -113,6 +113,8 @@ class Run:
         """The run with other stages from a step on, after what it skips there."""
         if self.former is not None and self.begin == begin:
             return replace(self, stages=stages)
+        if self.former is not None and self.begin > begin:
+            return self.former.reweighted(begin, stages).edited(self.begin, self.skip_steps)
         return self.edited(begin, 0, stages)
 
     def _draw(self, state: State, begin: int, end: int) -> State:

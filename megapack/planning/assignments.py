@@ -1,15 +1,15 @@
-"""The usual ways to deal the documents of a step, each as a ``StepPlan``, beside ``plan_step``'s.
+"""The usual ways to assign the documents of a step to ranks: load balancing as trainers do it.
 
-    DEALERS               name -> how it deals: plan_step with each balance, and what trainers do
+    ASSIGNMENTS           name -> function: plan_step with each balance, and what trainers do
     largest_differencing  numbers in parts of like sums (Karmarkar and Karp)
     cut_documents         documents in pieces of at most so many tokens
 
-What is dealt are lengths of what attends to itself, so padding is a segment, and a row that attends
-to all of itself is one. Six documents on two ranks of 8 tokens a micro batch:
+An assignment is a ``StepPlan`` of segments that attend to themselves: padding is a segment, and a
+row that attends to all of itself is one. Six documents on two ranks of 8 tokens per micro batch:
 
     lengths = np.array([5, 2, 3, 4, 1, 1])
-    deal = DEALERS["padded rows"]                    # rows 5 2 | 3 4 1 | 1, filled up to 8
-    deal(lengths, Cluster(data_parallel=2), 8, 0.0).lengths   # -> [5 2 1 3 4 1 1 7]
+    assign = ASSIGNMENTS["padded rows"]                  # rows 5 2 | 3 4 1 | 1, padded to 8
+    assign(lengths, Cluster(data_parallel=2), 8, 0.0).lengths   # -> [5 2 1 3 4 1 1 7]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from megapack.planning.simulation import Cluster
 from megapack.planning.step_plan import Integers, StepPlan, plan_step
 
-__all__ = ["DEALERS", "Dealer", "cut_documents", "largest_differencing"]
+__all__ = ["ASSIGNMENTS", "Assign", "cut_documents", "largest_differencing"]
 
 # A row is what one data-parallel group holds in one micro batch: lengths of what attends to itself.
 # Documents are shared by all ranks of a group, as with one size of context parallelism for the run.
@@ -131,7 +131,7 @@ def _token_budget(lengths: Integers, num_groups: int, room: int) -> Rows:
     return micro_batches
 
 
-def _deal(
+def _assign(
     way: Callable[[Integers, int, int], Rows],
     lengths: Integers,
     cluster: Cluster,
@@ -174,17 +174,17 @@ def _planned(
     )
 
 
-Dealer = Callable[[Integers, Cluster, int, float], StepPlan]
+Assign = Callable[[Integers, Cluster, int, float], StepPlan]
 
 #: name -> (lengths, cluster, tokens that a rank holds in a micro batch, linear_length) -> plan.
 #: No length is above ``context_parallel`` times those tokens (``cut_documents``).
-DEALERS: dict[str, Dealer] = {
+ASSIGNMENTS: dict[str, Assign] = {
     "plan_step, micro batches": partial(_planned, "micro_batches"),
     "plan_step, step": partial(_planned, "step"),
     "plan_step, pipeline": partial(_planned, "pipeline"),
-    "padded rows": partial(_deal, _padded),
-    "concatenate and chunk": partial(_deal, _chunked),
-    "sorted round robin": partial(_deal, _round_robin),
+    "padded rows": partial(_assign, _padded),
+    "concatenate and chunk": partial(_assign, _chunked),
+    "sorted round robin": partial(_assign, _round_robin),
     "Karmarkar-Karp": _karmarkar_karp,
-    "token budget": partial(_deal, _token_budget),
+    "token budget": partial(_assign, _token_budget),
 }
