@@ -53,7 +53,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_loader
-from megapack.data.fim import Fim, FimDraws, character_tables
+from megapack.data.fim import Fim, character_tables
+from megapack.data.steps import StepView
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
@@ -184,7 +185,7 @@ def _micro_batches(
 ) -> Callable[[], Units]:
     how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": allocate(size * ROW)}
     if transformed:
-        how["fim"] = FimDraws(np.zeros(size, np.int64), np.full(size, 0.5), 0)
+        how["view"] = StepView(epochs=np.zeros(size, np.int64), fim_rates=np.full(size, 0.5))
     batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
     return _counted(lambda: packed.micro_batch(next(batches), capacity=ROW, **how), size)
 

@@ -96,7 +96,7 @@ def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
 def _means(items: list[Any]) -> dict[str, Any]:
     return {
         "steps": len(items),
-        "random": float(np.mean([item.attention_undealt for item in items])),
+        "random": float(np.mean([item.attention_in_order for item in items])),
         "ours": float(np.mean([item.attention for item in items])),
         "worst": float(np.max([item.attention for item in items])),
     }

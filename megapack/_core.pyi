@@ -174,6 +174,21 @@ class Fim:
 
 # A run of ids, from first_ids[r] to first_ids[r + 1], is consecutive samples of shards[r] from
 # first_samples[r] on; sources: of every shard the number of its source.
+class StepView:
+    def __init__(
+        self,
+        num_lists: int,
+        loss_weight: NDArray[np.float32] | None,
+        epochs: NDArray[np.int64] | None,
+        fim_rates: NDArray[np.float64] | None,
+        seed: int,
+    ) -> None: ...
+
+class BatchShape:
+    def __init__(
+        self, num_rows: int, row_tokens: int, capacity: int, per_row: bool, num_cu_seqlens: int
+    ) -> None: ...
+
 class Gatherer:
     def __init__(
         self,
@@ -218,47 +233,26 @@ class Gatherer:
     def num_closed(self) -> int: ...
     # those of these samples; all else is for samples of open ones
     def closed(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]: ...
-    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen;
-    # num_lists: of excluded documents, those in force; factors: of samples, on their loss masks;
-    # epochs and fim_rates: of samples, the pass that they are of and the share of their documents
-    # that is transformed, both or neither; fim_seed: of the run
+    # -> cu_seqlens, cu_seqlens_padded (with alignment), source of each segment, max_seqlen
     def gather(
         self,
         sample_ids: NDArray[np.int64],
-        num_rows: int,
-        row_tokens: int,
-        capacity: int,
+        view: StepView,
+        shape: BatchShape,
         tokens: NDArray[np.int64],
         labels: NDArray[np.int64],
         loss_mask: NDArray[np.float32],
         position_ids: NDArray[np.int64],
-        per_row: bool,
-        num_cu_seqlens: int,
-        num_lists: int,
-        factors: NDArray[np.float32] | None = None,
-        epochs: NDArray[np.int64] | None = None,
-        fim_rates: NDArray[np.float64] | None = None,
-        fim_seed: int = 0,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None, NDArray[np.int32] | None, int]: ...
-    # -> of every sample labels, their weight, and sequences that have some
+    # -> for every sample: labels, their weight, sequences with labels
     def count_labels(
-        self,
-        sample_ids: NDArray[np.int64],
-        num_lists: int,
-        epochs: NDArray[np.int64] | None = None,
-        fim_rates: NDArray[np.float64] | None = None,
-        fim_seed: int = 0,
+        self, sample_ids: NDArray[np.int64], view: StepView
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]: ...
-    # -> of every transformed document, int64: position in sample_ids, segment of the sample
-    # (without what lists mask), number in the source, 1 for SPM, and the places of its two cuts,
-    # in tokens or characters
+    # -> for every transformed document, int64: position in sample_ids, segment of the sample
+    # (excluded ones not counted), number in the source, 1 for SPM, and its two cuts, in tokens or
+    # characters
     def fim_draws(
-        self,
-        sample_ids: NDArray[np.int64],
-        num_lists: int,
-        epochs: NDArray[np.int64],
-        fim_rates: NDArray[np.float64],
-        fim_seed: int,
+        self, sample_ids: NDArray[np.int64], view: StepView
     ) -> tuple[NDArray[np.int64], ...]: ...
     def token_ranges(
         self, sample_ids: NDArray[np.int64]

@@ -390,8 +390,8 @@ list_digest: an edited list of as many documents passes for the old one
 - f"{len(masked)} documents, xxh3 {digest}"
 + f"{len(masked)} documents, xxh3 "
 list_in_force: work and labels are counted with documents of the newest list
-- (known[at] == documents) & (self.lists[source][at] <= num_lists)
-+ (known[at] == documents) & (self.lists[source][at] < num_lists)
+- is_listed & (self.lists[source][at] <= view.num_lists)
++ is_listed & (self.lists[source][at] < view.num_lists)
 
 megapack/data/resume.py: resume
 past_sources: a source that joins at the present step is refused

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megapack import _core
+from megapack.data.steps import StepView
 from megapack.errors import DataError, FormatError
 from megapack.packing import STRATEGIES, pack
 
@@ -276,7 +277,8 @@ def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written()
     for which, name in enumerate(("tokens", "labels", "loss_mask", "position_ids")):
         odd = [at_an_odd_byte(a) if i == which else a for i, a in enumerate(out)]
         with pytest.raises(ValueError, match=f"{name} is read-only or not aligned"):
-            gatherer().gather(np.zeros(1, np.int64), 1, 8, 8, *odd, False, 0, 0)
+            shape = _core.BatchShape(1, 8, 8, False, 0)
+            gatherer().gather(np.zeros(1, np.int64), StepView().core, shape, *odd)
 
 
 def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
@@ -317,10 +319,10 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
     places |= {"sample_segment_offsets": offsets, "excluded": none, "excluded_by": none}
     source.open(0, tokens=np.arange(1000, dtype=np.uint16), **files, **places)
     tokens, labels, positions = np.zeros((3, 16), np.int64)
-    shape = {"num_rows": 1, "row_tokens": 16, "capacity": 16, "per_row": False}
+    shape = _core.BatchShape(1, 16, 16, False, 0)
     out = {"tokens": tokens, "labels": labels, "position_ids": positions}
     out["loss_mask"] = np.zeros(16, np.float32)
-    source.gather(np.array([wanted]), **shape, **out, num_cu_seqlens=0, num_lists=0)
+    source.gather(np.array([wanted]), StepView().core, shape, **out)
     return tokens[: length[wanted]].tolist()
 
 

@@ -161,38 +161,35 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
     return fim;
 }
 
-using Epochs = std::optional<Array<std::int64_t>>;
-using Rates = std::optional<Array<double>>;
-
-// Of every sample its pass and rate of fill-in-the-middle, and the run's seed, checked.
-class FimOfSamples {
-  public:
-    FimOfSamples(const Epochs& epochs, const Rates& rates, const py::object& seed,
-                 std::int64_t num_samples)
-        : seed_(word(seed, "fim_seed")) {
-        check(epochs.has_value() == rates.has_value(),
-              "give epochs and fim_rates, or neither of them");
-        if (!epochs) return;
-        epochs_ = view(*epochs, "epochs");
-        rates_ = view(*rates, "fim_rates");
-        check(epochs_.size() == num_samples && rates_.size() == num_samples, epochs_.size(),
-              " epochs and ", rates_.size(), " fim_rates for ", num_samples,
-              " samples; give one for each");
-        for (const double rate : rates_) {
-            check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
-        }
-    }
-    void give(std::vector<SampleRef>& refs) const {
-        for (std::int64_t i = 0; i < epochs_.size(); ++i) {
-            refs[i].fim_key = fim_key(seed_, epochs_[i]);
-            refs[i].fim_rate = rates_[i];
-        }
+// A StepView with the arrays that it points to.
+struct HeldView {
+    HeldView(const py::object& num_lists, std::optional<Array<float>> loss_weight,
+             std::optional<Array<std::int64_t>> epochs, std::optional<Array<double>> fim_rates,
+             const py::object& seed) {
+        view.num_lists = integer(num_lists, "num_lists", 0);
+        view.seed = word(seed, "seed");
+        if (loss_weight) view.loss_weight = megapack::view(*loss_weight, "loss_weight");
+        if (epochs) view.epochs = megapack::view(*epochs, "epochs");
+        if (fim_rates) view.fim_rates = megapack::view(*fim_rates, "fim_rates");
+        kept = py::make_tuple(loss_weight, epochs, fim_rates);
     }
 
-  private:
-    std::uint64_t seed_;
-    Span<const std::int64_t> epochs_;
-    Span<const double> rates_;
+    StepView view;
+    py::tuple kept;
+};
+
+// Shape of a micro batch and of its list of segments.
+struct BatchShape {
+    BatchShape(const py::object& num_rows, const py::object& row_tokens, const py::object& capacity,
+               const py::object& per_row, const py::object& num_entries)
+        : rows{integer(num_rows, "num_rows", 1), integer(row_tokens, "row_tokens", 1),
+               integer(capacity, "capacity", 1)},
+          per_row(flag(per_row, "per_row")),
+          num_cu_seqlens(integer(num_entries, "num_cu_seqlens", 0)) {}
+
+    GatherShape rows;
+    bool per_row;                 // one list of cu_seqlens per row, or one for all
+    std::int64_t num_cu_seqlens;  // entries of a list; 0: as many as the longest has
 };
 
 class Gatherer {
@@ -261,40 +258,27 @@ class Gatherer {
 
     // Shards to open before these samples are asked for.
     py::array_t<std::int64_t> closed(const Array<std::int64_t>& sample_ids) const {
-        return to_numpy(not_open(shards_, located(view(sample_ids, "sample_ids"))));
+        return to_numpy(not_open(shards_, locate_samples(runs_, view(sample_ids, "sample_ids"))));
     }
 
-    py::tuple gather(const Array<std::int64_t>& sample_ids, const py::object& num_rows,
-                     const py::object& row_tokens, const py::object& capacity,
-                     OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
-                     OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids,
-                     const py::object& per_row, const py::object& num_cu_seqlens,
-                     const py::object& num_lists, const std::optional<Array<float>>& factors,
-                     const Epochs& epochs, const Rates& fim_rates,
-                     const py::object& fim_seed) const {
+    py::tuple gather(const Array<std::int64_t>& sample_ids, const HeldView& step_view,
+                     const BatchShape& shape, OutputArray<std::int64_t>& tokens,
+                     OutputArray<std::int64_t>& labels, OutputArray<float>& loss_mask,
+                     OutputArray<std::int64_t>& position_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const auto weighed = factors ? view(*factors, "factors") : Span<const float>();
-        check(!factors || weighed.size() == samples.size(), weighed.size(), " factors for ",
-              samples.size(), " samples; give one for each");
-        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
-        const GatherShape shape{integer(num_rows, "num_rows", 1),
-                                integer(row_tokens, "row_tokens", 1),
-                                integer(capacity, "capacity", 1)};
-        const bool by_row = flag(per_row, "per_row");
-        const std::int64_t entries = integer(num_cu_seqlens, "num_cu_seqlens", 0);
-        const std::int64_t lists = integer(num_lists, "num_lists", 0);
         const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                                mutable_view(loss_mask, "loss_mask"),
                                mutable_view(position_ids, "position_ids")};
         const bool aligned = options_.alignment > 1;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
         const std::int64_t max_seqlen = unlocked([&] {
-            std::vector<SampleRef> refs = located(samples, lists);
-            for (std::int64_t i = 0; i < weighed.size(); ++i) refs[i].factor = weighed[i];
-            of_samples.give(refs);
-            const GatherPlan plan = plan_gather(shards_, refs, shape, options_);
-            cu_seqlens = cumulative_lengths(plan, false, by_row, entries);
-            if (aligned) cu_seqlens_padded = cumulative_lengths(plan, true, by_row, entries);
+            const auto refs = locate_samples(runs_, samples, step_view.view);
+            const GatherPlan plan = plan_gather(shards_, refs, shape.rows, options_);
+            const auto lengths = [&](bool padded) {
+                return cumulative_lengths(plan, padded, shape.per_row, shape.num_cu_seqlens);
+            };
+            cu_seqlens = lengths(false);
+            if (aligned) cu_seqlens_padded = lengths(true);
             segment_sources = plan.sources();
             fill_gather(plan, options_, out);
             return plan.max_seqlen();
@@ -305,18 +289,13 @@ class Gatherer {
                               to_numpy(std::move(segment_sources)), max_seqlen);
     }
 
-    // Labels, their weight, and sequences that have some, of every sample.
-    py::tuple count(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
-                    const Epochs& epochs, const Rates& fim_rates,
-                    const py::object& fim_seed) const {
+    // Counts, for every sample, its labels, their weights and the sequences with labels.
+    py::tuple count(const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
-        const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::vector<std::int64_t> labels, sequences;
         std::vector<double> weight;
         unlocked([&] {
-            std::vector<SampleRef> refs = located(samples, lists);
-            of_samples.give(refs);
+            const auto refs = locate_samples(runs_, samples, step_view.view);
             for (const LabelTotals& total :
                  count_labels(shards_, refs, options_.label_boundary, fim_.get())) {
                 labels.push_back(total.labels);
@@ -328,18 +307,13 @@ class Gatherer {
                               to_numpy(std::move(sequences)));
     }
 
-    // Of every transformed document: its sample (a position in sample_ids), its segment there, its
-    // number in the source, whether it is SPM, and its two places.
-    py::tuple fim_draws(const Array<std::int64_t>& sample_ids, const py::object& num_lists,
-                        const Epochs& epochs, const Rates& fim_rates,
-                        const py::object& fim_seed) const {
+    // Lists the transformed documents: sample (a position in sample_ids), segment in the sample,
+    // number in the source, SPM or not, and the two cuts.
+    py::tuple fim_draws(const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const FimOfSamples of_samples(epochs, fim_rates, fim_seed, samples.size());
-        const std::int64_t lists = integer(num_lists, "num_lists", 0);
         std::array<std::vector<std::int64_t>, 6> columns;
         unlocked([&] {
-            std::vector<SampleRef> refs = located(samples, lists);
-            of_samples.give(refs);
+            const auto refs = locate_samples(runs_, samples, step_view.view);
             const auto draws = draw_fim(fim_.get(), shards_, refs);
             for (std::int64_t i = 0; i < ssize(draws); ++i) {
                 for (const FimDraw& draw : draws[i]) {
@@ -358,14 +332,15 @@ class Gatherer {
 
     std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        return unlocked([&] { return will_need_samples(shards_, located(samples)); });
+        return unlocked([&] { return will_need_samples(shards_, locate_samples(runs_, samples)); });
     }
 
     py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::vector<std::int64_t> shard, begin, end;
         unlocked([&] {
-            for (const TokenRange& range : megapack::token_ranges(shards_, located(samples))) {
+            for (const TokenRange& range :
+                 megapack::token_ranges(shards_, locate_samples(runs_, samples))) {
                 shard.push_back(range.shard);
                 begin.push_back(range.begin);
                 end.push_back(range.end);
@@ -382,11 +357,6 @@ class Gatherer {
     }
 
   private:
-    // Without what the first `lists` lists of excluded documents mask.
-    std::vector<SampleRef> located(Span<const std::int64_t> samples, std::int64_t lists = 0) const {
-        return locate_samples(runs_, samples, lists);
-    }
-
     std::shared_ptr<Fim> fim_;
     GatherOptions options_;
     SampleRuns runs_;
@@ -407,6 +377,17 @@ void register_gather(py::module_& m) {
         py::init(&make_fim), py::kw_only(), py::arg("prefix"), py::arg("suffix"), py::arg("middle"),
         py::arg("end") = -1, py::arg("eod") = -1, py::arg("spm_rate"),
         py::arg("tables") = py::none());
+    py::class_<HeldView>(m, "StepView")
+        .def(py::init<const py::object&, std::optional<Array<float>>,
+                      std::optional<Array<std::int64_t>>, std::optional<Array<double>>,
+                      const py::object&>(),
+             py::arg("num_lists"), py::arg("loss_weight").noconvert(),
+             py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert(), py::arg("seed"));
+    py::class_<BatchShape>(m, "BatchShape")
+        .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
+                      const py::object&>(),
+             py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"), py::arg("per_row"),
+             py::arg("num_cu_seqlens"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
@@ -424,19 +405,11 @@ void register_gather(py::module_& m) {
              py::arg("first_document") = 0, py::arg("fim_longest") = -1)
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
-        .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("num_rows"),
-             py::arg("row_tokens"), py::arg("capacity"), py::arg("tokens").noconvert(),
-             py::arg("labels").noconvert(), py::arg("loss_mask").noconvert(),
-             py::arg("position_ids").noconvert(), py::arg("per_row"), py::arg("num_cu_seqlens"),
-             py::arg("num_lists"), py::arg("factors").noconvert() = py::none(),
-             py::arg("epochs").noconvert() = py::none(),
-             py::arg("fim_rates").noconvert() = py::none(), py::arg("fim_seed") = 0)
-        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(),
-             py::arg("num_lists"), py::arg("epochs").noconvert() = py::none(),
-             py::arg("fim_rates").noconvert() = py::none(), py::arg("fim_seed") = 0)
-        .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(),
-             py::arg("num_lists"), py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert(),
-             py::arg("fim_seed"))
+        .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("view"),
+             py::arg("shape"), py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
+             py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert())
+        .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(), py::arg("view"))
+        .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
         .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
         .def("read_exactly", &Gatherer::read_exactly);

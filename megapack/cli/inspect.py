@@ -42,7 +42,7 @@ from megapack.units import counted
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
-    from megapack.data.fim import FimDraws
+    from megapack.data.steps import StepView
 
 # ---- Token ids to text, by the tokenizer that made a dataset and no other -----------------------
 
@@ -180,8 +180,7 @@ def turned_round(
     views: list[SegmentView],
     data: PackedDataset,
     sample: int,
-    fim: FimDraws,
-    num_lists: int = 0,
+    step_view: StepView,
 ) -> list[SegmentView]:
     """The segments of a sample, with those documents as they are told that are turned round.
 
@@ -189,11 +188,10 @@ def turned_round(
         views: all segments of the sample but those of masked documents.
         data: of the sample, with fim; documents attend to themselves.
         sample: its id there.
-        fim: what is drawn by, of this one sample.
-        num_lists: of excluded documents in force.
+        step_view: of this one sample, without an attention window.
     """
-    batch = data.micro_batch([sample], fim=fim, num_lists=num_lists)
-    draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], num_lists, fim)}
+    batch = data.micro_batch([sample], view=step_view)
+    draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], step_view)}
     tokens, mask = (batch[name][0].tolist() for name in ("tokens", "loss_mask"))
     bounds, labels = batch["cu_seqlens"].tolist(), (batch["labels"][0] >= 0).tolist()
     found = []
@@ -386,14 +384,15 @@ def _turned_round(
     segments: list[SegmentView],
 ) -> list[SegmentView]:
     from megapack.data import PackedDataset, load_blend  # noqa: PLC0415 (torch)
-    from megapack.data.fim import FimDraws  # noqa: PLC0415
+    from megapack.data.steps import StepView  # noqa: PLC0415
 
     fim = load_blend(args.fim).fim
     if fim is None:
         raise ConfigError(f"--fim {args.fim}: the manifest has no section fim")
     data = PackedDataset(dataset, index, fim=fim)
-    draws = FimDraws(np.array([args.epoch]), np.array([fim.rate]), args.seed)
-    return turned_round(segments, data, args.sample, draws)
+    epochs, rates = np.array([args.epoch]), np.array([fim.rate])
+    view = StepView(epochs=epochs, fim_rates=rates, seed=args.seed)
+    return turned_round(segments, data, args.sample, view)
 
 
 def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:

@@ -286,8 +286,7 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
     for i in np.unique(np.linspace(0, opened.num_steps - 1, args.steps).astype(int)).tolist():
         content = schedule.step(i)
         documents = cut_lengths(
-            schedule.samples.segment_lengths(content.sample_ids, content.num_lists),
-            schedule.settings_at(i).window_at(i),
+            schedule.samples.segment_lengths(content.sample_ids, content.view), content.view.window
         )
         attention = sampler.attention_of_ranks(i)
         degree = [sampler.ranks_per_micro_batch(draw.capacity) for draw in content.draws]

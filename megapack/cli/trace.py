@@ -38,7 +38,7 @@ from megapack.cli.arguments import add_shared, positive, refuse_without
 from megapack.cli.inspect import decoder, print_sample, turned_round, view_sample
 from megapack.cli.output import Screen, print_table, printed_as_json
 from megapack.config import load_config
-from megapack.data.fim import FimDraws
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 from megapack.storage.files import atomic_write, check_target
 
@@ -78,26 +78,28 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
                 "capacity": data.samples.capacity_of(sample),
                 "segments": segments,
                 **(
-                    {"groups": data.samples.groups_of(sample, content.num_lists)}
+                    {"groups": data.samples.groups_of(sample, view)}
                     if data.samples.attention == "group"
                     else {}
                 ),
-                **({} if fim is None else _fim(data, sample, content.num_lists, fim)),
+                **({} if view.epochs is None else _fim(data, sample, view)),
             }
-            for place, sample, fim in _dealt(args, run, step)
-            for source, segments in [data.samples.segments(sample, content.num_lists)]
+            for place, sample, view in _assigned(args, run, step)
+            for source, segments in [data.samples.segments(sample, view)]
         ],
     }
 
 
-def _fim(data: PackedDataset, sample: int, num_lists: int, fim: FimDraws) -> dict[str, Any]:
-    """How documents of a sample are turned round, by segment; and what that is drawn by."""
+def _fim(data: PackedDataset, sample: int, view: StepView) -> dict[str, Any]:
+    """Return how fill-in-the-middle transforms documents of a sample, with epoch and rate."""
+    assert view.epochs is not None and view.fim_rates is not None
     found = [
         {"segment": draw.segment, "how": "SPM" if draw.spm else "PSM"}
         | {"cuts": [draw.first, draw.second]}
-        for draw in data.fim_draws([sample], num_lists, fim)
+        for draw in data.fim_draws([sample], view)
     ]
-    return {"epoch": int(fim.epochs[0]), "fim_rate": float(fim.rates[0]), "fim": found}
+    epoch, rate = int(view.epochs[0]), float(view.fim_rates[0])
+    return {"epoch": epoch, "fim_rate": rate, "fim": found}
 
 
 def _weights(run: OpenRun, step: int) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -
     if args.tokenizer is None:
         _print_segments(facts["samples"])
     else:
-        _print_text(console, args, run, facts["samples"], content.num_lists)
+        _print_text(console, args, run, facts["samples"], content.view)
 
 
 def _print_text(
@@ -134,7 +136,7 @@ def _print_text(
     args: argparse.Namespace,
     run: OpenRun,
     items: list[dict[str, Any]],
-    num_lists: int,
+    view: StepView,
 ) -> None:
     data, samples, shards = run.data, run.data.samples, run.data.samples.shards
     places, told = [], _as_told(data) if any("fim" in shown for shown in items) else None
@@ -147,8 +149,8 @@ def _print_text(
         views = view_sample(data.documents(shard), shards.index(shard), sample, segments)
         if told is not None:
             epoch, rate = (np.array([shown[name]]) for name in ("epoch", "fim_rate"))
-            by = FimDraws(epoch, rate, run.schedule.config.seed)
-            views = turned_round(views, told, number, by, num_lists)
+            of_sample = dataclasses.replace(view, epochs=epoch, fim_rates=rate, window=None)
+            views = turned_round(views, told, number, of_sample)
         places.append((source, shard, sample, views))
     decoders = {}
     for source, shard, _, _ in places:
@@ -173,33 +175,29 @@ def _as_told(data: PackedDataset) -> PackedDataset:
     return Packed(
         data.datasets,
         data.samples.indices,
-        label_dataset=data.label_datasets,
-        weight_dataset=data.weight_datasets,
         **{name: getattr(mixture, name) for name in names},
     )
 
 
-Dealt = tuple[dict[str, int], int, "FimDraws | None"]
+Assigned = tuple[dict[str, int], int, StepView]
 
 
-def _dealt(args: argparse.Namespace, run: OpenRun, step: int) -> list[Dealt]:
-    """(where, global sample id, what its documents are turned round by) of a step; ``where`` is
-    empty when no ranks are asked for."""
+def _assigned(args: argparse.Namespace, run: OpenRun, step: int) -> list[Assigned]:
+    """Return (place, global sample id, view of this sample) for every sample of a step.
+
+    The place names rank and micro step; it is empty without ``--ranks``.
+    """
     if args.ranks is None:
         refuse_without("--ranks N", rank=args.rank)
         content = run.schedule.step(step)
-        return [({}, *sample) for sample in _with_fim(content.sample_ids, content.fim)]
-    found: list[Dealt] = []
+        views = content.view.each(len(content.sample_ids))
+        return [({}, *row) for row in zip(content.sample_ids.tolist(), views, strict=True)]
+    found: list[Assigned] = []
     for rank in range(args.ranks) if args.rank is None else (args.rank,):
         for batch in run.sampler(rank, args.ranks).micro_batches(step):
             where = {"rank": rank, "micro_step": batch.micro_step}
-            found += [(where, *sample) for sample in _with_fim(batch.sample_ids, batch.fim)]
+            found += [(where, *row) for row in zip(batch, batch.view.each(len(batch)), strict=True)]
     return found
-
-
-def _with_fim(ids: Any, fim: FimDraws | None) -> list[tuple[int, FimDraws | None]]:
-    parts = [None if fim is None else fim.of(slice(n, n + 1)) for n in range(len(ids))]
-    return list(zip(ids.tolist(), parts, strict=True))
 
 
 def _print_segments(samples: list[dict[str, Any]]) -> None:

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.config import check_positive, whole_numbers
-from megapack.data.fim import FimDraws
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError
-from megapack.packing.sharded import SourceIndex, longest_reach, most_segments
+from megapack.packing.sample_index import SourceIndex
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
@@ -44,6 +44,15 @@ _DTYPES = {
 _NUMPY = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in _DTYPES.items()}
 
 
+class Imbalance(NamedTuple):
+    """Largest over mean attention work of the ranks; 1.0 is perfect."""
+
+    attention: float
+    """As assigned."""
+    attention_in_order: float
+    """If the samples were assigned in the order of the schedule."""
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One forward of one rank: which samples, and where in the run it stands.
@@ -56,15 +65,11 @@ class MicroBatch:
         bucket: number of the bucket.
         step, micro_step, num_micro_steps: position in the run; micro steps count from 0.
         num_step_label_tokens: tokens with a label in the whole step, over all ranks.
-        imbalance: max / mean attention work over the ranks, of this draw, as dealt.
-        imbalance_undealt: the same had the samples been dealt in the order of the schedule.
+        imbalance: of attention work over the ranks, for this draw.
         source: (samples,) int64, number of the source (dataset) of every sample.
-        loss_weight: (samples,) float32, factors on their loss masks; None: 1.
-        fim: of every sample what fill-in-the-middle draws by; None: no source of the step has it.
-        step_label_weight: what losses times loss masks are divided by: the sum of the loss mask
+        view: what the step requires of these samples.
+        step_label_weight: divisor of the sum of losses times loss masks: the sum of the loss mask
             over the whole step and all ranks; None: ``num_step_label_tokens``.
-        attention_window: of the step, tokens; None: there is none.
-        num_lists: of excluded documents in force (``megapack.data.sources``).
         sequence_parallel_size: ranks that share this micro batch, each a slice of its tokens.
     """
 
@@ -75,15 +80,11 @@ class MicroBatch:
     micro_step: int
     num_micro_steps: int
     num_step_label_tokens: int
-    imbalance: float
-    imbalance_undealt: float
+    imbalance: Imbalance
     source: NDArray[np.int64]
-    loss_weight: NDArray[np.float32] | None
+    view: StepView
     step_label_weight: float | None
-    attention_window: int | None
-    num_lists: int = 0
     sequence_parallel_size: int = 1
-    fim: FimDraws | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -96,14 +97,15 @@ class MicroBatch:
 
     @property
     def gathered_by(self) -> dict[str, Any]:
-        """Arguments of ``PackedDataset.micro_batch`` beside its layout, by name."""
-        names = ("sample_ids", "capacity", "loss_weight", "fim", "attention_window", "num_lists")
-        return {name: getattr(self, name) for name in names}
+        """Arguments of ``PackedDataset.micro_batch``, without the layout."""
+        return {"sample_ids": self.sample_ids, "capacity": self.capacity, "view": self.view}
 
     def about(self) -> Batch:
-        """Facts that go along with the tensors of the batch."""
-        left_out = ("num_lists", "sequence_parallel_size", "loss_weight", "fim")
+        """Return facts that travel with the tensors of the batch."""
+        left_out = ("view", "sequence_parallel_size")
         about = {name: value for name, value in vars(self).items() if name not in left_out}
+        about["imbalance"], about["imbalance_in_order"] = self.imbalance
+        about["attention_window"] = self.view.window
         arrays = {name: torch.from_numpy(about[name]) for name in ("sample_ids", "source")}
         return {name: value for name, value in about.items() if value is not None} | arrays
 
@@ -173,7 +175,7 @@ class BatchLayout:
         of_each = [
             most
             for index in indices
-            for size, most in zip(index.bucket_capacity.tolist(), most_segments(index), strict=True)
+            for size, most in zip(index.bucket_capacity.tolist(), index.most_segments, strict=True)
             if size == capacity
         ]
         most = 1 if whole else max(of_each, default=0)
@@ -213,7 +215,7 @@ def longest_position(
             slots = slot_tokens(capacity, max(row_tokens or capacity, capacity))
             longest = max(longest, slots[-1])
         if positions == "document":
-            longest = max(longest, longest_reach(index))
+            longest = max(longest, index.longest_reach)
     return longest
 
 
@@ -230,37 +232,37 @@ class Bounds(NamedTuple):
     """The longest segment with its room, tokens."""
 
 
-def cut_bounds(bounds: Bounds, window: int, *, num_lists: int = 1, entries: int = 0) -> Bounds:
+def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int = 0) -> Bounds:
     """Boundaries of segments cut at multiples of a window from where each begins.
 
     Args:
         bounds: of whole segments.
         window: tokens, at least 1; a multiple of the alignment keeps it.
-        num_lists: lists in cu_seqlens, of equally many entries.
+        num_rows: lists in cu_seqlens, of equally many entries.
         entries: fill every list with its last value to so many; 0: to those of the longest.
 
     Raises:
         ValueError: a list has more than ``entries``, or the window is no number of tokens.
     """
     check_positive("micro batch", attention_window=window)
-    lengths = np.diff(bounds.cu_seqlens.reshape(num_lists, -1)).astype(np.int64)
+    lengths = np.diff(bounds.cu_seqlens.reshape(num_rows, -1)).astype(np.int64)
     rooms = lengths
     if bounds.cu_seqlens_padded is not None:
-        rooms = np.diff(bounds.cu_seqlens_padded.reshape(num_lists, -1)).astype(np.int64)
+        rooms = np.diff(bounds.cu_seqlens_padded.reshape(num_rows, -1)).astype(np.int64)
     row, _ = np.nonzero(rooms)
     lengths, rooms = lengths[rooms > 0], rooms[rooms > 0]
     counts = np.maximum(1, -(-lengths // window))
     segment = np.repeat(np.arange(len(counts)), counts)
     place = _places(counts)
     room = np.where(place == counts[segment] - 1, rooms[segment] - place * window, window)
-    per_list = np.bincount(row[segment], minlength=num_lists)
+    per_list = np.bincount(row[segment], minlength=num_rows)
     most = int(per_list.max()) + 1
     if entries and most > entries:
         raise ValueError(
             f"an attention window of {window} makes {most} entries of cu_seqlens, and there is "
             f"room for {entries}: raise num_cu_seqlens, or leave it out"
         )
-    steps = np.zeros((2, num_lists, entries or most), np.int64)
+    steps = np.zeros((2, num_rows, entries or most), np.int64)
     steps[:, row[segment], _places(per_list) + 1] = (
         np.minimum(lengths[segment] - place * window, window),
         room,

@@ -9,9 +9,9 @@ packed.micro_batch([7, 9])["tokens"].shape      # -> (1, 4096), one stream
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -35,11 +35,9 @@ from megapack.data.documents import (
     Documents,
     Index,
     RemoteReads,
-    ShardedDocuments,
-    SourceDocuments,
     open_sources,
 )
-from megapack.data.fim import Fim, FimDraw, FimDraws, check_fim, open_fim
+from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
 from megapack.data.sources import (
     Exclusions,
     LabelTotals,
@@ -48,12 +46,11 @@ from megapack.data.sources import (
     check_has_groups,
     read_exclusions,
 )
-from megapack.data.steps import Attention
+from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
-from megapack.packing.sharded import SourceIndex
+from megapack.packing.sample_index import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import LabelDocuments, weights_identity
-from megapack.storage.remote import is_remote
+from megapack.storage.dataset import LabelDocuments
 
 Ids = NDArray[np.int64]
 
@@ -93,8 +90,7 @@ class PackedDataset(Dataset[Batch]):
             fim_rates.
 
     Attributes:
-        datasets, label_datasets, weight_datasets: the documents of every source, and the labels and
-            loss weights beside them.
+        datasets: documents of every source, with labels and loss weights of their tokens.
         samples: what is known of the samples, gathered or not.
         remote_reads: of its documents in object stores, for whoever has them fetched ahead.
 
@@ -130,7 +126,7 @@ class PackedDataset(Dataset[Batch]):
             "alignment": alignment,
             "pad_token": pad_token,
         }
-        self.datasets, self.label_datasets, self.weight_datasets, indices = open_sources(
+        self.datasets, indices = open_sources(
             dataset, index, label_dataset, weight_dataset, positions=positions
         )
         if attention == "group":
@@ -149,7 +145,7 @@ class PackedDataset(Dataset[Batch]):
         if fim is None and mixture.fim is not None:
             fim = open_fim(mixture.fim, self.datasets)
             of_sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets)
-            check_fim(fim, zip(*of_sources, indices, self.label_datasets, strict=True))
+            check_fim(fim, zip(*of_sources, indices, strict=True))
         self._exclusions = exclusions or read_exclusions(
             mixture.stages, mixture.names or (), [index.num_documents for index in indices]
         )
@@ -160,7 +156,7 @@ class PackedDataset(Dataset[Batch]):
             exclusions=self._exclusions,
             attention=self._options["attention"],
             counter=self._count_labels,
-            token_weights=list(map(_weights_identity, self.datasets, self.weight_datasets)),
+            token_weights=[source.weights_identity for source in self.datasets],
             fim=fim,
         )
         alignment = self._options["alignment"]
@@ -182,7 +178,7 @@ class PackedDataset(Dataset[Batch]):
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
         self._opening = threading.Lock()
         self._documents: dict[int, IndexedDataset] = {}
-        expected = any(map(_is_remote, self.datasets))
+        expected = any(source.is_remote for source in self.datasets)
         self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
         self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
         for shard in range(len(shards)):
@@ -190,8 +186,7 @@ class PackedDataset(Dataset[Batch]):
                 self.documents(shard)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_options", "datasets", "label_datasets", "weight_datasets")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in ("_options", "datasets")}
         own = (self.samples.indices, self.samples.mixture, self._exclusions, self.samples.fim)
         return {"given": given, "own": own}
 
@@ -221,21 +216,20 @@ class PackedDataset(Dataset[Batch]):
         """
         return self._sample(i)
 
-    def _sample(self, i: int, num_lists: int = 0, fim: FimDraws | None = None) -> Batch:
+    def _sample(self, i: int, view: StepView = PLAIN) -> Batch:
         sample = i.__index__()
         if sample < 0:
             sample += len(self)
-        batch = self.micro_batch([sample], num_lists=num_lists, fim=fim)
+        batch = self.micro_batch([sample], view=view)
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             batch[name] = batch[name][0]
         return batch
 
     def __getitems__(self, samples: Sequence[int]) -> list[Batch]:
-        """One batch for each; torch's DataLoader hands over what its batch sampler gave, and a
-        ``MicroBatch`` says which documents are masked, and which turned round."""
-        num_lists, fim = getattr(samples, "num_lists", 0), getattr(samples, "fim", None)
-        own = [None if fim is None else fim.of(slice(n, n + 1)) for n in range(len(samples))]
-        return [self._sample(i, num_lists, of) for i, of in zip(samples, own, strict=True)]
+        """Return one batch per sample. torch's DataLoader passes what its batch sampler yielded."""
+        view = replace(getattr(samples, "view", PLAIN), window=None, loss_weight=None)
+        views = view.each(len(samples))
+        return [self._sample(i, of) for i, of in zip(samples, views, strict=True)]
 
     def micro_batch(
         self,
@@ -245,10 +239,7 @@ class PackedDataset(Dataset[Batch]):
         capacity: int | None = None,
         out: Buffers | None = None,
         pin_memory: bool = False,
-        loss_weight: ArrayLike | None = None,
-        attention_window: int | None = None,
-        num_lists: int = 0,
-        fim: FimDraws | None = None,
+        view: StepView = PLAIN,
     ) -> Batch:
         """Gather samples of one bucket.
 
@@ -259,20 +250,14 @@ class PackedDataset(Dataset[Batch]):
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
                 views of them, overwritten by the next call that is given them. None: new ones.
             pin_memory: new tensors in page-locked memory.
-            loss_weight: (samples,) factors on the loss of their labels, float; None: 1. What a
-                ``MicroBatch`` has: for ``loss: longalign`` the unit is in it.
-            attention_window: segments of cu_seqlens, padding too, are cut at multiples of so many
-                tokens, all else stays; None: they are whole.
-            num_lists: documents of the first so many lists of excluded documents are padding; that
-                of the step or ``MicroBatch``.
-            fim: of every sample, by what its documents are turned round; that of the
-                ``MicroBatch``. None: they are told as they are.
+            view: what the step requires of these samples (``MicroBatch.view``): its window cuts
+                the segments of cu_seqlens, also padding, at multiples of so many tokens.
 
         Returns:
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
-            which is 0 where there is no label, else ``loss_weight`` of the sample times the weight
-            of the token, and with another ``loss`` than token_mean over what these weights add up
-            to in the sequence;
+            which is 0 where there is no label, else the view's ``loss_weight`` of the sample times
+            the weight of the token, divided by the sum of these weights in the sequence unless
+            ``loss`` is token_mean;
             ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
             ``cu_seqlens_padded``); ``dataset_ids`` int32, number of the dataset of every segment,
             -1 for padding; ``max_seqlen`` int, longest segment with its padding.
@@ -299,38 +284,27 @@ class PackedDataset(Dataset[Batch]):
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
         entries = 0  # as many as there are
         if layout.cu_seqlens == "padded":
-            entries = layout.num_cu_seqlens or self.max_cu_seqlens(
-                layout, capacity, attention_window
-            )
+            entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, capacity, view.window)
         self._open_for(ids)
-        arrays = buffers.arrays
-        factors = None
-        if loss_weight is not None:
-            factors = np.ascontiguousarray(loss_weight, np.float32)
-            if not np.isfinite(factors).all():
-                raise ValueError(f"loss_weight is {loss_weight}; factors must be finite")
+        arrays, per_row = buffers.arrays, layout.cu_seqlens_per_row
+        unpadded = 0 if view.window else entries  # cut_bounds pads
+        shape = _core.BatchShape(rows, row_tokens, capacity, per_row, unpadded)
 
         def gather() -> Any:  # arguments by position: keywords cost a microsecond
             return self._gatherer.gather(
                 ids,
-                rows,
-                row_tokens,
-                capacity,
+                view.core,
+                shape,
                 arrays["tokens"],
                 arrays["labels"],
                 arrays["loss_mask"],
                 arrays["position_ids"],
-                layout.cu_seqlens_per_row,
-                0 if attention_window else entries,
-                num_lists,
-                factors,
-                *(fim or ()),
             )
 
         bounds = self.remote_reads.read(ids, gather)
-        if attention_window:
-            of_rows = {"num_lists": rows if layout.cu_seqlens_per_row else 1, "entries": entries}
-            bounds = cut_bounds(Bounds(*bounds), attention_window, **of_rows)
+        if view.window:
+            num_rows = rows if per_row else 1
+            bounds = cut_bounds(Bounds(*bounds), view.window, num_rows=num_rows, entries=entries)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
@@ -366,29 +340,22 @@ class PackedDataset(Dataset[Batch]):
         """Have nothing read around what is asked for; in this process, from now on."""
         self._gatherer.read_exactly()
 
-    def count_labels(
-        self, sample_ids: ArrayLike, num_lists: int = 0, fim: FimDraws | None = None
-    ) -> Ids:
-        """Tokens of every sample that have a label, int64.
+    def count_labels(self, sample_ids: ArrayLike, view: StepView = PLAIN) -> Ids:
+        """Return the number of tokens with a label of every sample, int64; see ``micro_batch``."""
+        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), view)
 
-        Arguments are those of ``micro_batch``.
-        """
-        return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), num_lists, fim)
-
-    def _count_labels(self, ids: Ids, num_lists: int, fim: FimDraws | None) -> LabelTotals:
+    def _count_labels(self, ids: Ids, view: StepView) -> LabelTotals:
         self._open_for(ids)
-        count = partial(self._gatherer.count_labels, ids, num_lists, *(fim or ()))
-        reads = self._remote_labels if fim is None else self.remote_reads
+        count = partial(self._gatherer.count_labels, ids, view.core)
+        # Documents that are rearranged have to be read to count their labels.
+        reads = self._remote_labels if view.epochs is None else self.remote_reads
         return LabelTotals(*reads.read(ids, count))
 
-    def fim_draws(self, sample_ids: ArrayLike, num_lists: int, fim: FimDraws) -> list[FimDraw]:
-        """The documents of some samples that fill-in-the-middle turns round, in order.
-
-        Arguments are those of ``micro_batch``.
-        """
+    def fim_draws(self, sample_ids: ArrayLike, view: StepView) -> list[FimDraw]:
+        """Return the documents of some samples that fill-in-the-middle transforms, in order."""
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
-        draws = partial(self._gatherer.fim_draws, ids, num_lists, *fim)
+        draws = partial(self._gatherer.fim_draws, ids, view.core)
         rows = zip(*(column.tolist() for column in self.remote_reads.read(ids, draws)), strict=True)
         return [FimDraw(*row) for row in rows]
 
@@ -413,12 +380,7 @@ class PackedDataset(Dataset[Batch]):
     def _open(self, shard: int) -> IndexedDataset:
         shards = self.samples.shards
         source = int(shards.sources[shard])
-        found, labels = self.datasets[source], self.label_datasets[source]
-        weights = self.weight_datasets[source]
-        if isinstance(found, ShardedDocuments):
-            dataset, labels, weights = found.open(shards.number_in_source(shard))
-        else:
-            dataset = found
+        dataset, labels, weights = self.datasets[source].open(shards.number_in_source(shard))
         index = shards.index(shard)
         if index.source:  # in every process: what is read of the .idx is held to its checksums
             index.check_source(dataset)
@@ -448,24 +410,7 @@ class PackedDataset(Dataset[Batch]):
         return dataset
 
 
-def _weights_identity(documents: SourceDocuments, weights: IndexedDataset | None) -> str | None:
-    """What tells the loss weights of a source from others; None: it has none."""
-    if isinstance(documents, ShardedDocuments):
-        return documents.weights_identity
-    return None if weights is None else weights_identity(weights)
-
-
-def _is_remote(documents: SourceDocuments) -> bool:
-    if isinstance(documents, ShardedDocuments):
-        return any(is_remote(shard.prefix) for shard in documents.index.shards)
-    return is_remote(documents.prefix)
-
-
 # ---- Token ids within a model's vocabulary
-
-logger = logging.getLogger("megapack")
-
-_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 
 
 def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
@@ -484,39 +429,14 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
             f"fim writes token id {fim.largest_id}, and the model has ids below {vocab_size}: give "
             "it a larger vocabulary, or choose other sentinels"
         )
-    chosen = [labels for labels in data.label_datasets if labels is not None]
-    for dataset in [*data.datasets, *chosen]:
-        has_labels = isinstance(dataset, ShardedDocuments) and dataset.has_labels  # of int32
-        if np.iinfo(dataset.dtype).max < vocab_size and not has_labels:
-            continue
-        largest = _largest_token_id(dataset)
+    for source in data.datasets:
+        prefix, largest = source.largest_token_id(vocab_size)
         if largest >= vocab_size:
             raise ConfigError(
-                f"{dataset.prefix} holds token id {largest}, and the model has ids below "
+                f"{prefix} holds token id {largest}, and the model has ids below "
                 f"{vocab_size}; tokenize with the model's own tokenizer, or give the model a "
                 "larger vocabulary"
             )
-
-
-def _largest_token_id(dataset: SourceDocuments) -> int:
-    """-1 without tokens. The meta file knows; without one, blocks all over the .bin are read."""
-    if dataset.meta is not None:
-        known = dataset.meta["max_token_id"]
-        return -1 if known is None else int(known)
-    if isinstance(dataset, ShardedDocuments):
-        logger.warning("%s: some shards had no .meta.json: token ids are unknown", dataset.prefix)
-        return -1
-    begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
-    if len(begins) > _BLOCKS:
-        begins = begins[:: len(begins) // _BLOCKS]
-        logger.warning(
-            "%s has no .meta.json (`megapack-build import` writes one): token ids were looked at "
-            "in %.1f %% of it",
-            dataset.prefix,
-            100 * len(begins) * _BLOCK_TOKENS / dataset.num_tokens,
-        )
-    blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
-    return max((_core.token_range(block)[1] for block in blocks), default=-1)
 
 
 def open_blend(

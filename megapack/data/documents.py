@@ -1,18 +1,23 @@
-"""The documents of sources, near or far, opened when they are needed.
+"""Documents of sources, on disk or in an object store, opened when they are needed.
 
-- ``open_sources``: what ``PackedDataset`` is given -> documents, labels, weights, samples.
-- ``ShardedDocuments``: of one of many shards what is known of all; each is opened when needed.
-- ``end_tokens``: with which tokens documents end.
-- ``RemoteReads``: what a gather reads of object stores: fetched before, looked at again after.
+- ``SourceDocuments``: one source, a list of shards with the labels and weights of their tokens.
+- ``open_sources``: arguments of ``PackedDataset`` -> documents and samples of every source.
+- ``end_tokens``: the tokens that end documents.
+- ``RemoteReads``: the part of object stores that a gather reads: prefetch, check after reading.
+
+    source = open_source("docs", SampleIndex.load("docs.samples"))
+    dataset, labels, weights = source.open(0)        # the only shard
 """
 
 from __future__ import annotations
 
+import abc
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,8 +25,8 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, IndexMismatchError
-from megapack.packing import SampleIndex
-from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
+from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import ShardedIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import (
     LabelDocuments,
@@ -32,66 +37,156 @@ from megapack.storage.dataset import (
 )
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import common_metadata
+from megapack.storage.remote.address import is_remote
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
 
 Ids = NDArray[np.int64]
-# Of one source: as they are given, None for those of a shard manifest, and open.
-Documents: TypeAlias = "IndexedDataset | ShardedDocuments | str | os.PathLike[str] | None"
-SourceDocuments: TypeAlias = "IndexedDataset | ShardedDocuments"
-Index: TypeAlias = "SampleIndex | ShardedIndex | str | os.PathLike[str]"
+Opened: TypeAlias = "tuple[IndexedDataset, IndexedDataset | None, IndexedDataset | None]"
+
+logger = logging.getLogger("megapack")
+
+_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 
 
-class ShardedDocuments:
-    """An ``IndexedDataset`` of the merged shards, from their manifest; none is open.
+class SourceDocuments(abc.ABC):
+    """Documents of one source, with the labels and loss weights of their tokens: a list of shards.
+
+    ``DatasetDocuments`` is a list of one, ``ShardedDocuments`` the shards of a manifest.
+    """
+
+    prefix: str
+    """The source in messages: the dataset's prefix or the manifest's path."""
+    dtype: np.dtype[Any]
+    """Of the tokens; the widest of all shards."""
+    fingerprint: str
+    """Identity of the layout of all documents."""
+    vocab_size: int | None
+    """Number of token ids of the tokenizer; None if it is unknown."""
+    meta: dict[str, Any] | None
+    """``max_token_id``, ``document_end_token`` and other facts; None if a meta file is missing."""
+    weights_identity: str | None
+    """Tells different loss weights apart; None: there are no weights."""
+    num_documents: int
+    num_tokens: int
+    has_labels: bool
+    """Whether tokens have labels of their own."""
+    is_remote: bool
+    """Whether some shard lies in an object store."""
+    shard_index: SourceIndex | None = None
+    """Samples of the shard manifest that names these documents."""
+
+    @abc.abstractmethod
+    def open(self, number: int) -> Opened:
+        """Return documents, labels and loss weights of one shard, mapped.
+
+        Raises:
+            IndexMismatchError: they are not those that were packed.
+            FormatError, OSError: a file is damaged or missing.
+        """
+
+    @abc.abstractmethod
+    def largest_token_id(self, at_least: int) -> tuple[str, int]:
+        """Return the largest id of tokens and labels, with the dataset that has it.
+
+        Files whose dtype has no ids of ``at_least`` or more may be left out.
+        """
+
+
+class DatasetDocuments(SourceDocuments):
+    """Documents of one dataset.
+
+    Args:
+        dataset: the documents.
+        labels, weights: of their tokens; None: there are none.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        labels: IndexedDataset | None = None,
+        weights: IndexedDataset | None = None,
+    ) -> None:
+        self.dataset, self.labels, self.weights = dataset, labels, weights
+        self.prefix, self.dtype, self.meta = dataset.prefix, dataset.dtype, dataset.meta
+        self.num_documents, self.num_tokens = dataset.num_documents, dataset.num_tokens
+        self.vocab_size, self.has_labels = dataset.vocab_size, labels is not None
+        self.weights_identity = None if weights is None else weights_identity(weights)
+        self.is_remote = is_remote(dataset.prefix)
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return self.dataset.fingerprint
+
+    def open(self, number: int) -> Opened:
+        assert number == 0, "a dataset is one shard"
+        return self.dataset, self.labels, self.weights
+
+    def largest_token_id(self, at_least: int) -> tuple[str, int]:
+        files = [file for file in (self.dataset, self.labels) if file is not None]
+        wide = [file for file in files if np.iinfo(file.dtype).max >= at_least]
+        found = [(file.prefix, _largest_token_id(file)) for file in wide]
+        return max(found, key=lambda item: item[1], default=(self.prefix, -1))
+
+
+def _largest_token_id(dataset: IndexedDataset) -> int:
+    """Return the largest id, -1 without tokens; without a meta file, of a sample of blocks."""
+    if dataset.meta is not None:
+        known = dataset.meta["max_token_id"]
+        return -1 if known is None else int(known)
+    begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
+    if len(begins) > _BLOCKS:
+        begins = begins[:: len(begins) // _BLOCKS]
+        logger.warning(
+            "%s has no .meta.json (`megapack-build import` writes one): token ids were checked in "
+            "%.1f %% of it",
+            dataset.prefix,
+            100 * len(begins) * _BLOCK_TOKENS / dataset.num_tokens,
+        )
+    blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
+    return max((_core.token_range(block)[1] for block in blocks), default=-1)
+
+
+# One source as the user gives it; None: the shard manifest names the documents.
+Documents: TypeAlias = "IndexedDataset | SourceDocuments | str | os.PathLike[str] | None"
+Index: TypeAlias = "SourceIndex | str | os.PathLike[str]"
+
+
+class ShardedDocuments(SourceDocuments):
+    """Documents of a shard manifest; none is open.
 
     Args:
         index: their samples.
-        with_labels, with_weights: whether labels and loss weights beside shards are used.
+        with_labels, with_weights: use the labels and loss weights next to the shards.
     """
 
     def __init__(
         self, index: ShardedIndex, *, with_labels: bool, with_weights: bool = True
     ) -> None:
         self.index, self.with_labels, self.with_weights = index, with_labels, with_weights
-
-    @property
-    def prefix(self) -> str:
-        """Its name in messages: the manifest's path."""
-        return str(self.index.path)
-
-    @property
-    def num_documents(self) -> int:
-        return self.index.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        return self.index.num_tokens
+        self.shard_index, self.prefix = index, str(index.path)
+        self.num_documents, self.num_tokens = index.num_documents, index.num_tokens
+        self.has_labels = with_labels and any(shard.labels for shard in index.shards)
+        self.is_remote = any(is_remote(shard.prefix) for shard in index.shards)
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """The widest of the shards."""
+    def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
         found = {np.dtype(shard.dtype) for shard in self.index.shards}
         return max(found, key=lambda dtype: int(np.iinfo(dtype).max))
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Identity of the layout of all documents."""
+    def fingerprint(self) -> str:  # type: ignore[override]
         text = ";".join(shard.fingerprint for shard in self.index.shards)
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
 
     @cached_property
-    def vocab_size(self) -> int | None:
-        """Number of token ids of the tokenizer, None where a shard does not tell."""
+    def vocab_size(self) -> int | None:  # type: ignore[override]
         sizes = {shard.vocab_size for shard in self.index.shards}
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     @cached_property
-    def meta(self) -> dict[str, Any] | None:
-        """``max_token_id`` (of labels, too) and ``document_end_token`` (None where shards differ);
-        None where a shard has no meta file.
-        """
+    def meta(self) -> dict[str, Any] | None:  # type: ignore[override]
         largest = [shard.max_token_id for shard in self.index.shards]
         known = [token for token in largest if token is not None]
         if len(known) < len(largest):
@@ -100,18 +195,12 @@ class ShardedDocuments:
         end = ends.pop() if len(ends) == 1 else None
         return {"max_token_id": max(known), "document_end_token": end}
 
-    @property
-    def weights_identity(self) -> str | None:
-        """What tells the loss weights beside shards from others; None: none are used."""
+    @cached_property
+    def weights_identity(self) -> str | None:  # type: ignore[override]
         known = [shard.weights for shard in self.index.shards]
         if not self.with_weights or not any(known):
             return None
         return xxhash.xxh3_64_hexdigest(repr(known).encode())
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether labels beside some shard are used."""
-        return self.with_labels and any(shard.labels for shard in self.index.shards)
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """What the builders of all shards, and of the labels and weights beside some, were told
@@ -123,15 +212,17 @@ class ShardedDocuments:
         tokens, labels, weights = (common_metadata(of_kind or [None]) for of_kind in metas)
         return tokens, labels, weights
 
-    def open(
-        self, number: int
-    ) -> tuple[IndexedDataset, IndexedDataset | None, IndexedDataset | None]:
-        """The documents of one shard, their labels and their loss weights, mapped.
+    def largest_token_id(self, at_least: int) -> tuple[str, int]:
+        if np.iinfo(self.dtype).max < at_least and not self.has_labels:  # labels are int32
+            return self.prefix, -1
+        if self.meta is None:
+            message = "%s: some shards have no .meta.json: their token ids were not checked"
+            logger.warning(message, self.prefix)
+            return self.prefix, -1
+        known = self.meta["max_token_id"]
+        return self.prefix, -1 if known is None else int(known)
 
-        Raises:
-            IndexMismatchError: they are not those that the manifest speaks of.
-            FormatError, OSError: a file is damaged or missing.
-        """
+    def open(self, number: int) -> Opened:
         shard = self.index.shards[number]
         dataset = IndexedDataset(shard.prefix)
         for name, now, then in (
@@ -156,15 +247,6 @@ class ShardedDocuments:
         return dataset, open_labels(dataset, labels), opened
 
 
-class OpenSources(NamedTuple):
-    """What a ``PackedDataset`` is of: one of each per source."""
-
-    documents: list[SourceDocuments]
-    labels: list[IndexedDataset | None]
-    weights: list[IndexedDataset | None]
-    indices: list[SourceIndex]
-
-
 def open_sources(
     documents: Documents | Sequence[Documents],
     indices: Index | Sequence[Index],
@@ -172,28 +254,25 @@ def open_sources(
     weights: LabelDocuments | Sequence[LabelDocuments],
     *,
     positions: str,
-) -> OpenSources:
-    """Documents, labels, weights, samples of one source or several, as ``PackedDataset`` is given.
+) -> tuple[list[SourceDocuments], list[SourceIndex]]:
+    """Open documents and samples of one source or several; arguments as of ``PackedDataset``.
 
     Raises as ``PackedDataset`` does.
     """
-    given = _as_list(documents)
-    found = [
-        item if isinstance(item, (SampleIndex, ShardedIndex)) else load_index(item)
-        for item in _as_list(indices)
+    given, given_indices = _as_list(documents), _as_list(indices)
+    opened: list[SourceIndex] = [
+        load_index(item) if isinstance(item, str | os.PathLike) else item for item in given_indices
     ]
-    if len(found) != len(given):
-        raise ConfigError(f"{len(given)} datasets and {len(found)} indices; give one for each")
-    for index in found:
-        if isinstance(index, ShardedIndex) and index.arranged and positions == "document":
+    if len(opened) != len(given):
+        raise ConfigError(f"{len(given)} datasets and {len(opened)} indices; give one for each")
+    for index in opened:
+        if index.arranged and positions == "document":
             raise ConfigError(
                 f"{index.path} is an arranged source, whose segments do not tell where in their "
-                "document they began: use positions: segment, or the source that it was made of"
+                "document they began: use positions: segment, or the source that was arranged"
             )
     lists = label_list(labels, len(given)), label_list(weights, len(given), "weight")
-    sources = [_open_source(*source) for source in zip(given, found, *lists, strict=True)]
-    opened, own_labels, own_weights = (list(of) for of in zip(*sources, strict=True))
-    return OpenSources(opened, own_labels, own_weights, found)
+    return [open_source(*source) for source in zip(given, opened, *lists, strict=True)], opened
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
@@ -209,32 +288,41 @@ def _as_list(items: Any) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple)) else [items]
 
 
-def _open_source(
-    documents: Documents, samples: SourceIndex, labels: LabelDocuments, weights: LabelDocuments
-) -> tuple[SourceDocuments, IndexedDataset | None, IndexedDataset | None]:
-    """The documents of a source, the labels and weights beside them; of shards, each opens its own
-    later.
+def open_source(
+    documents: Documents,
+    samples: SourceIndex | None,
+    labels: LabelDocuments = "auto",
+    weights: LabelDocuments = "auto",
+) -> SourceDocuments:
+    """Open the documents of one source; a shard manifest opens its shards later.
+
+    Args:
+        documents: the dataset or its prefix; None: ``samples`` is a shard manifest, which names it.
+        samples: packed from these documents; None: not packed yet.
+        labels, weights: of the tokens, see ``PackedDataset``.
 
     Raises:
-        ConfigError: documents, or labels or weights of their own, for a shard manifest; none for an
-            index.
+        ConfigError: documents, labels or weights are given for a shard manifest, or no documents
+            for another index.
         IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
     """
-    if isinstance(documents, ShardedDocuments):
-        return documents, None, None
+    if isinstance(documents, SourceDocuments):
+        return documents
     if isinstance(samples, ShardedIndex):
         if documents is not None or not {labels, weights} <= {"auto", None}:
             raise ConfigError(
-                f"{samples.path} names the documents of its shards, and labels and weights stand "
-                "beside them (PREFIX.labels, PREFIX.weights): leave out prefix, labels and weights"
+                f"{samples.path} names the documents of its shards, with their labels and weights "
+                "(PREFIX.labels, PREFIX.weights): leave out prefix, labels and weights"
             )
         used = {"with_labels": labels is not None, "with_weights": weights is not None}
-        return ShardedDocuments(samples, **used), None, None
+        return ShardedDocuments(samples, **used)
     if documents is None:
-        raise ConfigError(f"{samples.path or samples} does not name its documents; give a prefix")
-    opened = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
-    samples.check_source(opened)
-    return opened, open_labels(opened, labels), open_weights(opened, weights)
+        name = "the index" if samples is None else samples.path or samples
+        raise ConfigError(f"{name} does not name its documents; give a prefix")
+    dataset = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
+    if samples is not None:
+        samples.open(0).check_source(dataset)
+    return DatasetDocuments(dataset, open_labels(dataset, labels), open_weights(dataset, weights))
 
 
 T = TypeVar("T")

@@ -36,10 +36,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.config import check_range
-from megapack.data.documents import ShardedDocuments, SourceDocuments, end_tokens
+from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
-from megapack.packing.sharded import ShardedIndex, SourceIndex
-from megapack.storage import IndexedDataset
+from megapack.packing.sample_index import SourceIndex
 from megapack.storage.remote.address import joined
 
 if TYPE_CHECKING:
@@ -104,32 +103,6 @@ class FimConfig:
 # ---- With ids ------------------------------------------------------------------------------------
 
 Tables = tuple[Ids, Ids, Ids, Ids]
-
-
-class FimDraws(NamedTuple):
-    """What fill-in-the-middle draws by, of every one of some samples."""
-
-    epochs: Ids
-    """(samples,) int64, the pass over its source's samples that it is of."""
-    rates: NDArray[np.float64]
-    """(samples,) float64, the rate of its source."""
-    seed: int
-    """Of the run."""
-
-    def of(self, positions: Any) -> FimDraws:
-        """Those of some of the samples."""
-        return FimDraws(self.epochs[positions], self.rates[positions], self.seed)
-
-    @property
-    def flat(self) -> FimDraws:
-        """The same, of samples in rows."""
-        return FimDraws(self.epochs.reshape(-1), self.rates.reshape(-1), self.seed)
-
-    @staticmethod
-    def joined(parts: Sequence[FimDraws]) -> FimDraws:
-        """Those of some draws of one run, one behind the other."""
-        epochs, rates, seeds = zip(*parts, strict=True)
-        return FimDraws(np.concatenate(epochs), np.concatenate(rates), seeds[0])
 
 
 class FimDraw(NamedTuple):
@@ -365,28 +338,27 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
 
 def check_fim(
     fim: Fim,
-    sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex, IndexedDataset | None],],
+    sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]],
 ) -> None:
     """Refuse sources that cannot be turned round.
 
     Args:
         fim: of the run.
-        sources: of each its name, the largest rate that it has in some stage, its documents, its
-            samples, and the labels that were chosen for it.
+        sources: name, largest rate of any stage, documents and samples of each.
 
     Raises:
         ConfigError: chosen labels, an index without room, or one of an arranged source.
     """
-    for name, rate, dataset, index, chosen in sources:
+    for name, rate, dataset, index in sources:
         if not rate:
             continue
         remedy = f"or give source {name!r} fim_rate: 0"
-        if chosen is not None or (isinstance(dataset, ShardedDocuments) and dataset.has_labels):
+        if dataset.has_labels:
             raise ConfigError(
                 f"source {name!r} has labels that were chosen token by token, which say nothing of "
                 f"documents turned round: say labels: none, {remedy}"
             )
-        if isinstance(index, ShardedIndex) and index.arranged:
+        if index.arranged:
             raise ConfigError(
                 f"source {name!r} is arranged, so that pieces of documents are documents of their "
                 f"own: use the source that it was made of, {remedy}"

@@ -269,7 +269,7 @@ def build_loader(
           and the tensors above the rank's slice (``cut_slice``); it says which:
           sequence_parallel_rank, sequence_parallel_size;
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
-          (ints), imbalance, imbalance_undealt (floats), and where the step has loss weights
+          (ints), imbalance, imbalance_in_order (floats), and where the step has loss weights
           step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
           it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
         - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from megapack.data.program import check_reach
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.sources import segments_of
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 
 Ids = NDArray[np.int64]
@@ -104,7 +105,7 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
         np.minimum.at(seen, first + np.asarray(index.segment_document, np.int64), times)
     passes = int(seen.min())
     unseen = np.flatnonzero(seen == passes)
-    masked = samples.exclusions.masks(source, unseen, stage.num_lists)
+    masked = samples.exclusions.masks(source, unseen, stage.view)
     return unseen[~masked], passes
 
 
@@ -157,7 +158,7 @@ def _plan(schedule: Schedule, source: int, number: int, num_steps: int) -> Exclu
         drawn = at_end - at_begin
         if stage.begin >= from_step:
             since += int(drawn.sum())
-            shown += int(drawn[_shows(schedule, source, holding, documents, stage.num_lists)].sum())
+            shown += int(drawn[_shows(schedule, source, holding, documents, stage.view)].sum())
         elif drawn.any():
             before += int(drawn.sum())
             last_seen = last_step(stage, source, holding[drawn > 0], end)
@@ -174,7 +175,7 @@ def _plan(schedule: Schedule, source: int, number: int, num_steps: int) -> Exclu
 
 
 def _shows(
-    schedule: Schedule, source: int, ids: Ids, documents: Ids, num_lists: int
+    schedule: Schedule, source: int, ids: Ids, documents: Ids, view: StepView
 ) -> NDArray[np.bool_]:
     """Which of some samples still show one of some documents under the first lists."""
     samples, shown = schedule.samples, np.zeros(len(ids), np.bool_)
@@ -182,7 +183,7 @@ def _shows(
         segments, owner = segments_of(samples.shards.index(shard), local)
         held = np.asarray(samples.shards.index(shard).segment_document[segments], np.int64)
         held += samples.shards.first_documents[shard]
-        there = np.isin(held, documents) & ~samples.exclusions.masks(source, held, num_lists)
+        there = np.isin(held, documents) & ~samples.exclusions.masks(source, held, view)
         shown[mine] = np.bincount(owner[there], minlength=len(mine)) > 0
     return shown
 

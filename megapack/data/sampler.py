@@ -29,6 +29,7 @@ ways, with all w and f 1.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -37,7 +38,7 @@ from torch.utils.data import Sampler
 
 from megapack import _core
 from megapack.config import check_range
-from megapack.data.batch import MicroBatch
+from megapack.data.batch import Imbalance, MicroBatch
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
 from megapack.data.sources import SampleSource
@@ -45,15 +46,6 @@ from megapack.data.steps import check_group, ranks_per_micro_batch
 from megapack.errors import ConfigError, ResumeError
 
 Ids = NDArray[np.int64]
-
-
-class Imbalance(NamedTuple):
-    """Largest over mean attention work of the ranks; 1.0 is perfect."""
-
-    attention: float
-    """As dealt."""
-    attention_undealt: float
-    """Had the samples been dealt in the order of the schedule."""
 
 
 class Deal(NamedTuple):
@@ -279,9 +271,10 @@ class BucketBatchSampler(Sampler[MicroBatch]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
-        content, settings = self.schedule.step(step), self.schedule.settings_at(step)
+        content = self.schedule.step(step)
         source, _ = self.schedule.samples.locate(content.sample_ids)
         weights = weigh_step(self.schedule, content, self._samples)
+        view = replace(content.view, loss_weight=weights.of_samples)
         num_micro_steps = self.num_micro_steps(step)
         per_draw = num_micro_steps // len(content.draws)
         result: list[MicroBatch] = []
@@ -292,7 +285,6 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             positions = dealt.micro_batches(self.data_parallel_rank // shared)
             positions = [mine[mine < num_samples] for mine in positions]
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
-            imbalance = dealt.imbalance
             result += [
                 MicroBatch(
                     sample_ids=draw.sample_ids[mine],
@@ -302,16 +294,10 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     micro_step=len(result) + m,
                     num_micro_steps=num_micro_steps,
                     num_step_label_tokens=weights.num_labels,
-                    imbalance=imbalance.attention,
-                    imbalance_undealt=imbalance.attention_undealt,
+                    imbalance=dealt.imbalance,
                     source=source[begin + mine],
-                    loss_weight=None
-                    if weights.of_samples is None
-                    else weights.of_samples[begin + mine],
-                    fim=None if draw.fim is None else draw.fim.of(mine),
+                    view=view.of(begin + mine),
                     step_label_weight=weights.label_weight,
-                    attention_window=settings.window_at(step),
-                    num_lists=content.num_lists,
                     sequence_parallel_size=shared,
                 )
                 for m, mine in enumerate(positions)
@@ -322,11 +308,10 @@ class BucketBatchSampler(Sampler[MicroBatch]):
     def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
         stage = self.schedule.stage_at(content.index)
         draw_tokens = stage.config.draw_tokens
-        window = self.schedule.settings_at(content.index).window_at(content.index)
         cost = self.schedule.samples.attention_cost
         for draw in content.draws:
             shared = self.ranks_per_micro_batch(draw.capacity)
-            costs = cost(draw.sample_ids, draw.capacity, window, num_lists=content.num_lists)
+            costs = cost(draw.sample_ids, draw.capacity, draw.view)
             missing = stage.samples_per_draw[draw.bucket] - len(costs)  # at a finite end
             yield (
                 draw,
@@ -356,7 +341,7 @@ class StepWeights(NamedTuple):
 
     num_labels: int
     of_samples: NDArray[np.float32] | None
-    """``MicroBatch.loss_weight`` of its samples, in the order of ``Step.sample_ids``."""
+    """``StepView.loss_weight`` of its samples, in the order of ``Step.sample_ids``."""
     label_weight: float | None
     """``MicroBatch.step_label_weight``."""
 
@@ -369,7 +354,7 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
         content: of the step.
         samples: of the dataset that gathers them.
     """
-    totals = samples.label_totals(content.sample_ids, content.num_lists, content.fim)
+    totals = samples.label_totals(content.sample_ids, content.view)
     num_labels, loss = int(totals.labels.sum()), samples.mixture.loss
     of_sources = schedule.settings_at(content.index).loss_weights
     factors = None

@@ -52,7 +52,6 @@ from megapack.data.bucket_streams import (
     bucket_streams,
     shuffle_keys,
 )
-from megapack.data.fim import FimDraws
 from megapack.data.program import (
     Program,
     StageSettings,
@@ -62,10 +61,9 @@ from megapack.data.program import (
 )
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
-from megapack.data.steps import DrawOrder, ScheduleConfig, fold_key, order_named
+from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
-from megapack.packing.sharded import ShardedIndex, SourceIndex
+from megapack.packing.sample_index import SourceIndex
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)
@@ -79,13 +77,13 @@ class Draw:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids; fewer where a finite schedule ends.
-        fim: of every sample what fill-in-the-middle draws by; None: no source has it.
+        view: what the step requires of these samples.
     """
 
     bucket: int
     capacity: int
     sample_ids: Ids
-    fim: FimDraws | None = None
+    view: StepView
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +93,12 @@ class Step:
     Attributes:
         index: of the step, counted from 0.
         draws: what it holds.
-        num_lists: of excluded documents in force.
-        count_labels: (sample ids, num_lists, fim) -> tokens of each sample that have a label.
+        count_labels: (sample ids, view) -> tokens of each sample that have a label.
     """
 
     index: int
     draws: tuple[Draw, ...]
-    num_lists: int
-    count_labels: Callable[[Ids, int, FimDraws | None], Ids] = field(repr=False)
+    count_labels: Callable[[Ids, StepView], Ids] = field(repr=False)
 
     @property
     def bucket(self) -> int:
@@ -120,15 +116,14 @@ class Step:
         return np.concatenate([draw.sample_ids for draw in self.draws])
 
     @cached_property
-    def fim(self) -> FimDraws | None:
-        """Those of all draws, in the order of ``sample_ids``; None: no source has it."""
-        parts = [draw.fim for draw in self.draws if draw.fim is not None]
-        return FimDraws.joined(parts) if parts else None
+    def view(self) -> StepView:
+        """What the step requires of its samples, in the order of ``sample_ids``."""
+        return StepView.joined([draw.view for draw in self.draws])
 
     @cached_property
     def label_counts(self) -> Ids:
         """Tokens of every sample that have a label, in the order of ``sample_ids``; int64."""
-        return self.count_labels(self.sample_ids, self.num_lists, self.fim)
+        return self.count_labels(self.sample_ids, self.view)
 
     @property
     def num_label_tokens(self) -> int:
@@ -151,7 +146,8 @@ class StageDraws:
 
     Attributes:
         begin: first step.
-        config, weights, num_lists, ramping, fim_rates: those of the settings.
+        config, weights, ramping, fim_rates: those of the settings.
+        view: exclusion lists in force; the part of the steps' views that all steps share.
         buckets: streams of samples, by rising capacity.
         samples_per_draw: of every bucket.
         num_cycles: per epoch of the order.
@@ -174,8 +170,7 @@ class StageDraws:
         self.settings = settings
         self.skipped: list[StageDraws] = []
         self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
-        self.num_lists, self.ramping = settings.num_lists, settings.ramping
-        self.fim_rates = settings.fim_rates
+        self._take_settings(settings)
         self.samples = samples
         order, seed = order_named(self.config.order), self.config.seed
         if any(samples.mixture.scores or ()) and not order.shuffled and not finite:
@@ -226,12 +221,16 @@ class StageDraws:
         """How messages about it begin."""
         return f"the stage from step {self.begin}: " if self.begin else ""
 
+    def _take_settings(self, settings: StageSettings) -> None:
+        self.ramping, self.fim_rates = settings.ramping, settings.fim_rates
+        self.view = StepView(num_lists=settings.num_lists, seed=settings.config.seed)
+
     def continued(self, settings: StageSettings, first: int) -> StageDraws:
         """A stage that goes on with the draws of step ``first`` of this one."""
         result = copy.copy(self)
         result.settings, result.skipped = settings, []
-        result.begin, result.num_lists = settings.begin, settings.num_lists
-        result.ramping, result.fim_rates = settings.ramping, settings.fim_rates
+        result.begin = settings.begin
+        result._take_settings(settings)
         result._first_draw = self.draw_of(first)
         return result
 
@@ -255,20 +254,20 @@ class StageDraws:
         """(buckets,) how often each is drawn from the stage's begin up to a step."""
         return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
 
-    def step_draws(self, step: int) -> tuple[Draw, ...]:
-        """Samples of a step of the run that belongs to the stage."""
-        first = self.draw_of(step)
-        return tuple(self._draw(first + i) for i in range(self.config.draws_per_step))
+    def step_draws(self, step: int, view: StepView | None = None) -> tuple[Draw, ...]:
+        """Return the draws of a step of this stage; ``view``: what all its samples share."""
+        first, view = self.draw_of(step), view or self.view
+        return tuple(self._draw(first + i, view) for i in range(self.config.draws_per_step))
 
-    def _draw(self, draw: int) -> Draw:
+    def _draw(self, draw: int, view: StepView) -> Draw:
         bucket, turn = self.draws.locate(draw)
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
         begin, end = turn * count, (turn + 1) * count
-        ids, fim = stream.ids(begin, end), None
+        ids = stream.ids(begin, end)
         if self.fim_rates is not None:
             rates = np.array(self.fim_rates, np.float64)[self.samples.locate(ids)[0]]
-            fim = FimDraws(stream.epochs(begin, end), rates, self.config.seed)
-        return Draw(bucket, stream.capacity, ids, fim)
+            view = replace(view, epochs=stream.epochs(begin, end), fim_rates=rates)
+        return Draw(bucket, stream.capacity, ids, view)
 
     # --- cursors --------------------------------------------------------------------------------
 
@@ -468,16 +467,16 @@ class Schedule:
                 raise ConfigError(
                     f"{name!r} is a file's name: give SampleIndex.load({str(name)!r})"
                 )
-        if isinstance(index, (SampleIndex, ShardedIndex, Sequence)):
-            indices = index if isinstance(index, Sequence) else [index]
+        source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
+        if source is None:
+            indices: Any = index if isinstance(index, Sequence) else [index]
             mixture = Mixture(weights=weights, names=names, stages=stages)
-            self.samples = SampleSource(indices, mixture)
+            source = SampleSource(indices, mixture)
         elif weights is not None or names or stages:
             raise ConfigError(
                 "a PackedDataset brings its weights, names and stages; give them when it is made"
             )
-        else:
-            self.samples = index if isinstance(index, SampleSource) else index.samples
+        self.samples: SampleSource = source
         mixture = self.samples.mixture
         if finite:
             _check_tokens_once(self.samples.shards)
@@ -546,7 +545,8 @@ class Schedule:
         if i < 0:
             raise IndexError(f"step {i}; steps are counted from 0")
         stage = self.stage_at(i)
-        return Step(i, stage.step_draws(i), stage.num_lists, self.samples.count_labels)
+        view = replace(stage.view, window=self.settings_at(i).window_at(i))
+        return Step(i, stage.step_draws(i, view), self.samples.count_labels)
 
     def shortest_step(self, begin: int, end: int) -> int:
         """The first of steps ``[begin, end)`` that has samples of the smallest bucket there is in
@@ -568,7 +568,7 @@ class Schedule:
         first = self.samples.exclusions.first_list(source, document)
         if first is None:
             return None
-        return next((stage.begin for stage in self.stages if stage.num_lists >= first), None)
+        return next((s.begin for s in self.stages if s.view.num_lists >= first), None)
 
     # --- resume ---------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
 
-Ids know nothing of excluded documents: beside them goes ``num_lists``, how many lists are in force
-at a step, to whoever gathers samples, counts their labels or weighs their attention.
+Ids do not change when documents are excluded. Methods that read samples take the ``StepView`` of
+the step, which says how many exclusion lists are in force.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.data.blend import Mixture, Stage
 from megapack.data.bucket_streams import Bucket, Place, buckets_of
-from megapack.data.fim import Fim, FimDraws
+from megapack.data.fim import Fim
 from megapack.data.program import numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
-from megapack.data.steps import Attention
+from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.packing.sharded import ShardedIndex, SourceIndex
+from megapack.packing.sample_index import SourceIndex
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
@@ -42,8 +42,7 @@ Ids = NDArray[np.int64]
 class Shards:
     """Shards are numbered through the sources; ids of samples are global ones, nothing masked.
 
-    A source packed as one dataset has one shard, itself. What is known of a shard of many before it
-    is opened stands in the source's shard manifest.
+    A source that was packed as one dataset is one shard.
 
     Attributes:
         indices: of the sources.
@@ -58,27 +57,19 @@ class Shards:
         self.indices = list(indices)
         self.bases = np.cumsum([0] + [index.num_samples for index in indices], dtype=np.int64)
         self._open: list[SampleIndex | None] = []
-        of_many = {i: index for i, index in enumerate(indices) if isinstance(index, ShardedIndex)}
-        counts = np.ones((2, len(indices)), np.int64)  # of shards and runs
-        for source, many in of_many.items():
-            counts[:, source] = len(many.shards), len(many.runs[1])
-        for index in indices:
-            self._open += [None] * len(index.shards) if isinstance(index, ShardedIndex) else [index]
-        # As if every source was one shard; then those that are not.
-        first_shards, first_runs = np.cumsum(counts, axis=1) - counts
-        self.sources = np.repeat(np.arange(len(indices)), counts[0])
-        self.first_documents = np.zeros(len(self.sources), np.int64)
-        first_ids = np.repeat(self.bases[:-1], counts[1])
-        self.shards = np.repeat(first_shards, counts[1])
-        self.first_samples = np.zeros(len(self.shards), np.int64)
-        for source, many in of_many.items():
-            first, shards, samples = many.runs
-            runs = slice(first_runs[source], first_runs[source] + len(shards))
-            first_ids[runs] += first[:-1]
-            self.shards[runs] += shards
-            self.first_samples[runs] = samples
-            self.first_documents[self.of_source(source)] = many.first_documents[:-1]
-        self.first_ids = np.append(first_ids, self.bases[-1])
+        num_shards, first_documents, first_ids, shards, first_samples = [], [], [], [], []
+        for index, base in zip(indices, self.bases.tolist(), strict=False):
+            first, shard, sample = index.runs
+            first_ids.append(base + first[:-1])
+            shards.append(len(self._open) + shard)
+            first_samples.append(sample)
+            first_documents.append(index.first_documents[:-1])
+            num_shards.append(len(index.open_shards))
+            self._open += index.open_shards
+        self.sources = np.repeat(np.arange(len(indices)), num_shards)
+        self.first_documents = np.concatenate(first_documents)
+        self.first_ids = np.append(np.concatenate(first_ids), self.bases[-1])
+        self.shards, self.first_samples = np.concatenate(shards), np.concatenate(first_samples)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -142,12 +133,11 @@ class Shards:
         return np.sort(np.concatenate(found))
 
     def index(self, shard: int) -> SampleIndex:
-        """The samples of a shard. Raises as ``ShardedIndex.open`` does."""
+        """Return the samples of a shard. Raises as ``SourceIndex.open`` does."""
         index = self._open[shard]
         if index is None:
-            sharded = self.indices[int(self.sources[shard])]
-            assert isinstance(sharded, ShardedIndex)
-            index = self._open[shard] = sharded.open(self.number_in_source(shard))
+            source = self.indices[int(self.sources[shard])]
+            index = self._open[shard] = source.open(self.number_in_source(shard))
         return index
 
 
@@ -173,14 +163,15 @@ class Exclusions:
         """Numbers of those sources of which a list has documents."""
         return [source for source, own in enumerate(self.documents) if len(own)]
 
-    def masks(self, source: int, documents: Ids, num_lists: int) -> NDArray[np.bool_]:
-        """Whether each of some documents of a source is masked by the first ``num_lists`` lists."""
+    def masks(self, source: int, documents: Ids, view: StepView) -> NDArray[np.bool_]:
+        """Return for each of some documents of a source whether the lists in force exclude it."""
         known = self.documents[source]
         if not len(known):
             return np.zeros(len(documents), np.bool_)
         at = np.minimum(np.searchsorted(known, documents), len(known) - 1)
-        found: NDArray[np.bool_] = (known[at] == documents) & (self.lists[source][at] <= num_lists)
-        return found
+        is_listed = known[at] == documents
+        masked: NDArray[np.bool_] = is_listed & (self.lists[source][at] <= view.num_lists)
+        return masked
 
     def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
         """Those of the documents [begin, end) of a source that are listed, counted from ``begin``
@@ -262,7 +253,7 @@ class HasSamples(Protocol):
 class SampleSource:
     """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
 
-    ``num_lists`` says how many lists of excluded documents are in force, where that matters.
+    Methods take the ``StepView`` of a step where their result depends on it.
 
     Args:
         indices: at least one.
@@ -270,8 +261,8 @@ class SampleSource:
         shards: of the indices; None: their own.
         exclusions: of the mixture's stages; None: read now.
         attention: what a token attends to, which decides the cost.
-        counter: (global ids, num_lists, fim) -> labels of each; None: derived from the indices,
-            which works as long as no strategy dropped tokens, and without fill-in-the-middle.
+        counter: (global ids, view) -> labels of each; None: derive them from the indices, which
+            works as long as no strategy dropped tokens, and without fill-in-the-middle.
         token_weights: of every index what tells its loss weights per token from others; None, also
             in the list: there are none.
         fim: the mixture's, with ids; None: there is none.
@@ -285,7 +276,7 @@ class SampleSource:
         shards: Shards | None = None,
         exclusions: Exclusions | None = None,
         attention: Attention = "document",
-        counter: Callable[[Ids, int, FimDraws | None], LabelTotals] | None = None,
+        counter: Callable[[Ids, StepView], LabelTotals] | None = None,
         token_weights: Sequence[str | None] | None = None,
         fim: Fim | None = None,
     ) -> None:
@@ -348,7 +339,7 @@ class SampleSource:
             if source in self._scored:
                 orders, _ = self._scored[source]
                 result |= {(source, capacity): order for capacity, order in orders.items()}
-            elif isinstance(index, ShardedIndex) and index.arranged:
+            elif index.arranged:
                 for capacity, sources, _, sizes in self.buckets:
                     for size in sizes[sources == source].tolist():
                         result[source, capacity] = BlockOrder(size, capacity, index.arranged)
@@ -412,22 +403,24 @@ class SampleSource:
 
     # --- what a sample holds --------------------------------------------------------------------
 
-    def segments(self, sample: int, num_lists: int = 0) -> tuple[int, list[tuple[int, int, int]]]:
-        """(number of the index, its segments (document, begin, length)) of a global id.
+    def segments(
+        self, sample: int, view: StepView = PLAIN
+    ) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return the number of the index and the segments (document, begin, length) of a sample.
 
-        Without those of documents that are masked.
+        Segments of excluded documents are left out.
         """
         shard, local = self.shard_of(sample)
         source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
         segments = [(first + d, b, n) for d, b, n in self.shards.index(shard).sample(local)[1]]
         documents = np.array([document for document, _, _ in segments], np.int64)
-        masked = self.exclusions.masks(source, documents, num_lists)
+        masked = self.exclusions.masks(source, documents, view)
         return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
 
-    def groups_of(self, sample: int, num_lists: int = 0) -> list[int]:
-        """Beside ``segments``: of each the number of its group, as ``SampleIndex.groups_of``."""
+    def groups_of(self, sample: int, view: StepView = PLAIN) -> list[int]:
+        """Return the group of each of the ``segments``, as in ``SampleIndex.groups_of``."""
         shard, local = self.shard_of(sample)
-        kept = self._kept(shard, np.array([local]), num_lists)[2] > 0
+        kept = self._kept(shard, np.array([local]), view)[2] > 0
         numbers = np.array(self.shards.index(shard).groups_of(local), np.int64)[kept]
         return [int(number) for number in np.unique(numbers, return_inverse=True)[1]]
 
@@ -447,12 +440,14 @@ class SampleSource:
         samples: list[int] = self.shards.holding(source, wanted).tolist()
         return samples
 
-    def segment_lengths(self, ids: Ids, num_lists: int = 0) -> Ids:
-        """Lengths of all segments of some samples that are not masked, tokens, in any order; with
-        attention ``group`` of what attends to itself."""
+    def segment_lengths(self, ids: Ids, view: StepView = PLAIN) -> Ids:
+        """Return the lengths of all attention segments of some samples, tokens, in any order.
+
+        Excluded documents are left out; attention windows do not cut (``batch.cut_lengths`` does).
+        """
         in_groups = self.attention == "group"
         parts = [
-            self._kept(shard, local, num_lists, in_groups=in_groups)[2]
+            self._kept(shard, local, view, in_groups=in_groups)[2]
             for shard, _, local in self._by_shard(ids)
         ]
         lengths = np.concatenate([np.zeros(0, np.int64), *parts])
@@ -462,30 +457,31 @@ class SampleSource:
         self,
         ids: Ids,
         capacity: int,
-        window: int | None = None,
+        view: StepView = PLAIN,
         *,
-        num_lists: int = 0,
         whole: bool | None = None,
     ) -> Ids:
-        """Token pairs per sample: squared lengths of what attends to itself, padding included.
+        """Return token pairs per sample: the sum of squared lengths of its attention segments.
+
+        Padding counts as a segment, and the window of the view cuts it, too.
 
         Args:
-            ids: of samples of one capacity.
-            capacity: theirs, tokens.
-            window: attention, also in padding, stays inside pieces of so many tokens.
-            num_lists: whose documents are padding.
+            ids: samples of one capacity.
+            capacity: of these samples, tokens.
+            view: of the step.
             whole: samples attend as a whole instead of segment by segment; None: as ``attention``.
         """
+        window = view.window
         in_groups = whole is None and self.attention == "group"
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, mine, local in self._by_shard(ids):
-            if window is None and not num_lists and not in_groups:
+            if window is None and not view.num_lists and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
                 costs[mine] = _core.attention_cost_of(*arrays, local, capacity, whole)
                 continue
-            _, owner, lengths = self._kept(shard, local, num_lists, in_groups=in_groups)
+            _, owner, lengths = self._kept(shard, local, view, in_groups=in_groups)
             used = _sums(owner, lengths, len(local))
             size = capacity if window is None else window
             own, padding = (
@@ -495,24 +491,24 @@ class SampleSource:
             costs[mine] = padding + (own if whole else _sums(owner, own, len(local)))
         return costs
 
-    def count_labels(self, ids: Ids, num_lists: int = 0, fim: FimDraws | None = None) -> Ids:
-        """Tokens of every sample that have a label, int64 (len(ids),)."""
-        return self.label_totals(ids, num_lists, fim).labels
+    def count_labels(self, ids: Ids, view: StepView = PLAIN) -> Ids:
+        """Return the number of tokens with a label of every sample, int64 (len(ids),)."""
+        return self.label_totals(ids, view).labels
 
-    def label_totals(
-        self, ids: Ids, num_lists: int = 0, fim: FimDraws | None = None
-    ) -> LabelTotals:
-        """The labels of every sample: all but the last token of each document that ends there,
-        where nobody counted them."""
+    def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
+        """Return the labels of every sample.
+
+        Without a counter, every token has a label but the last one of a document that ends there.
+        """
         if self._counter is not None:
-            return self._counter(ids, num_lists, fim)
-        assert fim is None, "bare indices have no fill-in-the-middle"
+            return self._counter(ids, view)
+        assert view.epochs is None, "bare indices have no fill-in-the-middle"
         counts, sequences = np.empty((2, len(ids)), np.int64)
         for shard, mine, local in self._by_shard(ids):
             index = self.shards.index(shard)
             if shard not in self._ends:
                 self._ends[shard] = _document_ends(index)
-            segments, owner, lengths = self._kept(shard, local, num_lists)
+            segments, owner, lengths = self._kept(shard, local, view)
             ends = self._ends[shard][np.asarray(index.segment_document[segments])]
             last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends
             if self.attention == "group" and index.segment_joined is not None and len(segments):
@@ -524,18 +520,20 @@ class SampleSource:
         return LabelTotals(counts, counts.astype(np.float64), sequences)
 
     def _kept(
-        self, shard: int, samples: Ids, num_lists: int, *, in_groups: bool = False
+        self, shard: int, samples: Ids, view: StepView, *, in_groups: bool = False
     ) -> tuple[Ids, Ids, Ids]:
-        """Segments of some samples of a shard: their numbers, the position of each one's sample,
-        and its tokens, 0 where it is masked; ``in_groups``: first segments, and the tokens of all
-        that are joined to each."""
+        """Return segments of some samples of a shard: numbers, positions of their samples, tokens.
+
+        Excluded segments have 0 tokens. ``in_groups`` joins the segments of a group: the first one
+        stands for all of them.
+        """
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)
-        if num_lists:
+        if view.num_lists:
             source, first = int(self.shards.sources[shard]), self.shards.first_documents[shard]
             documents = first + np.asarray(index.segment_document[segments], np.int64)
-            lengths[self.exclusions.masks(source, documents, num_lists)] = 0
+            lengths[self.exclusions.masks(source, documents, view)] = 0
         if in_groups and index.segment_joined is not None and len(segments):
             joined = np.asarray(index.segment_joined[segments]) > 0
             first = np.flatnonzero(~joined | (np.diff(owner, prepend=-1) != 0))

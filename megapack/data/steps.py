@@ -3,6 +3,7 @@
 - ``ORDERS``: how buckets follow each other: in proportion, by a curriculum, one after the other.
 - ``StepConfig``, ``ScheduleConfig``: the section ``data:`` of a configuration and every
   ``Schedule`` have their fields from here; what a stage changes are some of them (``blend.Stage``).
+- ``StepView``: what a step requires of its samples, from the schedule to the gather.
 - ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
 - ``DrawOrder``: the endless sequence of draws: which bucket when, and the n-th draw of a bucket;
   pure values, any draw located by itself.
@@ -27,10 +28,10 @@ Which samples a draw takes of its bucket tells ``megapack.data.bucket_streams``.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,6 +267,74 @@ def ranks_per_micro_batch(
     """
     return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
 
+
+# ---- What a step requires of its samples ---------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepView:
+    """What a step requires of its samples, beyond which samples they are.
+
+    The schedule creates one with each step, a micro batch has the part of its samples (``of``), and
+    the gather reads it. The code in between only passes it on.
+
+    Attributes:
+        window: attention window, tokens; None: attention is not limited.
+        num_lists: exclusion lists in force; their documents become padding
+            (``megapack.data.sources.Exclusions``).
+        loss_weight: (samples,) float32, factors on the loss masks; None: 1.
+        epochs, fim_rates: (samples,) int64 and float64, for fill-in-the-middle: the epoch of each
+            sample within its source, and the share of documents to transform; None: transform none.
+        seed: of the run, for fill-in-the-middle.
+    """
+
+    window: int | None = None
+    num_lists: int = 0
+    loss_weight: NDArray[np.float32] | None = None
+    epochs: NDArray[np.int64] | None = None
+    fim_rates: NDArray[np.float64] | None = None
+    seed: int = 0
+
+    def of(self, positions: Any) -> StepView:
+        """Return the view of some of the samples: an index, a slice or an array of positions."""
+        changed: dict[str, Any] = {name: a[positions] for name, a in self._arrays().items()}
+        return replace(self, **changed) if changed else self
+
+    def each(self, count: int) -> list[StepView]:
+        """Return the views of ``count`` samples, one by one."""
+        return [self.of(slice(i, i + 1)) if self._arrays() else self for i in range(count)]
+
+    @staticmethod
+    def joined(views: Sequence[StepView]) -> StepView:
+        """Return the view of several draws of one step, one after the other."""
+        arrays = [view._arrays() for view in views]
+        changed: dict[str, Any] = {n: np.concatenate([a[n] for a in arrays]) for n in arrays[0]}
+        return replace(views[0], **changed) if changed else views[0]
+
+    @cached_property
+    def core(self) -> _core.StepView:
+        """The view as the gather takes it.
+
+        Raises:
+            ValueError: a factor of ``loss_weight`` is not finite.
+        """
+        factors = self.loss_weight
+        if factors is not None:
+            factors = np.ascontiguousarray(factors, np.float32)
+            if not np.isfinite(factors).all():
+                raise ValueError(f"loss_weight is {self.loss_weight}; factors must be finite")
+        return _core.StepView(self.num_lists, factors, self.epochs, self.fim_rates, self.seed)
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        values = (("loss_weight", self.loss_weight), ("epochs", self.epochs))
+        named = (*values, ("fim_rates", self.fim_rates))
+        return {name: value for name, value in named if value is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "core"}
+
+
+PLAIN = StepView()
 
 # ---- Which bucket every draw takes ---------------------------------------------------------------
 

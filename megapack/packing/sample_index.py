@@ -17,8 +17,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -105,6 +106,111 @@ _HEADER = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """The order in which ``megapack-build arrange`` wrote the samples of a source."""
+
+    source: str
+    """Fingerprint of the source that was arranged."""
+    seed: int
+    """Seed of its order."""
+    block_tokens: int
+    window_blocks: int
+
+
+class SourceIndex(Protocol):
+    """Samples of one source: a list of shards, each packed from one .bin/.idx pair.
+
+    A single ``.samples`` file (``SampleIndex``) is a list of one; a shard manifest
+    (``megapack.packing.sharded.ShardedIndex``) lists many and opens each when it is needed.
+    Documents are numbered through the shards.
+    """
+
+    @property
+    def path(self) -> Path | str | None:
+        """File or address of the index; None: it is in memory."""
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Parameters of the strategy, and packing options that differ from their defaults."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of documents and samples."""
+
+    @property
+    def arranged(self) -> Arranged | None:
+        """The order in which the samples were written, if they were arranged."""
+
+    @property
+    def bucket_capacity(self) -> NDArray[np.int64]: ...
+
+    @property
+    def bucket_sample_offsets(self) -> NDArray[np.int64]:
+        """First sample of every bucket, then the number of samples, (num_buckets + 1,)."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def num_documents(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the documents of all shards."""
+
+    @property
+    def alignment(self) -> int:
+        """Segments can be placed at multiples of this without leaving their sample's capacity."""
+
+    @property
+    def fim_room(self) -> int:
+        """Tokens by which a document of one segment may grow (see ``fim_longest``)."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether documents were packed in groups."""
+
+    @property
+    def first_documents(self) -> NDArray[np.int64]:
+        """Number of the first document of every shard, then of all documents, (shards + 1,)."""
+
+    @property
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Runs of samples of the source that are consecutive samples of one shard.
+
+        int64 (runs + 1,): first sample of each run in the source, then the number of samples;
+        int64 (runs,): shard of each run; int64 (runs,): its first sample there.
+        """
+
+    @property
+    def open_shards(self) -> list[SampleIndex | None]:
+        """Samples of every shard; None: ``open`` maps them."""
+
+    def open(self, number: int) -> SampleIndex:
+        """Return the samples of one shard, mapped.
+
+        Raises:
+            IndexMismatchError: the file is not the one that the manifest lists.
+            FormatError, OSError: it is damaged or missing.
+        """
+
+    @property
+    def most_segments(self) -> list[int]:
+        """Most segments of one sample, for every bucket; 0 for a bucket without samples."""
+
+    @property
+    def longest_segment(self) -> int:
+        """Tokens of the longest segment; 0 without samples."""
+
+    @property
+    def longest_reach(self) -> int:
+        """Largest begin + length of a segment: tokens of its document up to the segment's end."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SampleIndex:
     """Samples grouped by bucket, in memory or memory-mapped from a ``.samples`` file.
@@ -162,12 +268,10 @@ class SampleIndex:
 
     @property
     def alignment(self) -> int:
-        """Segments can be placed at multiples of this without leaving their sample's capacity."""
         return int(self.parameters.get("alignment", 1))
 
     @property
     def fim_room(self) -> int:
-        """By so many tokens a document may grow that is one segment of at most ``fim_longest``."""
         return int(self.parameters.get("fim_room", 0))
 
     @property
@@ -199,6 +303,47 @@ class SampleIndex:
     @property
     def num_segments(self) -> int:
         return len(self.segment_length)
+
+    # --- a source of one shard ------------------------------------------------------------------
+
+    @property
+    def arranged(self) -> None:
+        return None
+
+    @property
+    def first_documents(self) -> NDArray[np.int64]:
+        return np.array([0, self.num_documents], np.int64)
+
+    @property
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        first, none = np.array([0, self.num_samples], np.int64), np.zeros(1, np.int64)
+        return first, none, none
+
+    @property
+    def open_shards(self) -> list[SampleIndex | None]:
+        return [self]
+
+    def open(self, number: int) -> SampleIndex:
+        assert number == 0, "a sample index is one shard"
+        return self
+
+    @property
+    def most_segments(self) -> list[int]:
+        return [
+            int(np.diff(self.sample_segment_offsets[begin : end + 1]).max(initial=0))
+            for begin, end in pairwise(self.bucket_sample_offsets.tolist())
+        ]
+
+    @property
+    def longest_segment(self) -> int:
+        return int(self.segment_length.max(initial=0))
+
+    @property
+    def longest_reach(self) -> int:
+        ends = np.asarray(self.segment_length, np.int64) + self.segment_begin
+        return int(ends.max(initial=0))
+
+    # --------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.num_samples

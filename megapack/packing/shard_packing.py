@@ -31,10 +31,7 @@ from megapack.packing.sharded import (
     ShardedIndex,
     is_shard_manifest,
     load_shards,
-    longest_reach,
-    longest_segment,
     manifest_path,
-    most_segments,
     place,
     plain,
     related,
@@ -217,9 +214,9 @@ def describe_shard(
         fingerprint=dataset.fingerprint,
         samples_fingerprint=index.fingerprint,
         samples_per_bucket=tuple(np.diff(index.bucket_sample_offsets).tolist()),
-        most_segments=tuple(most_segments(index)),
-        longest_segment=longest_segment(index),
-        longest_reach=longest_reach(index),
+        most_segments=tuple(index.most_segments),
+        longest_segment=index.longest_segment,
+        longest_reach=index.longest_reach,
         max_token_id=max((i for i in known if i is not None), default=-1)
         if len(known) == len(streams)
         else None,

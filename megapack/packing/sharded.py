@@ -32,9 +32,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -43,7 +42,7 @@ from numpy.typing import NDArray
 from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
-from megapack.packing.sample_index import SampleIndex
+from megapack.packing.sample_index import Arranged, SampleIndex, SourceIndex
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote import is_remote
@@ -97,21 +96,9 @@ def place(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (links stay)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arranged:
-    """That a source was arranged (``megapack-build arrange``), and how later epochs are drawn."""
-
-    source: str
-    """Fingerprint of the source that it was made of."""
-    seed: int
-    """Seed of its order."""
-    block_tokens: int
-    window_blocks: int
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedIndex:
-    """The interface of a ``SampleIndex`` for all shards together.
+    """The samples of a shard manifest.
 
     Attributes:
         path: of the shard manifest; its address, a str, where that is remote.
@@ -146,16 +133,6 @@ class ShardedIndex:
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.shards)} shards{order}"
 
     @property
-    def alignment(self) -> int:
-        """As in ``SampleIndex.alignment``."""
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        """As in ``SampleIndex.fim_room``."""
-        return int(self.parameters.get("fim_room", 0))
-
-    @property
     def has_groups(self) -> bool:
         """Whether its shards know groups of documents; those of an arranged source do not."""
         return bool(self.parameters.get("groups")) and self.arranged is None
@@ -164,6 +141,14 @@ class ShardedIndex:
     def bucket_sample_offsets(self) -> Ids:
         """int64 (num_buckets + 1,)."""
         return _offsets(self._counts.sum(axis=0))
+
+    @property
+    def alignment(self) -> int:
+        return int(self.parameters.get("alignment", 1))
+
+    @property
+    def fim_room(self) -> int:
+        return int(self.parameters.get("fim_room", 0))
 
     @property
     def num_samples(self) -> int:
@@ -177,6 +162,18 @@ class ShardedIndex:
     def num_tokens(self) -> int:
         """Of the documents of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def most_segments(self) -> list[int]:
+        return [max(most) for most in zip(*(s.most_segments for s in self.shards), strict=True)]
+
+    @property
+    def longest_segment(self) -> int:
+        return max(shard.longest_segment for shard in self.shards)
+
+    @property
+    def longest_reach(self) -> int:
+        return max(shard.longest_reach for shard in self.shards)
 
     def verify(self) -> None:
         """Read all samples of all shards. Raises FormatError, IndexMismatchError, OSError."""
@@ -203,13 +200,11 @@ class ShardedIndex:
         bucket, shard = np.nonzero(counts.T)  # bucket after bucket, in each shard after shard
         return _offsets(counts[shard, bucket]), shard, np.ascontiguousarray(own[shard, bucket])
 
-    def open(self, number: int) -> SampleIndex:
-        """The samples of one shard, mapped.
+    @property
+    def open_shards(self) -> list[SampleIndex | None]:
+        return [None] * len(self.shards)
 
-        Raises:
-            IndexMismatchError: the file is not the one that the manifest speaks of.
-            FormatError, OSError: it is damaged or missing.
-        """
+    def open(self, number: int) -> SampleIndex:
         shard = self.shards[number]
         index = SampleIndex.load(shard.samples)
         counts = tuple(np.diff(index.bucket_sample_offsets).tolist())
@@ -230,10 +225,6 @@ class ShardedIndex:
     def _counts(self) -> Ids:
         """(num_shards, num_buckets) samples."""
         return np.array([shard.samples_per_bucket for shard in self.shards], np.int64)
-
-
-# The samples of one source.
-SourceIndex: TypeAlias = "SampleIndex | ShardedIndex"
 
 
 def _offsets(counts: Ids) -> Ids:
@@ -265,9 +256,7 @@ def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).endswith(SUFFIX)
 
 
-def load_index(
-    path: str | os.PathLike[str], shards: Sequence[int] | None = None
-) -> SampleIndex | ShardedIndex:
+def load_index(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> SourceIndex:
     """The samples of a source: a .samples file, or a shard manifest; ``shards`` as in
     ``load_shards``. Raises as ``SampleIndex.load`` and ``load_shards`` do."""
     if is_shard_manifest(path):
@@ -423,32 +412,3 @@ def save_shards(
 
 def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
-
-
-# ---- The longest of an index: what a run allocates for, and a model must have positions for -----
-
-
-def most_segments(index: SourceIndex) -> list[int]:
-    """The most segments of one sample, of every bucket; 0 where it has no samples."""
-    if isinstance(index, ShardedIndex):
-        return [max(most) for most in zip(*(s.most_segments for s in index.shards), strict=True)]
-    offsets = index.bucket_sample_offsets.tolist()
-    return [
-        int(np.diff(index.sample_segment_offsets[begin : end + 1]).max(initial=0))
-        for begin, end in pairwise(offsets)
-    ]
-
-
-def longest_segment(index: SourceIndex) -> int:
-    """Tokens; 0 without samples."""
-    if isinstance(index, ShardedIndex):
-        return max(shard.longest_segment for shard in index.shards)
-    return int(index.segment_length.max(initial=0))
-
-
-def longest_reach(index: SourceIndex) -> int:
-    """The largest begin + length of a segment: tokens of its document up to its end."""
-    if isinstance(index, ShardedIndex):
-        return max(shard.longest_reach for shard in index.shards)
-    ends = np.asarray(index.segment_length, np.int64) + index.segment_begin
-    return int(ends.max(initial=0))

@@ -23,7 +23,6 @@ from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.steps import ranks_per_micro_batch
 from megapack.devices import peak_flops
-from megapack.packing import SampleIndex
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import deepspeed_configuration, describe_reduction
 from megapack.training.engine.directory import RunDirectory
@@ -116,9 +115,7 @@ def _packed(schedule: Schedule) -> list[str]:
     fill-in-the-middle needs; of many datasets each index has its own counts."""
     rows = []
     for name, index in zip(schedule.samples.names, schedule.samples.indices, strict=True):
-        if not isinstance(index, SampleIndex):
-            continue
-        m = index.metrics()
+        m = {} if None in index.open_shards else index.open(0).metrics()
         if "num_groups" in m:
             rows.append(
                 f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "

@@ -28,7 +28,6 @@ from megapack.config import check_positive
 from megapack.data import check_token_ids
 from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
-from megapack.packing.sharded import longest_reach, longest_segment
 from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
@@ -112,10 +111,10 @@ def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
     data, sources = held
     longest = 0
     if data is not None and contexts:
-        longest = min(max(contexts), *map(longest_reach, data.samples.indices))
+        longest = min(max(contexts), *(index.longest_reach for index in data.samples.indices))
     for each in filter(None, [data, *sources.values()]):
         check_token_ids(each, architecture.vocab_size)
-        longest = max(longest, *map(longest_segment, each.samples.indices))
+        longest = max(longest, *(index.longest_segment for index in each.samples.indices))
     held_out = [each for each in (data, *sources.values()) if each is not None]
     try_positions(architecture, max([longest, *(each.longest_position() for each in held_out)]))
     limit = position_limit(architecture, longest)

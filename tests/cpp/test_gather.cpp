@@ -145,7 +145,7 @@ void test_fim() {
         check_shard(shard);
         const std::vector<Shard> shards{shard};
         std::vector<SampleRef> refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2});
-        for (SampleRef& ref : refs) ref.fim_rate = 1, ref.fim_key = random();
+        for (SampleRef& ref : refs) ref.fim_rate = 1, ref.seed = random();
         GatherOptions options;
         options.fim = &fim;
         options.loss = round % 7 ? Loss::kTokenMean : Loss::kSequenceMean;
@@ -198,7 +198,9 @@ void test_excluded_documents() {
     const std::vector<Shard> shards{shard};
     const auto lengths = [&](std::int64_t id, std::int64_t num_lists) {
         const std::vector<std::int64_t> ids{id};
-        const auto refs = locate_samples(kRuns, ids, num_lists);
+        StepView view;
+        view.num_lists = num_lists;
+        const auto refs = locate_samples(kRuns, ids, view);
         return cumulative_lengths(plan_gather(shards, refs, {1, 7, 7}, {}), false, false, 0);
     };
     using Bounds = std::vector<std::int32_t>;

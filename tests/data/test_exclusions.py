@@ -28,6 +28,7 @@ from megapack.data import (
     load_blend,
     open_blend,
 )
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.storage.dataset import read_documents
 from tests.data.corpora import (
@@ -64,19 +65,28 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
             how = {**shape, **case["options"]}
             expected = reference.gather(case["documents"], samples, joined=joined, **how)
             ids = np.arange(len(samples))
-            batch = dataset.micro_batch(ids, layout=layout, num_lists=force)
+            batch = dataset.micro_batch(ids, layout=layout, view=StepView(num_lists=force))
             for name in TENSORS:
                 assert batch[name].flatten().tolist() == getattr(expected, name), name
             lengths_of = "rooms" if "cu_seqlens_padded" in batch else "lengths"
             bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
             assert bounds.tolist() == expected.cu_seqlens(lengths_of)
-            assert dataset.count_labels(ids, force).sum() == sum(expected.loss_mask)
+            assert dataset.count_labels(ids, StepView(num_lists=force)).sum() == sum(
+                expected.loss_mask
+            )
             attention = case["options"]["attention"]
             runs = check_costs(dataset, force, samples, capacity, attention, joined)
-            assert [dataset.samples.segments(i, force)[1] for i in ids.tolist()] == samples
-            lengths_there = dataset.samples.segment_lengths(ids, force).tolist()
+            assert [
+                dataset.samples.segments(i, StepView(num_lists=force))[1] for i in ids.tolist()
+            ] == samples
+            lengths_there = dataset.samples.segment_lengths(ids, StepView(num_lists=force)).tolist()
             if attention == "group":
-                assert joined_of([dataset.samples.groups_of(i, force) for i in ids]) == joined
+                assert (
+                    joined_of(
+                        [dataset.samples.groups_of(i, StepView(num_lists=force)) for i in ids]
+                    )
+                    == joined
+                )
             whole = [length for sample in samples for _, _, length in sample]
             assert lengths_there == (runs if attention == "group" else whole)
 
@@ -88,7 +98,10 @@ def test_what_is_left_of_a_group_does_not_see_what_stands_before_it(tmp_path: Pa
     stages = [Stage(from_step=1, exclude={"docs": write_list(tmp_path / "first.npy", [1])})]
     dataset = PackedDataset(documents, index, names=["docs"], stages=stages, attention="group")
     for force, bounds in enumerate(([0, 2, 7, 8], [0, 2, 5, 8])):
-        assert dataset.micro_batch([0], num_lists=force)["cu_seqlens"].tolist() == bounds
+        assert (
+            dataset.micro_batch([0], view=StepView(num_lists=force))["cu_seqlens"].tolist()
+            == bounds
+        )
 
 
 def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:
@@ -123,7 +136,9 @@ def check_costs(
         expected.append([*attends, capacity - sum(lengths)])
     ids = np.arange(len(samples))
     for window in (None, 12):
-        costs = dataset.samples.attention_cost(ids, capacity, window, num_lists=num_lists)
+        costs = dataset.samples.attention_cost(
+            ids, capacity, StepView(window=window, num_lists=num_lists)
+        )
         parts = [[p for n in of for p in pieces(n, window or capacity)] for of in expected]
         assert costs.tolist() == [sum(p * p for p in of) for of in parts]
     return all_runs
@@ -179,7 +194,7 @@ def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: An
     for step in range(30):  # which samples are drawn is as it was
         ours, theirs = schedule.step(step), plain.step(step)
         assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
-        assert (ours.num_lists > 0) == (step >= 5)
+        assert (ours.view.num_lists > 0) == (step >= 5)
         assert ours.num_label_tokens <= theirs.num_label_tokens
 
 
@@ -199,7 +214,7 @@ def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
         assert torch.equal(tokens, batch["tokens"].flatten())
         step = schedule.step(batch["step"])
         assert set(ids) <= set(step.sample_ids.tolist())
-        assert (micro.num_lists > 0) == (batch["step"] >= 5)
+        assert (micro.view.num_lists > 0) == (batch["step"] >= 5)
 
 
 def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:
@@ -235,8 +250,11 @@ def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path
     file.unlink()
     copy = pickle.loads(text)
     ids = np.arange(5)
-    assert copy.count_labels(ids, 1).tolist() == data.count_labels(ids, 1).tolist()
-    assert copy.count_labels(ids, 1).sum() < data.count_labels(ids).sum()
+    assert (
+        copy.count_labels(ids, StepView(num_lists=1)).tolist()
+        == data.count_labels(ids, StepView(num_lists=1)).tolist()
+    )
+    assert copy.count_labels(ids, StepView(num_lists=1)).sum() < data.count_labels(ids).sum()
 
 
 def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
@@ -248,7 +266,11 @@ def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
     schedule = Schedule(index, names=["a"], tokens_per_step=64, stages=stages)
     for step in range(1, 20):
         samples = schedule.step(step).sample_ids.tolist()
-        segments = [s for sample in samples for s in schedule.samples.segments(sample, 1)[1]]
+        segments = [
+            s
+            for sample in samples
+            for s in schedule.samples.segments(sample, StepView(num_lists=1))[1]
+        ]
         assert all(document % 2 for document, _, _ in segments)
         ends = sum(begin + n == lengths[document] for document, begin, n in segments)
         labels = sum(n for _, _, n in segments) - ends

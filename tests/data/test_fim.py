@@ -94,7 +94,10 @@ def expected_documents(
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
     found = []
     for sample, epoch, rate in zip(
-        step.sample_ids.tolist(), step.fim.epochs.tolist(), step.fim.rates.tolist(), strict=True
+        step.sample_ids.tolist(),
+        step.view.epochs.tolist(),
+        step.view.fim_rates.tolist(),
+        strict=True,
     ):
         source, segments = data.samples.segments(sample)
         for document, begin, length in segments:
@@ -124,7 +127,7 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
     ranks, begun in the midst."""
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
-    turned, of_sources = 0, [documents_of(dataset) for dataset in data.datasets]
+    turned, of_sources = 0, [documents_of(source.open(0)[0]) for source in data.datasets]
     steps = [schedule.step(i) for i in range(8)]
     weights = [weigh_step(schedule, step, data.samples).label_weight for step in steps]
     for size, start in ((1, 0), (2, 2), (4, 0)):
@@ -147,18 +150,20 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
             turned += sum(document[0] == PRE for document in documents)
             assert masks[step] == pytest.approx(weights[step], rel=1e-6)
     assert turned > 100
-    assert schedule.step(7).fim.epochs.max() > 0  # of a later pass
+    assert schedule.step(7).view.epochs.max() > 0  # of a later pass
 
 
 def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
     """And what is held out is told as it is."""
     none = [replace(source, fim_rate=0.0) for source in blend.sources]
     data = open_blend(replace(blend, sources=tuple(none), stages=()))
-    assert schedule_of(data).step(3).fim is None
+    assert schedule_of(data).step(3).view.epochs is None
     assert "fim" not in schedule_of(data).identity()
     data = open_blend(blend)
     finite = Schedule(data, tokens_per_step=512, seed=5, finite=True)
-    assert [finite.step(i).fim for i in range(finite.num_steps())] == [None] * finite.num_steps()
+    assert [finite.step(i).view.epochs for i in range(finite.num_steps())] == [
+        None
+    ] * finite.num_steps()
 
 
 def test_worker_processes_and_single_samples_are_turned_round_alike(blend: BlendConfig) -> None:
@@ -182,7 +187,7 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
     merged = [documents_of(IndexedDataset(tmp_path / "merged"))]
     for step in map(schedule_of(sharded).step, range(6)):
         for draw in step.draws:
-            batch = sharded.micro_batch(draw.sample_ids, fim=draw.fim)
+            batch = sharded.micro_batch(draw.sample_ids, view=draw.view)
             assert documents_in(batch) == expected_documents(sharded, draw, merged)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from megapack import _core
 from megapack.data import PackedDataset
-from megapack.data.fim import Fim, FimDraws, character_tables
+from megapack.data.fim import Fim, character_tables
+from megapack.data.steps import StepView
 from megapack.packing import pack
 from tests.data.corpora import index_of, random_documents, write_documents
 
@@ -39,20 +40,20 @@ def opened(folder: Path, documents: list[list[int]], **fim: Any) -> PackedDatase
     return packed
 
 
-def draws(count: int, rate: float, epoch: int = 0) -> FimDraws:
-    return FimDraws(np.full(count, epoch), np.full(count, float(rate)), 7)
+def draws(count: int, rate: float, epoch: int = 0) -> StepView:
+    return StepView(epochs=np.full(count, epoch), fim_rates=np.full(count, float(rate)), seed=7)
 
 
 def drawn(packed: PackedDataset, rate: float, epoch: int = 0) -> dict[int, tuple[int, int, int]]:
     """Document -> whether it is SPM, and its places."""
     ids = np.arange(len(packed))
-    columns = packed._gatherer.fim_draws(ids, 0, *draws(len(ids), rate, epoch))
+    columns = packed._gatherer.fim_draws(ids, draws(len(ids), rate, epoch).core)
     return {d: rest for _, _, d, *rest in zip(*(c.tolist() for c in columns), strict=True)}
 
 
-def rows(packed: PackedDataset, ids: list[int], given: FimDraws) -> list[list[int]]:
+def rows(packed: PackedDataset, ids: list[int], given: StepView) -> list[list[int]]:
     """The tokens of samples of one document each, without padding."""
-    batch = packed.micro_batch(ids, capacity=256, fim=given)
+    batch = packed.micro_batch(ids, capacity=256, view=given)
     ends = batch["cu_seqlens"].reshape(-1).tolist()
     tokens = batch["tokens"].reshape(-1).tolist()
     return [tokens[a:b] for a, b in zip(ends[:-1:2], ends[1::2], strict=True)]
@@ -155,14 +156,14 @@ def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: Pac
     gatherer = many._gatherer
     for epochs, rates, message in (
         (np.zeros(2, np.int64), None, "give epochs and fim_rates, or neither"),
-        (np.zeros(1, np.int64), np.zeros(2), "1 epochs and 2 fim_rates for 2 samples"),
+        (np.zeros(1, np.int64), np.zeros(2), "1 epochs for 2 samples; give one for each"),
         (np.zeros(2, np.int64), np.array([0.5, 1.5]), "fim_rate is 1.5; it must be from 0 to 1"),
         (np.zeros(2, np.int64), np.array([0.5, np.nan]), "fim_rate is nan"),
     ):
         with pytest.raises(ValueError, match=message):
-            gatherer.count_labels(ids, 0, epochs, rates)
-    with pytest.raises(ValueError, match="fim_seed is -1"):
-        gatherer.count_labels(ids, 0, np.zeros(2, np.int64), np.zeros(2), -1)
+            gatherer.count_labels(ids, StepView(epochs=epochs, fim_rates=rates).core)
+    with pytest.raises(ValueError, match="seed is -1"):
+        _ = StepView(seed=-1).core
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -177,6 +178,6 @@ def test_samples_have_the_room_packing_left(strategy: str, alignment: int, tmp_p
     packed._connect([index], packed.samples.mixture, fim=Fim(prefix=PRE, suffix=SUF, middle=MID))
     told = 0
     for sample in range(len(packed)):
-        tokens = packed.micro_batch([sample], fim=draws(1, 1))["tokens"]
+        tokens = packed.micro_batch([sample], view=draws(1, 1))["tokens"]
         told += int((tokens == PRE).sum())
     assert told == index.metrics()["num_documents_with_fim_room"] > 150

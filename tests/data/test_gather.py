@@ -26,9 +26,9 @@ from megapack.data import (
     flex_block_mask,
     segment_ids,
 )
-from megapack.data import dataset as vocabulary
+from megapack.data import documents as vocabulary
 from megapack.data.fim import Fim as CoreFim
-from megapack.data.fim import FimDraws
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -206,12 +206,12 @@ def test_micro_batch_is_as_defined(
     beside = {name: case[name] for name in ("factors", "loss", "joined", "window")}
     beside["chosen"] = _choose(documents) if case["chosen"] else None
     beside["weights"] = _weigh(documents) if case["weighed"] else None
-    draws = None
+    draws = {}
     if case["fim"] is not None:
         given = {**case["fim"], "weights": beside["weights"]}
         documents, beside["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
-        draws = FimDraws(epochs, rates, given["fim"].seed)
+        draws = {"epochs": epochs, "fim_rates": rates, "seed": given["fim"].seed}
     sizes = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
     expected = reference.gather(documents, samples, **sizes, **beside, **case["options"])
     per_row = kind == "per row"
@@ -224,11 +224,12 @@ def test_micro_batch_is_as_defined(
     with tempfile.TemporaryDirectory() as folder:
         dataset = _open(Path(folder), case)
         factors = case["factors"] and case["factors"][: len(ids)]
-        how = {"loss_weight": factors, "fim": draws, "attention_window": case["window"]}
-        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"], **how)
-        totals = dataset.samples.label_totals(ids, fim=draws)
-        if draws is not None:
-            drawn = dataset._gatherer.fim_draws(ids, 0, *draws)
+        weights = factors and np.array(factors, np.float32)
+        view = StepView(loss_weight=weights, window=case["window"], **draws)
+        batch = dataset.micro_batch(ids, layout=layout, capacity=case["capacity"], view=view)
+        totals = dataset.samples.label_totals(ids, view)
+        if draws:
+            drawn = dataset._gatherer.fim_draws(ids, view.core)
             assert list(zip(drawn[0], drawn[1], strict=True)) == which
     if per_row and extra is None:
         num_cu_seqlens = dataset.max_cu_seqlens(layout, case["capacity"], case["window"])
@@ -330,10 +331,11 @@ def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> 
     documents = random_documents([4, 8])
     packed = packed_as(tmp_path, documents, {4: [[(0, 0, 4)]], 8: [[(1, 0, 8)]]})
     few = BatchLayout(micro_batch_tokens=8, cu_seqlens="padded", num_cu_seqlens=1)
+    not_finite = StepView(loss_weight=np.array([np.nan], np.float32))
     for ids, options, kind, message in (
         *(([bad], {"capacity": 8}, IndexError, "2 samples") for bad in (2, -1, 2**40)),
         *((wrong, {}, TypeError, "give integers") for wrong in ([1.7], [True], ["1"])),
-        ([1], {"loss_weight": [float("nan")]}, ValueError, r"loss_weight is \[nan\]"),
+        ([1], {"view": not_finite}, ValueError, r"loss_weight is \[nan\]"),
         ([1], {"capacity": 4}, FormatError, "more than 4 tokens"),
         ([0, 0], {"layout": BatchLayout(micro_batch_tokens=4)}, ValueError, "for 1 slots"),
         ([1], {"layout": few}, ValueError, "raise num_cu_seqlens"),

@@ -115,8 +115,8 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
     for i in (49, *range(50)):  # any order of asking
         step = schedule.step(i)
         drawn = own_numbers(schedule, step.sample_ids)
-        assert step.fim.rates.tolist() == [rates[source] for source, _ in drawn]
-        passes = zip(step.fim.epochs.tolist(), drawn, strict=True)
+        assert step.view.fim_rates.tolist() == [rates[source] for source, _ in drawn]
+        passes = zip(step.view.epochs.tolist(), drawn, strict=True)
         content = [(source, epoch, number) for epoch, (source, number) in passes]
         assert (step.capacity, content) == expected[i]
 
@@ -360,13 +360,13 @@ def check_masks(schedule: Schedule, run: Run) -> None:
             for name, path in waiting.pop(0).exclude.items():
                 listed = np.load(path) if path.endswith(".npy") else Path(path).read_text().split()
                 gone |= {(schedule.samples.names.index(name), int(d)) for d in listed}
-        num_lists = schedule.step(i).num_lists
+        view = schedule.step(i).view
         for sample in ids:
-            source, shown = schedule.samples.segments(sample, num_lists)
+            source, shown = schedule.samples.segments(sample, view)
             _, local = schedule.samples.locate(np.array([sample]))
             _, segments = schedule.samples.indices[source].sample(int(local[0]))
             assert shown == [s for s in segments if (source, s[0]) not in gone]
-        kept = [schedule.samples.segments(sample, num_lists)[1] for sample in ids]
+        kept = [schedule.samples.segments(sample, view)[1] for sample in ids]
         labels = sum(length - 1 for segments in kept for _, _, length in segments)  # whole ones
         assert schedule.step(i).num_label_tokens == labels
 
@@ -440,7 +440,7 @@ def check_ranks(schedule: Schedule, step: int) -> None:
         ranks = [BucketBatchSampler(schedule, **one).micro_batches(step) for one in own]
         for row in zip(*ranks, strict=True):
             assert len({(b.bucket, b.capacity, b.num_step_label_tokens) for b in row}) == 1
-            assert len({(b.attention_window, b.step_label_weight) for b in row}) == 1
+            assert len({(b.view.window, b.step_label_weight) for b in row}) == 1
         dealt = sorted(i for batches in ranks for batch in batches for i in batch)
         assert dealt == sorted(schedule.step(step).sample_ids.tolist())
 
@@ -504,7 +504,7 @@ def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
     """What a step holds and how it is trained."""
     step, settings = schedule.step(i), schedule.settings_at(i)
     ids = step.sample_ids.tolist()
-    shown = [schedule.samples.segments(sample, step.num_lists) for sample in ids]
+    shown = [schedule.samples.segments(sample, step.view) for sample in ids]
     return ids, shown, settings.window_at(i), settings.loss_weights
 
 
@@ -559,7 +559,7 @@ def check_plan_of_exclusions(schedule: Schedule, until: int) -> None:
     samples = schedule.samples
     for plan in plan_exclusions(schedule, until):
         source = samples.names.index(plan.source)
-        number_of_list = schedule.stage_at(plan.from_step).num_lists
+        number_of_list = schedule.stage_at(plan.from_step).view.num_lists
         own = samples.exclusions.lists[source] == number_of_list
         documents = samples.exclusions.documents[source][own]
         holding = samples.samples_of(source, documents)

@@ -59,12 +59,12 @@ def cold(tmp_path: Path) -> PackedDataset:
 
 
 def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDataset) -> None:
-    index, tokens = cold.samples.indices[0], cold.datasets[0].tokens
+    index, tokens = cold.samples.indices[0], cold.datasets[0].open(0)[0].tokens
     samples = [3, 700, 701, 1500]
     wanted = np.zeros(len(resident(tokens)), np.bool_)
     for sample in samples:
         for document, begin, length in index.sample(sample)[1]:
-            first = int(cold.datasets[0].document_offsets[document]) + begin
+            first = int(cold.datasets[0].open(0)[0].document_offsets[document]) + begin
             wanted[first * 4 // PAGE : -(-(first + length) * 4 // PAGE)] = True
     assert cold.will_need(samples) == wanted.sum() * PAGE
     wait_for(lambda: bool(resident(tokens)[wanted].all()), "the pages")
@@ -104,7 +104,7 @@ def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -
     for _ in range(6):
         next(batches)
     # Each has 3 pages or 4; besides 6 that were taken at most 4 can be gathered.
-    tokens = cold.datasets[0].tokens
+    tokens = cold.datasets[0].open(0)[0].tokens
     wait_for(lambda: resident(tokens).sum() >= (6 + 16) * 3, "more than what was gathered")
 
 
@@ -144,8 +144,10 @@ def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
     sampler = BucketBatchSampler(schedule, **of_rank(micro=4096))
     before = read_ahead._reads()
     assert sum(1 for _ in read_ahead.reading_ahead(sampler, cold, 4)) == 2000
-    assert read_ahead._reads() - before > 0.9 * cold.datasets[0].tokens.nbytes / 512
-    wait_for(lambda: resident(cold.datasets[0].tokens).mean() >= 0.99, "documents asked for")
+    assert read_ahead._reads() - before > 0.9 * cold.datasets[0].open(0)[0].tokens.nbytes / 512
+    wait_for(
+        lambda: resident(cold.datasets[0].open(0)[0].tokens).mean() >= 0.99, "documents asked for"
+    )
 
 
 EACH = 1 << 20  # bytes that a micro batch needs

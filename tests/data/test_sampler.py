@@ -153,11 +153,11 @@ def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
     for step in range(30):
         [imbalance] = sampler.imbalance(step)
         dealt.append(imbalance.attention)
-        undealt.append(imbalance.attention_undealt)
-        assert 1 <= imbalance.attention <= imbalance.attention_undealt
+        undealt.append(imbalance.attention_in_order)
+        assert 1 <= imbalance.attention <= imbalance.attention_in_order
     assert np.mean(dealt) < 1.02 and np.mean(undealt) > 1.1
     [batch, *_] = sampler.micro_batches(0)
-    assert (batch.imbalance, batch.imbalance_undealt) == (dealt[0], undealt[0])
+    assert batch.imbalance == (dealt[0], undealt[0])
 
 
 def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first() -> None:
@@ -170,7 +170,7 @@ def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first(
         assert max(loads) / np.mean(loads) < 1.05
     plain = deal(costs, num_ranks=4, num_micro_batches=20, how="in_order")
     assert plain.order.tolist() == list(range(160))
-    assert plain.imbalance.attention == plain.imbalance.attention_undealt
+    assert plain.imbalance.attention == plain.imbalance.attention_in_order
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:

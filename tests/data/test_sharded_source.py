@@ -285,7 +285,7 @@ def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
     assert (chosen.count_labels(ids) < every.count_labels(ids)).all()
     labels = chosen[0]["labels"]
     assert (labels[labels >= 0] % 2 == 1).all() and (labels >= 0).any()
-    with pytest.raises(ConfigError, match="labels and weights stand beside them"):
+    with pytest.raises(ConfigError, match="with their labels and weights"):
         PackedDataset(None, index, label_dataset=str(tmp_path / "a.labels"))
 
 

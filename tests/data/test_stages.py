@@ -304,8 +304,8 @@ def test_label_weights_of_a_step_add_up_over_ranks() -> None:
     total, samples = 0.0, schedule.samples
     for batch in weighed:
         assert batch.source.tolist() == samples.locate(batch.sample_ids)[0].tolist()
-        assert batch.loss_weight.tolist() == [[1, 0.25][s] for s in batch.source]
-        total += float(samples.count_labels(batch.sample_ids) @ batch.loss_weight)
+        assert batch.view.loss_weight.tolist() == [[1, 0.25][s] for s in batch.source]
+        total += float(samples.count_labels(batch.sample_ids) @ batch.view.loss_weight)
     assert total == pytest.approx(batch.step_label_weight)
     assert 0 < total < batch.num_step_label_tokens
 

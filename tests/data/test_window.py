@@ -23,6 +23,7 @@ from megapack.data import (
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
 from megapack.data.program import Window, ramp_pieces
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from tests.data.corpora import (
@@ -52,7 +53,7 @@ def test_segments_are_cut(lists: list[list[int]], window: int, tail: int, spare:
     bounds = Bounds(np.concatenate(rows).astype(np.int32), None, sources, 20)
     expected = [[piece for n in lengths for piece in pieces(n, window)] for lengths in lists]
     entries = max(map(len, expected)) + 1 + spare
-    cut = cut_bounds(bounds, window, num_lists=len(lists), entries=entries)
+    cut = cut_bounds(bounds, window, num_rows=len(lists), entries=entries)
     for row, lengths in zip(cut.cu_seqlens.reshape(len(lists), entries), expected, strict=True):
         whole = np.cumsum([0, *lengths])
         assert row.tolist() == [*whole, *[whole[-1]] * (entries - len(whole))]
@@ -63,7 +64,7 @@ def test_segments_are_cut(lists: list[list[int]], window: int, tail: int, spare:
     of_all = sorted(piece for row in expected for piece in row)
     assert sorted(cut_lengths(np.array(flat), window)) == of_all
     with pytest.raises(ValueError, match="raise num_cu_seqlens"):
-        cut_bounds(bounds, window, num_lists=len(lists), entries=entries - spare - 1)
+        cut_bounds(bounds, window, num_rows=len(lists), entries=entries - spare - 1)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
     index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
     data = PackedDataset(documents, index, alignment=4, attention_window=8)
     with pytest.raises(ConfigError, match="micro batch: attention_window is -4; it must be above"):
-        data.micro_batch([0], attention_window=-4)
+        data.micro_batch([0], view=StepView(window=-4))
     stages = [Stage(from_step=3, attention_window=10)]
     for options in ({"attention_window": 10}, {"stages": stages}):
         with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):

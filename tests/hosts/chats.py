@@ -16,7 +16,7 @@ import torch
 from megapack.cli.main import main as megapack_build
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.manifest import Manifest
-from megapack.integrations.rows.open_rows import open_rows, open_sources
+from megapack.integrations.rows.open_rows import open_documents, open_rows
 
 BUCKETS = (64, 128, 256)
 ROWS_PER_STEP, ROW, STEPS = 8, 256, 3  # of every run
@@ -41,7 +41,7 @@ class Chats:
         """Those of a run of either host, read without it."""
         options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=seed)
         manifest = Manifest.read(self.path("chats.json"))
-        return open_rows(manifest, open_sources(manifest), options, num_rows=num_rows)
+        return open_rows(manifest, open_documents(manifest), options, num_rows=num_rows)
 
 
 def write_chats(folder: Path) -> Chats:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapack.data import BatchLayout, PackedDataset
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import DIALECTS, Dialect, LossTerms, emit
 from megapack.packing import pack
@@ -204,7 +205,7 @@ def test_dialects_tell_gathered_rows_and_windows_or_refuse_them(name: str, tmp_p
     layout = BatchLayout(micro_batch_tokens=32, kind="rows", row_tokens=16, cu_seqlens_per_row=True)
     ids = [i for i in range(len(packed)) if packed.samples.capacity_of(i) == 8]
     for window in (None, 4):
-        batch = packed.micro_batch(ids[:4], layout=layout, attention_window=window)
+        batch = packed.micro_batch(ids[:4], layout=layout, view=StepView(window=window))
         if window and dialect.restart:
             with pytest.raises(ConfigError, match="attention windows"):
                 emit(batch, dialect)

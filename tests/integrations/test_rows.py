@@ -87,8 +87,8 @@ def test_stages_count_blocks_and_leave_the_rows_before_them(
     unmasked = edited.schedule.step(23)
     assert step.sample_ids.tolist() == unmasked.sample_ids.tolist()
     for number in range(160, 400):
-        num_lists = full.schedule.stage_at(number // full.options.rows_per_block).num_lists
-        labels = full.packed.count_labels(full.samples_of(number), num_lists).sum()
+        view = full.schedule.stage_at(number // full.options.rows_per_block).view
+        labels = full.packed.count_labels(full.samples_of(number), view).sum()
         assert full[number]["loss_mask"].sum() == labels
         assert full.samples_of(number).max() < len(full.packed)
         for which, segments in full.segments_of(number):
@@ -326,18 +326,18 @@ def test_rows_hold_documents_with_their_middle_last(corpus: IndexedDataset, tmp_
         numbers = range(8 * block, 8 * block + 8)
         batch = rows.micro_batch(numbers)
         tokens = sorted(batch["tokens"].reshape(-1, step.capacity).tolist())
-        whole = rows.packed.micro_batch(step.sample_ids, fim=step.fim)
+        whole = rows.packed.micro_batch(step.sample_ids, view=step.view)
         assert tokens == sorted(whole["tokens"].reshape(-1, step.capacity).tolist())
         labels = (batch["labels"] >= 0).sum()
         assert labels == step.num_label_tokens == batch["loss_mask"].sum()
         turned += int((batch["tokens"] == 900).sum())
-        assert (step.fim is None) == (block == 20) == (900 not in batch["tokens"])
+        assert (step.view.epochs is None) == (block == 20) == (900 not in batch["tokens"])
     assert turned > 20
     copied = pickle.loads(pickle.dumps(rows))
     assert torch.equal(copied.micro_batch([3, 60])["tokens"], rows.micro_batch([3, 60])["tokens"])
     held_out = open_data_path(manifest, OPTIONS, split=(0.5, 1.0))
     assert {index.fim_room for index in held_out.packed.samples.indices} == {0}
-    assert held_out.schedule.step(0).fim is None
+    assert held_out.schedule.step(0).view.epochs is None
 
 
 def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_path: Path) -> None:

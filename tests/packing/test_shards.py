@@ -22,9 +22,6 @@ from megapack.packing.sharded import (
     ShardedIndex,
     load_index,
     load_shards,
-    longest_reach,
-    longest_segment,
-    most_segments,
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
@@ -77,9 +74,9 @@ def test_manifest_says_of_shards_what_files_say(tmp_path: Path, prefixes: list[s
     assert index.num_documents == sum(s.num_documents for s in index.shards)
     opened = [index.open(number) for number in range(NUM_SHARDS)]
     assert index.num_samples == sum(own.num_samples for own in opened) > 100
-    assert most_segments(index) == np.max([most_segments(own) for own in opened], axis=0).tolist()
-    assert longest_segment(index) == max(map(longest_segment, opened))
-    assert longest_reach(index) == max(map(longest_reach, opened)) > longest_segment(index)
+    assert index.most_segments == np.max([own.most_segments for own in opened], axis=0).tolist()
+    assert index.longest_segment == max(own.longest_segment for own in opened)
+    assert index.longest_reach == max(own.longest_reach for own in opened) > index.longest_segment
 
 
 def test_runs_give_every_sample_one_number(tmp_path: Path, prefixes: list[str]) -> None:

@@ -101,17 +101,17 @@ def losses_one_by_one(
     samples = inputs.schedule.samples
     content = inputs.schedule.step(step)
     for place, sample in enumerate(content.sample_ids.tolist()):
-        source, segments = samples.segments(sample, content.num_lists)
-        dataset = inputs.data.datasets[source]
+        source, segments = samples.segments(sample, content.view)
+        dataset, _, _ = inputs.data.datasets[source].open(0)
         for document, begin, length in segments:
             offset, total = int(dataset.document_offsets[document]), len(dataset[document])
             whole = torch.tensor(dataset[document])
             room = samples.indices[source].fim_longest
-            if content.fim is not None and 1 < length == total <= room:
+            if content.view.epochs is not None and 1 < length == total <= room:
                 key = definition.key_of(
-                    inputs.schedule.config.seed, int(content.fim.epochs[place]), document
+                    inputs.schedule.config.seed, int(content.view.epochs[place]), document
                 )
-                if definition.unit(key, 0) < content.fim.rates[place]:
+                if definition.unit(key, 0) < content.view.fim_rates[place]:
                     whole = _told(whole, samples.fim, key)
                 length = total = len(whole)  # noqa: PLW2901
             for at in range(begin, begin + length, window):

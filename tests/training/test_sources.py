@@ -223,7 +223,7 @@ def test_documents_have_their_middle_last(new_run: NewRun, corpus: Corpus, tmp_p
     data = {"index": str(tmp_path / "train.samples"), "fim": fim}
     run = new_run(num_steps=2, data=data, logging={"every": 1})
     config = load_config(PretrainConfig, run.config)
-    assert open_inputs(config).schedule.step(0).fim is not None
+    assert open_inputs(config).schedule.step(0).view.epochs is not None
     run.succeed()
     [(loss, labels)] = expected_losses(config).values()
     assert run.log[0]["label_tokens"] == labels

@@ -239,12 +239,13 @@ void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
     segments.clear();
     read_segments(shard, ref, segments);
     if (fim == nullptr || !(ref.fim_rate > 0)) return;
+    const std::uint64_t epoch_key = fim_key(ref.seed, ref.epoch);
     std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // segments, and their keys
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
         const Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
         if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
-        const std::uint64_t key = random_bits(ref.fim_key, number_of(shard, segment));
+        const std::uint64_t key = random_bits(epoch_key, number_of(shard, segment));
         if (!(random_unit(key, 0) < ref.fim_rate)) continue;
         drawn.emplace_back(s, key);
         prefetch_tried(*fim, shard, segment, key);

@@ -139,7 +139,19 @@ void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
 }
 
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      std::int64_t lists) {
+                                      const StepView& view) {
+    const auto check_entries = [&](const auto& values, const char* name) {
+        check(values.data() == nullptr || values.size() == sample_ids.size(), values.size(), " ",
+              name, " for ", sample_ids.size(), " samples; give one for each");
+    };
+    check_entries(view.loss_weight, "factors");
+    check_entries(view.epochs, "epochs");
+    check_entries(view.fim_rates, "fim_rates");
+    check((view.epochs.data() == nullptr) == (view.fim_rates.data() == nullptr),
+          "give epochs and fim_rates, or neither of them");
+    for (const double rate : view.fim_rates) {
+        check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
+    }
     const std::int64_t num_samples = runs.first_ids[runs.shards.size()];
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
@@ -148,8 +160,16 @@ std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::in
                                  " samples");
         const auto* after = std::upper_bound(runs.first_ids.begin(), runs.first_ids.end(), id);
         const std::int64_t run = after - runs.first_ids.begin() - 1;
-        refs.push_back(
-            {runs.shards[run], runs.first_samples[run] + id - runs.first_ids[run], lists});
+        SampleRef ref{runs.shards[run], runs.first_samples[run] + id - runs.first_ids[run]};
+        const std::int64_t i = ssize(refs);
+        ref.num_lists = view.num_lists;
+        if (view.loss_weight.size() > 0) ref.factor = view.loss_weight[i];
+        if (view.epochs.size() > 0) {
+            ref.epoch = view.epochs[i];
+            ref.fim_rate = view.fim_rates[i];
+            ref.seed = view.seed;
+        }
+        refs.push_back(ref);
     }
     return refs;
 }
@@ -173,7 +193,7 @@ void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out)
     for (std::int64_t s = part.begin; s < part.end; ++s) {
         Segment segment = read_segment(shard, ref, s);
         group_stands = group_stands && shard.joined.size() > 0 && shard.joined[s] != 0;
-        if (is_excluded(shard, segment.document, ref.lists)) continue;
+        if (is_excluded(shard, segment.document, ref.num_lists)) continue;
         segment.joined = group_stands;
         group_stands = true;
         out.push_back(segment);

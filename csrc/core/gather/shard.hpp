@@ -80,14 +80,25 @@ struct Segment {
     Part runs;            // what a transformed document consists of (fim.hpp)
 };
 
-// A sample of one of several shards, without what the first `lists` lists mask; the shard exists.
+// What a step requires of its samples, as `StepView` in megapack/data/steps.py. A span is empty or
+// has one entry per sample.
+struct StepView {
+    std::int64_t num_lists = 0;       // exclusion lists in force
+    Span<const float> loss_weight;    // factors on the losses of the samples; empty: 1
+    Span<const std::int64_t> epochs;  // epoch of each sample within its source, for fim.hpp
+    Span<const double> fim_rates;     // share of documents that are transformed; empty: none
+    std::uint64_t seed = 0;           // of the run
+};
+
+// A sample of an existing shard, with what the step requires of it.
 struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
-    std::int64_t lists = 0;
-    float factor = 1.0F;        // on the loss of its labels
-    double fim_rate = 0;        // share of its documents that are transformed (fim.hpp) ...
-    std::uint64_t fim_key = 0;  // ... in its pass
+    std::int64_t num_lists = 0;  // exclusion lists in force
+    float factor = 1.0F;         // on the loss of its labels
+    std::int64_t epoch = 0;
+    double fim_rate = 0;
+    std::uint64_t seed = 0;
 };
 
 // Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
@@ -105,10 +116,10 @@ struct SampleRuns {
 // Refuses runs that contradict each other, or speak of other shards than [0, num_shards).
 void check_runs(const SampleRuns& runs, std::int64_t num_shards);
 
-// Samples without what the first `lists` lists mask. Throws std::out_of_range for a sample that
-// does not exist.
+// Finds the shard of every sample. Throws std::out_of_range for a sample that does not exist, and
+// std::invalid_argument for a view with too few or too many entries or a rate outside [0, 1].
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      std::int64_t lists = 0);
+                                      const StepView& view = {});
 
 // Numbers of those shards of some samples that are not open, ascending.
 std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples);

@@ -36,8 +36,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from megapack.data import BatchLayout, PackedDataset, Schedule
 from megapack.data.batch import Batch, ReusedBuffers
-from megapack.data.fim import FimDraws
 from megapack.data.sampler import equal_groups, refuse_token_weights
+from megapack.data.schedule import Step
 from megapack.errors import ConfigError
 
 # ---- Micro batches through torch's DataLoader, whoever builds it --------------------------------
@@ -150,14 +150,11 @@ class RowOptions:
 
 
 class Block(NamedTuple):
-    """Rows of one bucket."""
+    """Rows of one bucket: a step of the schedule."""
 
-    bucket: int
-    capacity: int
-    samples: NDArray[np.int64]
-    """Ids, (rows_per_block, row // capacity); -1 where there is no sample."""
-    fim: FimDraws | None
-    """Beside them."""
+    step: Step
+    places: NDArray[np.int64]
+    """Positions in ``step.sample_ids``, (rows_per_block, row // capacity); -1: no sample."""
 
 
 class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
@@ -219,23 +216,22 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
     def bucket_of(self, i: int) -> int:
         """Number of the bucket of row ``i``, by rising capacity."""
-        return self._block(self._check(i) // self.options.rows_per_block).bucket
+        return self._block(self._check(i) // self.options.rows_per_block).step.bucket
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
         """Sample ids of row ``i``, int64 (row // capacity,), in their order in the row; fewer
         where a finite set ends."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
-        samples: NDArray[np.int64] = self._block(block).samples[within]
-        return samples[samples >= 0]
+        step, places = self._block(block)
+        samples: NDArray[np.int64] = step.sample_ids[places[within][places[within] >= 0]]
+        return samples
 
     def segments_of(self, i: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
         """Of every sample of row ``i`` its source and its segments (document, begin, length), but
         those of documents that are masked."""
-        num_lists = self.schedule.stage_at(self._check(i) // self.options.rows_per_block).num_lists
-        return [
-            self.packed.samples.segments(sample, num_lists)
-            for sample in self.samples_of(i).tolist()
-        ]
+        view = self.schedule.stage_at(self._check(i) // self.options.rows_per_block).view
+        samples = self.samples_of(i).tolist()
+        return [self.packed.samples.segments(sample, view) for sample in samples]
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """One row.
@@ -278,31 +274,26 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
         """Rows of one block."""
-        _, capacity, samples, fim = self._block(block)
-        ids = samples[within].reshape(-1)
+        step, places = self._block(block)
+        positions = places[within].reshape(-1)
         if self.finite:
-            if (np.diff(ids < 0) < 0).any():  # a sample behind an empty place: as they are dealt
+            # A sample after an empty place: gather the rows in their order, then pick them.
+            if (np.diff(positions < 0) < 0).any():
                 distinct, back = np.unique(within, return_inverse=True)
                 rows = self._gather(block, distinct.tolist())
                 return {key: value[back] for key, value in rows.items()}
-            ids = ids[ids >= 0]
+            positions = positions[positions >= 0]
         layout = self._layout(len(within))
         batch = self.packed.micro_batch(
-            ids,
+            step.sample_ids[positions],
             layout=layout,
-            capacity=capacity,
+            capacity=step.capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
-            attention_window=self._window(block),
-            num_lists=self.schedule.stage_at(block).num_lists,
-            fim=None if fim is None else fim.of(within).flat,
+            view=step.view.of(positions),
         )
         names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
         rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
         return rows | {"max_seqlen": _longest(batch, names[-1])}
-
-    def _window(self, block: int) -> int | None:
-        """The attention window of a block: a block is a step."""
-        return self.schedule.settings_at(block).window_at(block)
 
     def _layout(self, num_rows: int) -> BatchLayout:
         if num_rows not in self._layouts:
@@ -323,16 +314,13 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
             return found
         step, size = self.schedule.step(block), self.options.rows_per_block
         num_samples = size * (self.options.sequence_length // step.capacity)
-        fim = step.fim
         if (missing := num_samples - len(step.sample_ids)) > 0:
-            rows = np.pad(step.sample_ids, (0, missing), constant_values=-1).reshape(size, -1)
+            here = np.arange(len(step.sample_ids))
+            places = np.pad(here, (0, missing), constant_values=-1).reshape(size, -1)
         else:
-            costs = self.packed.samples.attention_cost(
-                step.sample_ids, step.capacity, self._window(block), num_lists=step.num_lists
-            )
+            costs = self.packed.samples.attention_cost(step.sample_ids, step.capacity, step.view)
             places = equal_groups(costs, num_samples // size)
-            rows, fim = step.sample_ids[places], None if fim is None else fim.of(places)
-        found = self._blocks[block] = Block(step.bucket, step.capacity, rows, fim)
+        found = self._blocks[block] = Block(step, places)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)
         return found

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megapack.errors import MegapackError, PrintableStream, printable
 from megapack.integrations.rows.dataset import RowOptions
-from megapack.integrations.rows.open_rows import open_rows, open_sources
+from megapack.integrations.rows.open_rows import open_documents, open_rows
 from megapack.integrations.rows.text_rows import SPLITS, manifest_of_list, split_bounds
 
 __all__ = ["main"]
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=args.seed,
             align=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
         )
-        sources, where = open_sources(manifest), args.cache_directory
+        sources, where = open_documents(manifest), args.cache_directory
         for name, split in zip(SPLITS, split_bounds(args.split), strict=True):
             if split[0] == split[1]:
                 continue

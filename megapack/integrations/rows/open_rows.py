@@ -19,15 +19,14 @@ import xxhash
 
 from megapack.data.blend import Mixture
 from megapack.data.dataset import open_blend
-from megapack.data.documents import ShardedDocuments, SourceDocuments
+from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import open_fim
 from megapack.data.report import check_epochs, check_labels, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex, find_strategy, pack
-from megapack.packing.sample_index import describe_source
-from megapack.packing.sharded import ShardedIndex, SourceIndex
+from megapack.packing.sample_index import SourceIndex, describe_source
 from megapack.storage import IndexedDataset
 from megapack.storage.remote import is_remote
 
@@ -181,19 +180,18 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
     )
 
 
-def open_sources(manifest: Manifest) -> list[SourceDocuments]:
-    """The documents of a manifest, memory-mapped; those of shards when a sample needs them.
+def open_documents(manifest: Manifest) -> list[SourceDocuments]:
+    """Return the documents of a manifest, memory-mapped; shards are opened when they are needed.
 
     Raises OSError or FormatError naming the file.
     """
     return [
-        ShardedDocuments(
-            index,
-            with_labels=source.labels != "none",
-            with_weights=source.token_weights != "none",
+        open_source(
+            source.prefix,
+            source.open_index() if source.prefix is None else None,
+            labels=None if source.labels == "none" else source.labels,
+            weights=None if source.token_weights == "none" else source.token_weights,
         )
-        if source.prefix is None and isinstance(index := source.open_index(), ShardedIndex)
-        else IndexedDataset(str(source.prefix))
         for source in manifest.sources
     ]
 
@@ -213,7 +211,7 @@ def open_rows(
     Args:
         manifest: sources and packing options; its seed, rows_per_block, align and cache_directory
             go before those of the host.
-        datasets: ``open_sources(manifest)``.
+        datasets: ``open_documents(manifest)``.
         options: what the host asks for.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages are of the part that begins with the first document; what is behind it (for
@@ -281,7 +279,7 @@ def open_data_path(data_path: str | Manifest, options: RowOptions, **more: Any) 
         more: split, num_rows, finite, cache_directory of ``open_rows``.
     """
     manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
-    return open_rows(manifest, open_sources(manifest), options, **more)
+    return open_rows(manifest, open_documents(manifest), options, **more)
 
 
 def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[int]:
@@ -308,7 +306,7 @@ def _index_of(
     begin, end = (round(part * dataset.num_documents) for part in split)
     if begin == end:
         return None
-    if source.index is not None or isinstance(dataset, ShardedDocuments):
+    if source.index is not None:
         whole = (begin, end) == (0, dataset.num_documents)
         return _index_given(source, dataset, options, whole=whole)
     buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
@@ -333,7 +331,7 @@ def _index_of(
         align=options.align,
         fim_room=fim_room,
     )
-    index = cached_index(dataset, recipe, Path(where), node_local=manifest.node_local)
+    index = cached_index(dataset.open(0)[0], recipe, Path(where), node_local=manifest.node_local)
     return index if index.num_samples else None
 
 
@@ -347,7 +345,7 @@ def _index_given(
             "and the host asks for a part: give one split all of them (--split 100,0,0), or leave "
             "out index"
         )
-    index = dataset.index if isinstance(dataset, ShardedDocuments) else source.open_index()
+    index = dataset.shard_index or source.open_index()
     if index.alignment % options.align:
         raise ConfigError(
             f"index {source.index} has no room for segments at multiples of {options.align}: pack "

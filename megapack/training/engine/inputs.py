@@ -24,7 +24,7 @@ from megapack.data.report import check_labels
 from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
-from megapack.packing.sharded import SourceIndex, longest_reach, longest_segment
+from megapack.packing.sample_index import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import read_lengths_file
 from megapack.training.config import PretrainConfig
@@ -158,8 +158,9 @@ def verify_samples(inputs: Inputs, world: World) -> None:
 def _verify(inputs: Inputs) -> None:
     for data in (inputs.data, *inputs.held_out):
         for index in data.samples.indices:
-            if isinstance(index, SampleIndex):
-                index.verify()
+            for shard in index.open_shards:
+                if shard is not None:
+                    shard.verify()
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
@@ -220,9 +221,10 @@ def _check_positions(
 ) -> None:
     """room: tokens that a document may grow by, in its bucket."""
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
-    reach = longest_reach if positions == "document" else longest_segment
+    in_documents = positions == "document"
+    reaches = [i.longest_reach if in_documents else i.longest_segment for i in indices]
     grouped = any(index.has_groups for index in indices)  # which may be one segment
-    longest = max(map(reach, indices), default=0)
+    longest = max(reaches, default=0)
     longest = min(longest + room, max(longest, bucket))
     longest = bucket if positions == "sample" or grouped else longest
     limit = position_limit(architecture, max(longest, bucket))

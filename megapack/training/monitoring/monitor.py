@@ -72,9 +72,8 @@ class StepWork:
 
 def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
     """Lengths of all segments of a step, tokens, in any order, cut by its window; none masked."""
-    lengths = schedule.samples.segment_lengths(step.sample_ids, step.num_lists)
-    window = schedule.settings_at(step.index).window_at(step.index)
-    return cut_lengths(lengths, window)
+    lengths = schedule.samples.segment_lengths(step.sample_ids, step.view)
+    return cut_lengths(lengths, step.view.window)
 
 
 class SourceLosses:

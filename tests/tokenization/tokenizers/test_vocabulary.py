@@ -17,6 +17,7 @@ import pytest
 from peers import peer
 from programs import ended
 
+from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDatasetBuilder
@@ -94,7 +95,7 @@ def test_the_inverse_restores_every_document_of_the_demo(demo: Path, name: str, 
     """In two passes; no sentinel is split, and cuts lie inside of tokens where they may."""
     peer("torch")
     from megapack.data import PackedDataset  # noqa: PLC0415
-    from megapack.data.fim import FimConfig, FimDraws, Sentinels, open_fim  # noqa: PLC0415
+    from megapack.data.fim import FimConfig, Sentinels, open_fim  # noqa: PLC0415
 
     path = name if name == "bytes" else str(demo / name)
     files = TokenizerFiles.open(path)
@@ -116,8 +117,8 @@ def test_the_inverse_restores_every_document_of_the_demo(demo: Path, name: str, 
     turned, inside = 0, 0
     for epoch in (0, 7):
         for sample in range(index.num_samples):
-            draws = FimDraws(np.array([epoch]), np.array([1.0]), 5)
-            batch = data.micro_batch([sample], fim=draws)
+            view = StepView(epochs=np.array([epoch]), fim_rates=np.ones(1), seed=5)
+            batch = data.micro_batch([sample], view=view)
             tokens, bounds = batch["tokens"][0].numpy(), batch["cu_seqlens"].tolist()
             for number, (document, _, length) in enumerate(index.sample(sample)[1]):
                 told = tokens[bounds[number] : bounds[number + 1]]

@@ -37,7 +37,7 @@ from megapack.integrations.hosts.megatron.host import (
 from megapack.integrations.hosts.megatron.probe import watch_first_call
 from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
 from megapack.integrations.rows.manifest import Manifest
-from megapack.integrations.rows.open_rows import open_rows, open_sources
+from megapack.integrations.rows.open_rows import open_documents, open_rows
 
 # What --split divides: parts per million of every source's documents, so that a split cuts each
 # source of a blend in the same proportion, whatever their sizes.
@@ -49,7 +49,7 @@ class PackedSources:
 
     def __init__(self, data_path: str) -> None:
         self.manifest = Manifest.read(data_path)
-        self.datasets: list[SourceDocuments] = open_sources(self.manifest)
+        self.datasets: list[SourceDocuments] = open_documents(self.manifest)
 
 
 class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # no stubs
