@@ -252,7 +252,7 @@ def ours(balance: Any, case: Case, lengths: Lengths, vision: Numbers | None) -> 
     language = lengths * (case.linear_length + lengths)
     return plan_step(
         lengths, num_ranks=case.num_ranks, max_tokens_per_rank=case.max_tokens,
-        max_degree=min(case.num_ranks, 64) if case.family == SHARED else 1,
+        max_context_parallel_size=min(case.num_ranks, 64) if case.family == SHARED else 1,
         costs=None if vision is None else np.stack([language, vision], axis=1),
         linear_length=case.linear_length, balance=balance,
     )  # fmt: skip

@@ -317,7 +317,7 @@ def plan_step(
     num_ranks: int,
     max_tokens_per_rank: int,
     max_documents_per_rank: int,
-    max_degree: int,
+    max_context_parallel_size: int,
     linear_length: int,
     micro_batch_multiple: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

@@ -9,12 +9,13 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
                           const Array<double>& max_costs, const Array<std::int64_t>& groups,
                           const py::object& balance, const py::object& num_ranks,
                           const py::object& max_tokens_per_rank,
-                          const py::object& max_documents_per_rank, const py::object& max_degree,
+                          const py::object& max_documents_per_rank,
+                          const py::object& max_context_parallel_size,
                           const py::object& linear_length, const py::object& multiple) {
     const StepRules rules{integer(num_ranks, "num_ranks"),
                           integer(max_tokens_per_rank, "max_tokens_per_rank"),
                           integer(max_documents_per_rank, "max_documents_per_rank"),
-                          integer(max_degree, "max_degree"),
+                          integer(max_context_parallel_size, "max_context_parallel_size"),
                           integer(linear_length, "linear_length"),
                           choice<Balance>(balance, "balance",
                                           {{"micro_batches", Balance::kMicroBatches},
@@ -42,8 +43,9 @@ void register_planning(py::module_& m) {
     m.def("plan_step", &plan_step_numpy, py::arg("lengths").noconvert(),
           py::arg("costs").noconvert(), py::arg("max_costs_per_rank").noconvert(),
           py::arg("groups").noconvert(), py::kw_only(), py::arg("balance"), py::arg("num_ranks"),
-          py::arg("max_tokens_per_rank"), py::arg("max_documents_per_rank"), py::arg("max_degree"),
-          py::arg("linear_length"), py::arg("micro_batch_multiple"));
+          py::arg("max_tokens_per_rank"), py::arg("max_documents_per_rank"),
+          py::arg("max_context_parallel_size"), py::arg("linear_length"),
+          py::arg("micro_batch_multiple"));
 }
 
 }  // namespace megapack

@@ -87,7 +87,9 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
 def _print_planned(comparison: Comparison) -> None:
     rows = [
         [
-            "one rank" if planned.max_degree == 1 else f"up to {planned.max_degree} ranks",
+            "one rank"
+            if planned.max_context_parallel_size == 1
+            else f"up to {planned.max_context_parallel_size} ranks",
             percent(planned.split_ratio, 3).removesuffix(" %"),
             percent(planned.shared_ratio, 1).removesuffix(" %"),
             f"{planned.micro_batches:.2f}",

@@ -100,10 +100,10 @@ class PlannedWork:
     """Steps planned with groups of at most so many ranks; figures are means over the steps.
 
     Attributes:
-        max_degree: ranks that may share a document.
+        max_context_parallel_size: ranks that may share a document.
         micro_batch_tokens: of one rank.
         num_steps: drawn.
-        split_ratio: share of all documents that are longer than ``max_degree x
+        split_ratio: share of all documents that are longer than ``max_context_parallel_size x
             micro_batch_tokens`` and were cut there.
         shared_ratio: tokens of documents that more than one rank holds, of all: communication.
         micro_batches: of a step.
@@ -111,7 +111,7 @@ class PlannedWork:
         attention, model: critical path over the ideal, of attention alone and of the whole model.
     """
 
-    max_degree: int
+    max_context_parallel_size: int
     micro_batch_tokens: int
     num_steps: int
     split_ratio: float
@@ -161,14 +161,14 @@ def measure_plans(
         num_steps=num_steps,
     )
     result = []
-    for max_degree in sorted({1, min(enough, most), most}):
-        limit = max_degree * micro_batch_tokens
+    for max_context_parallel_size in sorted({1, min(enough, most), most}):
+        limit = max_context_parallel_size * micro_batch_tokens
         plans = [
             plan_step(
                 cut_documents(step, limit),
                 num_ranks=num_ranks,
                 max_tokens_per_rank=micro_batch_tokens,
-                max_degree=max_degree,
+                max_context_parallel_size=max_context_parallel_size,
                 linear_length=linear_length,
             )
             for step in steps
@@ -177,7 +177,7 @@ def measure_plans(
         num_micro_batches = fmean(plan.num_micro_batches for plan in plans)
         result.append(
             PlannedWork(
-                max_degree=max_degree,
+                max_context_parallel_size=max_context_parallel_size,
                 micro_batch_tokens=micro_batch_tokens,
                 num_steps=len(steps),
                 split_ratio=int((lengths > limit).sum()) / len(lengths),

@@ -167,7 +167,7 @@ def _planned(
         lengths,
         num_ranks=cluster.num_ranks,
         max_tokens_per_rank=max_tokens,
-        max_degree=cluster.context_parallel,
+        max_context_parallel_size=cluster.context_parallel,
         linear_length=linear_length,
         balance=balance,
         micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,

@@ -62,7 +62,7 @@ def rank_micro_batches(
 
     A document that ranks share is padded to a multiple of ``2 x local_cp_size``, and every document
     to one of `align`. No rank then holds more than the plan's budget if the plan was made of
-    lengths rounded up to a multiple of both `align` and ``2 x max_degree``, and `lengths` are the
+    lengths rounded up to a multiple of both `align` and ``2 x max_context_parallel_size``, and `lengths` are the
     true ones.
 
     Args:
@@ -70,7 +70,7 @@ def rank_micro_batches(
         rank: in the group of data and context parallelism together.
         lengths: (documents,) integers, tokens without padding; None: those of the plan.
         align: tokens. Megatron's sequence parallelism divides a rank's part by the size of tensor
-            parallelism: ``2 x max_degree`` times that is always enough.
+            parallelism: ``2 x max_context_parallel_size`` times that is always enough.
 
     Returns:
         One for each micro batch.
@@ -121,7 +121,7 @@ def _bounds(lengths: Integers) -> NDArray[np.int32]:
     if bounds[-1] > np.iinfo(np.int32).max:
         raise ValueError(
             f"a row of {bounds[-1]} tokens; boundaries are int32: plan with a smaller "
-            "max_tokens_per_rank or max_degree"
+            "max_tokens_per_rank or max_context_parallel_size"
         )
     return bounds.astype(np.int32)
 

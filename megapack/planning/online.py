@@ -82,7 +82,7 @@ class StepPlanner:
         num_ranks: int,
         max_tokens_per_rank: int,
         window: int,
-        max_degree: int = 1,
+        max_context_parallel_size: int = 1,
         max_documents_per_rank: int | None = None,
         max_costs_per_rank: ArrayLike | None = None,
         linear_length: float = 0,
@@ -95,7 +95,7 @@ class StepPlanner:
         options: dict[str, Any] = {
             "num_ranks": num_ranks,
             "max_tokens_per_rank": max_tokens_per_rank,
-            "max_degree": max_degree,
+            "max_context_parallel_size": max_context_parallel_size,
             "max_documents_per_rank": max_documents_per_rank,
             "max_costs_per_rank": caps,
             "linear_length": linear_length,
@@ -304,7 +304,7 @@ class StepPlanner:
         self, ids: Integers, amounts: NDArray[np.float64], groups: Integers | None
     ) -> None:
         """Each document can be held; and each group, where ranks share groups as a whole."""
-        degree, name, names = self._options["max_degree"], "document", ids
+        degree, name, names = self._options["max_context_parallel_size"], "document", ids
         if groups is not None and degree > 1:
             if groups[0] == self._last_group and (num_open := self._num_open()):
                 groups = np.concatenate([np.full(num_open, groups[0]), groups])
@@ -320,7 +320,7 @@ class StepPlanner:
                 i = int(np.flatnonzero(amounts[:, k] > limit)[0])
                 raise ValueError(
                     f"{name} {names[i]} has {amounts[i, k]:.15g} {unit}; {degree} ranks "
-                    f"(max_degree) hold {limit:.15g} in a micro batch: raise a limit, or leave it "
+                    f"(max_context_parallel_size) hold {limit:.15g} in a micro batch: raise a limit, or leave it "
                     "out"
                 )
 

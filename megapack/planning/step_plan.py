@@ -20,7 +20,7 @@ np.array(results)[plan.inverse_permutation]                # -> 1.00, 1.01, 1.02
 The ranks of a micro batch form groups of 2^k consecutive ranks (context parallelism of degree 2^k;
 the first rank is a multiple of 2^k). A group shares all of its documents evenly, so that a rank has
 one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` want it. With
-``max_degree=1`` a group is a rank: plain data parallelism, as in SFT and RL.
+``max_context_parallel_size=1`` a group is a rank: plain data parallelism, as in SFT and RL.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def plan_step(
     *,
     num_ranks: int,
     max_tokens_per_rank: int,
-    max_degree: int = 1,
+    max_context_parallel_size: int = 1,
     max_documents_per_rank: int | None = None,
     linear_length: float = 0,
     costs: ArrayLike | None = None,
@@ -236,7 +236,7 @@ def plan_step(
     and 17,664 tokens on two ranks of 32,768 tokens: two micro batches, in the step 1.006 of the
     ideal, which is the least there is.
 
-    With `max_degree`, a document that one rank cannot hold is shared by the fewest ranks that can;
+    With `max_context_parallel_size`, a document that one rank cannot hold is shared by the fewest ranks that can;
     by more where it would make up over half of their attention, unless the linear layers of the
     model (`linear_length`) cost so much more that it makes no difference.
 
@@ -251,7 +251,7 @@ def plan_step(
             padded lengths.
         num_ranks: ranks to deal to.
         max_tokens_per_rank: tokens that a rank holds in a micro batch, never exceeded.
-        max_degree: ranks that may share a document: a power of two, at most `num_ranks`.
+        max_context_parallel_size: ranks that may share a document: a power of two, at most `num_ranks`.
         max_documents_per_rank: documents that a rank holds in a micro batch; None: any number.
         linear_length: tokens, as in ``StepPlan.cost``; 0: attention is all that counts.
         costs: (documents,) or (documents, kinds) numbers from 0 on, in any unit, at most 64 kinds;
@@ -261,7 +261,7 @@ def plan_step(
             in a micro batch, in the units of `costs`, never exceeded; None: anything.
         groups: (documents,) integers: documents of one number stay on one rank, and in one micro
             batch where one holds them all (rollouts of a prompt, pairs of a preference). With
-            `max_degree` above 1 the same ranks share all of a group, in one micro batch. None: each
+            `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro batch. None: each
             by itself.
         balance: when ranks meet, which says what is made small. ``micro_batches``: after each
             (ZeRO-3, FSDP): the sum over micro batches of the busiest rank. ``step``: once: the
@@ -276,7 +276,7 @@ def plan_step(
         fit.
 
     Raises:
-        ValueError: a document is empty, `max_degree` ranks cannot hold it (or, if that is above 1,
+        ValueError: a document is empty, `max_context_parallel_size` ranks cannot hold it (or, if that is above 1,
             its group), a cost is negative or not finite, ranks times micro batches are above 2^24,
             or an argument has no meaning.
     """
@@ -315,7 +315,7 @@ def plan_step(
         max_documents_per_rank=(
             max(1, tokens.size) if max_documents_per_rank is None else max_documents_per_rank
         ),
-        max_degree=max_degree,
+        max_context_parallel_size=max_context_parallel_size,
         linear_length=round(linear_length),
         micro_batch_multiple=micro_batch_multiple,
     )

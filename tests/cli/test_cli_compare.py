@@ -69,7 +69,7 @@ def test_planned_steps_are_said_where_micro_batches_are_given(lengths: Path) -> 
         micro_batch_tokens=128,
         linear_length=MODELS["350m"].linear_length,
     )
-    assert [work.max_degree for work in works] == [1, 4, 8]
+    assert [work.max_context_parallel_size for work in works] == [1, 4, 8]
     tree = json.loads(compare(*options, "--json").stdout)
     assert tree["planned_steps"] == [asdict(work) for work in works]
     text = compare(*options).stdout

@@ -254,9 +254,9 @@ def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
     lengths = web_lengths()
     steps = draw_steps(lengths, tokens=6 * 4096, longest=4 * 512, num_steps=3)
     works = measure_plans(lengths, **RULES)
-    assert [work.max_degree for work in works] == [1, 4]
+    assert [work.max_context_parallel_size for work in works] == [1, 4]
     for work in works:
-        limit = 512 * work.max_degree
+        limit = 512 * work.max_context_parallel_size
         rows = []
         for step in steps:
             pieces = cut(step.tolist(), limit)
@@ -264,10 +264,10 @@ def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
                 pieces,
                 num_ranks=6,
                 max_tokens_per_rank=512,
-                max_degree=work.max_degree,
+                max_context_parallel_size=work.max_context_parallel_size,
                 linear_length=LINEAR_LENGTH,
             )
-            assert not broken_laws(plan, 512, work.max_degree, len(pieces))
+            assert not broken_laws(plan, 512, work.max_context_parallel_size, len(pieces))
             row = [sum(n for n, d in zip(pieces, plan.degree, strict=True) if d > 1) / sum(pieces)]
             row += [plan.num_micro_batches, plan.num_micro_batches - -(-sum(pieces) // (6 * 512))]
             for spent in (costs(plan, 0), costs(plan, LINEAR_LENGTH)):
@@ -304,14 +304,18 @@ def test_documents_that_one_rank_holds_but_not_beside_each_other_cost_micro_batc
     (work,) = measure_plans(
         np.full(9, 5), num_ranks=1, tokens_per_rank=24, micro_batch_tokens=8, linear_length=0
     )
-    assert (work.max_degree, work.micro_batches, work.extra_micro_batches) == (1, 4, 1)
+    assert (work.max_context_parallel_size, work.micro_batches, work.extra_micro_batches) == (
+        1,
+        4,
+        1,
+    )
 
 
 def test_the_fewest_ranks_that_hold_the_longest_document_have_a_row() -> None:
     rules = {**RULES, "num_ranks": 64, "num_steps": 1}
     for longest, degrees in ((512, [1, 64]), (513, [1, 2, 64]), (2048, [1, 4, 64])):
         works = measure_plans(np.array([3, longest]), **rules)
-        assert [work.max_degree for work in works] == degrees
+        assert [work.max_context_parallel_size for work in works] == degrees
         assert works[-1].split_ratio == 0
 
 

@@ -18,9 +18,10 @@ void test_random_steps() {
             1 + below(20), 1 + below(200), 1 + below(12), 1, 0, Balance::kMicroBatches, 1};
         rules.balance = static_cast<Balance>(below(3));
         if (below(2) == 0) rules.linear_length = below(1 << 20);
-        while (rules.max_degree * 2 <= rules.num_ranks && below(3) > 0) rules.max_degree *= 2;
+        while (rules.max_context_parallel_size * 2 <= rules.num_ranks && below(3) > 0)
+            rules.max_context_parallel_size *= 2;
         std::vector<std::int64_t> lengths(below(150));
-        const std::int64_t longest = 1 + below(rules.max_tokens * rules.max_degree);
+        const std::int64_t longest = 1 + below(rules.max_tokens * rules.max_context_parallel_size);
         for (auto& length : lengths) length = 1 + below(1 + below(longest));
         std::vector<std::int64_t> groups;
         if (below(2) == 0)
@@ -38,7 +39,8 @@ void test_random_steps() {
         try {
             plan = plan_step(lengths, {costs, caps}, groups, rules);
         } catch (const std::invalid_argument&) {
-            require(rules.max_degree > 1 && !groups.empty(), "a sound step was refused");
+            require(rules.max_context_parallel_size > 1 && !groups.empty(),
+                    "a sound step was refused");
             continue;  // a group that no number of ranks may hold
         }
         require(ssize(plan.micro_batch) == ssize(lengths), "a document in no micro batch");

@@ -102,7 +102,7 @@ lengths = np.random.default_rng(2).lognormal(4, 1.2, 150).astype(np.int64) + 1
 lengths = np.append(lengths, [900, 1300, 1900, 3900])
 unit = 2 * RANKS
 rounded = -(-lengths // unit) * unit
-rules = {"num_ranks": RANKS, "max_degree": RANKS, "max_tokens_per_rank": 512}
+rules = {"num_ranks": RANKS, "max_context_parallel_size": RANKS, "max_tokens_per_rank": 512}
 plan = plan_step(rounded, linear_length=12 * 4096, **rules)
 of_ranks = [plan.of_rank(rank) for rank in range(RANKS)]
 sample_id_groups = [

@@ -40,7 +40,7 @@ def streams(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     options: dict[str, Any] = {
         "num_ranks": num_ranks,
         "max_tokens_per_rank": max_tokens,
-        "max_degree": degree,
+        "max_context_parallel_size": degree,
         "window": draw(st.integers(1, 40)),
         "max_documents_per_rank": draw(st.sampled_from([None, 3, 9])),
         "micro_batch_multiple": draw(st.sampled_from([1, 1, 2])),
@@ -147,7 +147,7 @@ SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
         ({"max_costs_per_rank": [3]}, (7, 1, 4), r"document 7 has 4 of cost \(kind 0\); .* hold 3"),
         ({"max_costs_per_rank": [3, 4]}, (7, 1, 4), "max_costs_per_rank has 2 numbers"),
         (
-            {"max_degree": 2},
+            {"max_context_parallel_size": 2},
             ([1, 2, 3], [9, 9, 9], None, [5, 5, 5]),
             "group 5 has 27 tokens; 2 ranks .* hold 20",
         ),
@@ -162,7 +162,7 @@ def test_unfit_adds_nothing(options: dict[str, Any], added: tuple[Any, ...], mes
 
 
 def test_a_group_that_grows_too_large_is_refused() -> None:
-    planner = StepPlanner(**(SOUND | {"max_degree": 2}))
+    planner = StepPlanner(**(SOUND | {"max_context_parallel_size": 2}))
     planner.add([1, 2], [9, 9], group=[5, 5])
     with pytest.raises(ValueError, match="group 5 has 21 tokens"):
         planner.add(3, 3, group=5)
@@ -213,7 +213,7 @@ def test_costs_equal_to_the_cap_fit() -> None:
         options: dict[str, Any] = {
             "num_ranks": num_ranks,
             "max_tokens_per_rank": 100,
-            "max_degree": degree,
+            "max_context_parallel_size": degree,
             "max_costs_per_rank": costs.max() / degree,
         }
         if costs.max() / degree * degree != costs.max():
@@ -241,7 +241,7 @@ def test_a_planner_refuses_what_a_plan_refuses_and_goes_on_working() -> None:
         options: dict[str, Any] = {
             "num_ranks": 4,
             "max_tokens_per_rank": 100,
-            "max_degree": int(random.choice([1, 2])),
+            "max_context_parallel_size": int(random.choice([1, 2])),
             "max_costs_per_rank": cap / 2,
         }
         groups = np.sort(random.integers(0, 3, count)) if random.random() < 0.5 else None

@@ -34,7 +34,11 @@ def test_web_documents_fill_the_fewest_micro_batches_and_balance(num_ranks: int,
     """Steps full but for less than a document; documents up to 16 times a rank's budget."""
     lengths = web_lengths(num_ranks * 8 * 8192, seed, 131_072)
     assert lengths.sum() > 0.99 * num_ranks * 8 * 8192 and lengths.max() > 8192
-    rules = {"num_ranks": num_ranks, "max_tokens_per_rank": 8192, "max_degree": num_ranks}
+    rules = {
+        "num_ranks": num_ranks,
+        "max_tokens_per_rank": 8192,
+        "max_context_parallel_size": num_ranks,
+    }
     plan = plan_step(lengths, **rules)
     assert not broken_laws(plan, 8192, num_ranks, len(lengths))
     assert plan.num_micro_batches == 8
@@ -130,7 +134,9 @@ def test_ranks_share_a_group_as_a_whole() -> None:
     lengths = generator.integers(100, 3000, 200)
     groups = np.repeat(np.arange(50), 4)
     lengths[::16] = 9000
-    plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=8192, max_degree=8, groups=groups)
+    plan = plan_step(
+        lengths, num_ranks=8, max_tokens_per_rank=8192, max_context_parallel_size=8, groups=groups
+    )
     assert not broken_laws(plan, 8192, 8, 200, groups=groups)
     assert (plan.degree[groups % 4 == 0] > 1).all()
     assert plan.num_micro_batches <= -(-int(lengths.sum()) // (8 * 8192)) + 1
@@ -148,7 +154,7 @@ def test_a_plan_says_what_a_trainer_needs_next() -> None:
     results = np.array(lengths)[plan.permutation]
     assert results[plan.inverse_permutation].tolist() == lengths
     # Shared documents stand there once.
-    plan = plan_step([9, 3, 4, 1], num_ranks=4, max_tokens_per_rank=5, max_degree=2)
+    plan = plan_step([9, 3, 4, 1], num_ranks=4, max_tokens_per_rank=5, max_context_parallel_size=2)
     assert sorted(plan.permutation.tolist()) == [0, 1, 2, 3]
     assert plan.permutation[plan.inverse_permutation].tolist() == [0, 1, 2, 3]
 
@@ -195,11 +201,11 @@ def test_losses_without_a_meaning_are_refused(arguments: Any, message: str) -> N
 
 def test_long_documents_are_shared_by_the_fewest_ranks_that_hold_them() -> None:
     lengths = [100] * 16 + [801]
-    plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=400, max_degree=8)
+    plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=400, max_context_parallel_size=8)
     assert plan.num_micro_batches == 1 and plan.degree[16] >= 4
     # Attention alone: a document that makes most of it is shared by all. A model whose linear
     # layers cost a thousand times as much gains nothing by that.
-    rules = {"num_ranks": 16, "max_tokens_per_rank": 100, "max_degree": 16}
+    rules = {"num_ranks": 16, "max_tokens_per_rank": 100, "max_context_parallel_size": 16}
     lengths = [150] + [10] * 100
     assert plan_step(lengths, **rules).degree[0] == 16
     plan = plan_step(lengths, **rules, linear_length=150_000)
@@ -211,7 +217,7 @@ def test_where_documents_do_not_fit_beside_each_other_more_micro_batches_are_tak
     plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192)
     assert plan.num_micro_batches == 2
     # Shared, they fit.
-    plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192, max_degree=4)
+    plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192, max_context_parallel_size=4)
     assert plan.num_micro_batches == 1
 
 
@@ -233,7 +239,9 @@ def test_threads_compute_the_same_plan() -> None:
     lengths = [37 * i % 1999 + 1 for i in range(500)]
 
     def planned(_: int) -> list[list[int]]:
-        plan = plan_step(lengths, num_ranks=16, max_tokens_per_rank=1024, max_degree=8)
+        plan = plan_step(
+            lengths, num_ranks=16, max_tokens_per_rank=1024, max_context_parallel_size=8
+        )
         return [of.tolist() for of in (plan.first_rank, plan.degree, plan.micro_batch)]
 
     with ThreadPoolExecutor(4) as pool:
@@ -251,11 +259,23 @@ def test_a_step_without_documents_has_no_micro_batches() -> None:
     ("lengths", "rules", "message"),
     [
         ([3, 0], {}, "document 1 has 0 tokens; leave it out"),
-        ([3, 21], {}, r"document 1 has 21 tokens; 2 ranks \(max_degree\) of 10 tokens .* hold 20"),
+        (
+            [3, 21],
+            {},
+            r"document 1 has 21 tokens; 2 ranks \(max_context_parallel_size\) of 10 tokens .* hold 20",
+        ),
         ([1 << 60], {"max_tokens_per_rank": 1 << 40}, "document 0 has"),
         ([1 << 27] * 5, {"max_tokens_per_rank": 1 << 30}, "document 4: squared lengths sum"),
-        ([3], {"max_degree": 3}, "max_degree is 3; it must be a power of two"),
-        ([3], {"max_degree": 8}, r"max_degree is 8; .* at most num_ranks \(4\)"),
+        (
+            [3],
+            {"max_context_parallel_size": 3},
+            "max_context_parallel_size is 3; it must be a power of two",
+        ),
+        (
+            [3],
+            {"max_context_parallel_size": 8},
+            r"max_context_parallel_size is 8; .* at most num_ranks \(4\)",
+        ),
         ([3], {"num_ranks": 0}, "num_ranks is 0"),
         ([3], {"max_tokens_per_rank": True}, "max_tokens_per_rank is True"),
         ([3], {"max_documents_per_rank": 0}, "max_documents_per_rank is 0"),
@@ -279,7 +299,7 @@ def test_a_step_without_documents_has_no_micro_batches() -> None:
         (
             [11, 12],
             {"groups": [1, 1]},
-            r"group 1 has 23 tokens; 2 ranks \(max_degree\) of 10 .* hold 20: .* part the group",
+            r"group 1 has 23 tokens; 2 ranks \(max_context_parallel_size\) of 10 .* hold 20: .* part the group",
         ),
         (
             [3, 4],
@@ -302,7 +322,7 @@ def test_a_step_without_documents_has_no_micro_batches() -> None:
     ],
 )
 def test_errors_name_value_and_limit(lengths: Any, rules: dict[str, Any], message: str) -> None:
-    sound = {"num_ranks": 4, "max_tokens_per_rank": 10, "max_degree": 2}
+    sound = {"num_ranks": 4, "max_tokens_per_rank": 10, "max_context_parallel_size": 2}
     with pytest.raises(ValueError, match=message):
         plan_step(lengths, **(sound | rules))
 
@@ -342,13 +362,13 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
 
     num_ranks, max_tokens = 1 + below(12), 1 + below(60)
     degrees = [d for d in (1, 1, 2, 4, 8) if d <= num_ranks]
-    max_degree = degrees[below(len(degrees))]
-    longest = 1 + below(max_tokens * (max_degree if below(2) else 1))
+    max_context_parallel_size = degrees[below(len(degrees))]
+    longest = 1 + below(max_tokens * (max_context_parallel_size if below(2) else 1))
     lengths = generator.integers(1, longest + 1, below(50)).tolist()
     options: dict[str, Any] = {
         "num_ranks": num_ranks,
         "max_tokens_per_rank": max_tokens,
-        "max_degree": max_degree,
+        "max_context_parallel_size": max_context_parallel_size,
         "max_documents_per_rank": 1 + below(8) if below(2) else None,
         "linear_length": (0, 10, 1 << 20)[below(3)],
         "balance": BALANCES[below(3)],
@@ -363,9 +383,9 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
     groups = None
     if below(3) == 0:
         groups = generator.integers(0, 12, len(lengths)).tolist()
-        if max_degree > 1:  # such that ranks hold each as a whole
+        if max_context_parallel_size > 1:  # such that ranks hold each as a whole
             options.pop("max_costs_per_rank", None)
-            room = dict.fromkeys(range(12), max_degree * max_tokens)
+            room = dict.fromkeys(range(12), max_context_parallel_size * max_tokens)
             places = dict.fromkeys(range(12), options["max_documents_per_rank"] or 99)
             for i, group in enumerate(groups):
                 if room[group] < lengths[i] or places[group] == 0:
@@ -406,7 +426,7 @@ def test_random_plans_keep_the_laws(part: int) -> None:
         broken = broken_laws(
             plan,
             options["max_tokens_per_rank"],
-            options["max_degree"],
+            options["max_context_parallel_size"],
             options["max_documents_per_rank"] or len(lengths),
             costs=options.get("costs"),
             max_costs=options.get("max_costs_per_rank"),

@@ -28,11 +28,15 @@ from megapack.planning.assignments import cut_documents, largest_differencing
 def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
     """True lengths, what they are aligned to, and the rules of a plan of lengths rounded up."""
     num_ranks = draw(st.integers(1, 13))
-    max_degree = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= num_ranks]))
+    max_context_parallel_size = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= num_ranks]))
     align = draw(st.sampled_from([1, 3, 8]))
-    max_tokens = math.lcm(align, 2 * max_degree) * draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(1, max_degree * max_tokens), max_size=40))
-    rules = {"num_ranks": num_ranks, "max_degree": max_degree, "max_tokens_per_rank": max_tokens}
+    max_tokens = math.lcm(align, 2 * max_context_parallel_size) * draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, max_context_parallel_size * max_tokens), max_size=40))
+    rules = {
+        "num_ranks": num_ranks,
+        "max_context_parallel_size": max_context_parallel_size,
+        "max_tokens_per_rank": max_tokens,
+    }
     return lengths, align, {**rules, "linear_length": draw(st.sampled_from([0, 100]))}
 
 
@@ -48,7 +52,7 @@ def chunks(length: int, size: int, rank: int) -> list[int]:
 @given(step=padded_steps())
 def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, int]]) -> None:
     lengths, align, rules = step
-    multiple = math.lcm(align, 2 * rules["max_degree"])
+    multiple = math.lcm(align, 2 * rules["max_context_parallel_size"])
     plan = plan_step([-(-n // multiple) * multiple for n in lengths], **rules)
     how = {"lengths": np.array(lengths, int), "align": align}
     ranks = [rank_micro_batches(plan, rank, **how) for rank in range(rules["num_ranks"])]
@@ -59,7 +63,10 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
             size, documents = batch.local_cp_size, batch.documents.tolist()
             assert documents == plan.of_rank(rank)[number].tolist()
             first = rank - batch.cp_rank
-            assert 0 <= batch.cp_rank < size <= rules["max_degree"] and first % size == 0
+            assert (
+                0 <= batch.cp_rank < size <= rules["max_context_parallel_size"]
+                and first % size == 0
+            )
             for partner in range(first, first + size):
                 other = ranks[partner][number]
                 assert (other.local_cp_size, other.cp_rank) == (size, partner - first)

@@ -22,7 +22,7 @@ def groups_of(plan: Any) -> dict[Place, list[int]]:
 def broken_laws(
     plan: Any,
     max_tokens: int,
-    max_degree: int,
+    max_context_parallel_size: int,
     max_documents: int,
     *,
     costs: Any = None,
@@ -38,8 +38,13 @@ def broken_laws(
         micro_batch, first, degree = place
         if not 0 <= micro_batch < plan.num_micro_batches:
             broken.append(f"{place} is in no micro batch")
-        if degree < 1 or degree & (degree - 1) or degree > max_degree or first % degree:
-            broken.append(f"{place} is no aligned group of at most {max_degree}")
+        if (
+            degree < 1
+            or degree & (degree - 1)
+            or degree > max_context_parallel_size
+            or first % degree
+        ):
+            broken.append(f"{place} is no aligned group of at most {max_context_parallel_size}")
         for rank in range(first, first + degree):
             if not 0 <= rank < plan.num_ranks:
                 broken.append(f"{place} has rank {rank}")
@@ -73,7 +78,7 @@ def broken_laws(
     for group, documents in members.items():
         held = {(int(plan.first_rank[i]), int(plan.degree[i])) for i in documents}
         when = {int(plan.micro_batch[i]) for i in documents}
-        fits = max_degree > 1 or one_rank_holds(documents)
+        fits = max_context_parallel_size > 1 or one_rank_holds(documents)
         if len(held) > 1 or (fits and len(when) > 1):
             broken.append(f"group {group} is on {held} in micro batches {when}")
     # Ranks that hold nothing although one of several documents, which another holds, would fit.

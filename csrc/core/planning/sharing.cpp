@@ -180,7 +180,8 @@ class MicroBatch {
         const std::int64_t linear = rules.linear_length * groups_.mean_tokens();
         const std::int64_t largest_share = (mean_squares_ + linear / 32) / 2;
         while (!holds(groups_.items(), rules, degree, document.id)) degree *= 2;
-        while (degree < rules.max_degree && document.square / degree > largest_share) degree *= 2;
+        while (degree < rules.max_context_parallel_size && document.square / degree > largest_share)
+            degree *= 2;
         return degree;
     }
 
@@ -443,7 +444,7 @@ bool deal_shared(Dealing& dealing) {
     const std::int64_t places = dealing.num_micro_batches() * rules.num_ranks;
     // What cannot be filled with a quarter of the tokens may be with all of them.
     for (const std::int64_t share : {tokens - tokens / 4, std::int64_t{0}}) {
-        for (std::int64_t least = 1; least <= rules.max_degree; least *= 2) {
+        for (std::int64_t least = 1; least <= rules.max_context_parallel_size; least *= 2) {
             Groups groups(items, rules, dealing.num_micro_batches(),
                           (tokens + places - 1) / places);
             const std::int64_t count = num_long(groups, documents, share);

@@ -34,10 +34,10 @@ void check_rules(const StepRules& rules) {
     within("micro_batch_multiple", rules.multiple, 1, kMost);
     check(rules.max_documents >= 1, "max_documents_per_rank is ", rules.max_documents,
           "; at least 1 is needed");
-    const std::int64_t degree = rules.max_degree;
+    const std::int64_t degree = rules.max_context_parallel_size;
     check(degree >= 1 && (degree & (degree - 1)) == 0 && degree <= rules.num_ranks,
-          "max_degree is ", degree, "; it must be a power of two, at most num_ranks (",
-          rules.num_ranks, ")");
+          "max_context_parallel_size is ", degree,
+          "; it must be a power of two, at most num_ranks (", rules.num_ranks, ")");
 }
 
 void check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
@@ -45,9 +45,11 @@ void check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
     for (std::int64_t i = 0; i < lengths.size(); ++i) {
         const std::int64_t length = lengths[i];
         check(length >= 1, "document ", i, " has ", length, " tokens; leave it out");
-        check((length - 1) / rules.max_degree < rules.max_tokens, "document ", i, " has ", length,
-              " tokens; ", rules.max_degree, " ranks (max_degree) of ", rules.max_tokens,
-              " tokens (max_tokens_per_rank) hold ", rules.max_degree * rules.max_tokens,
+        check((length - 1) / rules.max_context_parallel_size < rules.max_tokens, "document ", i,
+              " has ", length, " tokens; ", rules.max_context_parallel_size,
+              " ranks (max_context_parallel_size) of ", rules.max_tokens,
+              " tokens (max_tokens_per_rank) hold ",
+              rules.max_context_parallel_size * rules.max_tokens,
               ": raise one of them, or cut the document");
         check(length < (std::int64_t{1} << 28) && work <= kMostWork - length * length, "document ",
               i, ": squared lengths sum to more than 2^56; plan fewer documents at a time");
@@ -64,7 +66,7 @@ class Costs {
           kinds_(given.costs.empty() ? 1 : given.costs.size() / lengths.size()),
           caps_(given.caps),
           linear_length_(rules.linear_length),
-          max_degree_(rules.max_degree) {
+          max_context_parallel_size_(rules.max_context_parallel_size) {
         check(kinds_ <= kMostKinds, "costs has ", kinds_, " kinds; at most ", kMostKinds,
               " are balanced at once");
         check(given.caps.empty() || given.caps.size() == kinds_, "max_costs_per_rank has ",
@@ -83,14 +85,15 @@ class Costs {
         const double units = std::ceil(std::ldexp(cost, exponent_[k] - shift_[k]));
         const std::int64_t rounded =
             std::max(static_cast<std::int64_t>(units), std::int64_t{cost > 0});
-        return std::min(rounded, cap_[k] * max_degree_);  // of one that fits, see check_kind
+        return std::min(rounded,
+                        cap_[k] * max_context_parallel_size_);  // of one that fits, see check_kind
     }
     // Whether so many ranks as may share documents hold some. Decided by the costs as given: the
     // units of a plan depend on its other documents.
     bool fit(Span<const std::int64_t> documents, std::int64_t k) const {
         double cost = 0;
         for (const std::int64_t i : documents) cost += given(i, k);
-        return cost <= caps_[k] * static_cast<double>(max_degree_);
+        return cost <= caps_[k] * static_cast<double>(max_context_parallel_size_);
     }
 
   private:
@@ -114,9 +117,10 @@ class Costs {
         double sum = 0;
         for (std::int64_t i = 0; i < lengths_.size(); ++i) {
             sum += of(i, k);
-            check(fit({&i, 1}, k), "document ", i, " has the cost ", given(i, k), "; ", max_degree_,
-                  " ranks (max_degree) of ", caps_[k], " (max_costs_per_rank) may have ",
-                  caps_[k] * static_cast<double>(max_degree_),
+            check(fit({&i, 1}, k), "document ", i, " has the cost ", given(i, k), "; ",
+                  max_context_parallel_size_, " ranks (max_context_parallel_size) of ", caps_[k],
+                  " (max_costs_per_rank) may have ",
+                  caps_[k] * static_cast<double>(max_context_parallel_size_),
                   ": raise one of them, or leave it out");
         }
         const double cap = std::ldexp(caps_[k], -shift_[k]);
@@ -131,7 +135,7 @@ class Costs {
     Span<const double> given_;
     std::int64_t kinds_;
     Span<const double> caps_;
-    std::int64_t linear_length_, max_degree_;
+    std::int64_t linear_length_, max_context_parallel_size_;
     std::vector<int> shift_;         // per kind
     std::vector<std::int64_t> cap_;  // per kind, if there are caps
     std::vector<int> exponent_;
@@ -201,17 +205,20 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
     for (const auto& [group, documents] : groups) {
         std::int64_t tokens = 0;
         for (const std::int64_t i : documents) tokens += lengths[i];
-        check((tokens - 1) / rules.max_degree < rules.max_tokens, "group ", group, " has ", tokens,
-              " tokens; ", rules.max_degree, " ranks (max_degree) of ", rules.max_tokens,
-              " tokens (max_tokens_per_rank) hold ", rules.max_degree * rules.max_tokens,
+        check((tokens - 1) / rules.max_context_parallel_size < rules.max_tokens, "group ", group,
+              " has ", tokens, " tokens; ", rules.max_context_parallel_size,
+              " ranks (max_context_parallel_size) of ", rules.max_tokens,
+              " tokens (max_tokens_per_rank) hold ",
+              rules.max_context_parallel_size * rules.max_tokens,
               ": raise one of them, or part the group");
         check(ssize(documents) <= rules.max_documents, "group ", group, " has ", documents.size(),
               " documents; a rank holds ", rules.max_documents,
               " (max_documents_per_rank): raise it, or part the group");
         for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
             check(costs.fit(documents, k), "group ", group, " costs more (kind ", k, ") than ",
-                  rules.max_degree,
-                  " ranks (max_degree) may have (max_costs_per_rank): raise it, or part the group");
+                  rules.max_context_parallel_size,
+                  " ranks (max_context_parallel_size) may have (max_costs_per_rank): raise it, or "
+                  "part the group");
         }
         members.add(documents, -1);
     }
@@ -236,7 +243,8 @@ Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Mem
         for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
             std::int64_t amount = 0;
             for (const std::int64_t i : documents) amount += costs.amount(i, k);
-            items.amount.push_back(std::min(amount, costs.cap(k) * rules.max_degree));
+            items.amount.push_back(
+                std::min(amount, costs.cap(k) * rules.max_context_parallel_size));
         }
     }
     return items;
@@ -258,8 +266,9 @@ void price(Items& items, const Costs& costs, const Members& members, const StepR
             sum += cost[item];
             dearest = std::max(dearest, cost[item]);
         }
-        const double least = std::max(sum / static_cast<double>(bins),
-                                      dearest / static_cast<double>(rules.max_degree));
+        const double least =
+            std::max(sum / static_cast<double>(bins),
+                     dearest / static_cast<double>(rules.max_context_parallel_size));
         const double scale = least > 0 ? static_cast<double>(items.unit) / least : 0;
         for (std::int64_t item = 0; item < items.size(); ++item)
             items.cost[item * items.kinds + k] = static_cast<std::int64_t>(cost[item] * scale);
@@ -317,7 +326,7 @@ std::vector<Dealing> dealings(const Items& items, const StepRules& rules, std::i
     Dealing dealing(items, rules, m);
     if (single && (dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true)))
         found.push_back(dealing);
-    const bool alone = rules.max_degree == 1;
+    const bool alone = rules.max_context_parallel_size == 1;
     if (!families && (found.empty() || !alone) && deal_shared(dealing)) found.push_back(dealing);
     if (found.empty() && alone && dealing.deal_best_fit()) found.push_back(dealing);
     if (found.empty() && !families && m >= items.size()) {
@@ -339,7 +348,7 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
     const Costs costs(lengths, given, rules);
     std::map<std::int64_t, std::vector<std::int64_t>> by_group;
     for (std::int64_t i = 0; i < groups.size(); ++i) by_group[groups[i]].push_back(i);
-    const bool alone = rules.max_degree == 1;
+    const bool alone = rules.max_context_parallel_size == 1;
     const Members members = groups.empty() ? single_documents(lengths)
                             : alone        ? chunks_of_groups(lengths, costs, by_group, rules)
                                            : whole_groups(lengths, costs, by_group, rules);

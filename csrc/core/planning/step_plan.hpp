@@ -20,7 +20,8 @@ struct StepRules {
     std::int64_t num_ranks;
     std::int64_t max_tokens;     // of a rank in a micro batch
     std::int64_t max_documents;  // of a rank in a micro batch, those counted that it has a share of
-    std::int64_t max_degree;     // ranks that share a document: a power of two, at most num_ranks
+    std::int64_t max_context_parallel_size;  // ranks that share a document: a power of two, at most
+                                             // num_ranks
     std::int64_t linear_length;  // tokens: where attention costs as much as the linear layers; or 0
     Balance balance;
     std::int64_t multiple;  // the number of micro batches is a multiple of this
@@ -44,13 +45,13 @@ struct GivenCosts {
 // shortest that it could be.
 //
 // Groups: a number per document. Documents of one number are held by one rank, and in one micro
-// batch where they fit into one; with max_degree above 1 always in one micro batch, by as many
-// ranks as hold them all. None: each document by itself.
+// batch where they fit into one; with max_context_parallel_size above 1 always in one micro batch,
+// by as many ranks as hold them all. None: each document by itself.
 //
 // The same for whoever computes it: whole numbers alone are compared, ties go to the smaller
 // document, rank and micro batch, and the search ends after a number of exchanges looked at.
 // Throws std::invalid_argument for arguments without a meaning, and for a document or group that
-// max_degree ranks cannot hold.
+// max_context_parallel_size ranks cannot hold.
 StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& costs,
                    Span<const std::int64_t> groups, const StepRules& rules);
 
