@@ -44,7 +44,7 @@ from megapack.planning import ASSIGNMENTS, Cluster, StepPlan, plan_step
 Held = list[list[list[int]]]  # micro batch, rank -> documents
 Plan = Callable[[list[int], int, int], Held]
 
-LINEAR_LENGTH = 24_576  # verl's formula for 7B: a document of n tokens costs 24,576 n + n^2
+LINEAR_COST_TOKENS = 24_576  # verl's formula for 7B: a document of n tokens costs 24,576 n + n^2
 
 
 def side_by_side(ranks: list[list[list[int]]]) -> Held:
@@ -119,7 +119,7 @@ def prime_rl() -> Plan:
     theirs._materialize_bin = lambda content: content
 
     def cost(lengths: list[int]) -> int:
-        return sum(n * (LINEAR_LENGTH + n) for n in lengths)
+        return sum(n * (LINEAR_COST_TOKENS + n) for n in lengths)
 
     def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> Held:
         samples = [
@@ -213,7 +213,7 @@ class Case:
     max_tokens: int
     steps: list[tuple[Lengths, Numbers | None]]  # lengths, costs of the vision encoder
     family: str = WHOLE
-    linear_length: int = LINEAR_LENGTH
+    linear_cost_tokens: int = LINEAR_COST_TOKENS
 
 
 def cases() -> list[Case]:
@@ -249,12 +249,12 @@ def cases() -> list[Case]:
 
 
 def ours(balance: Any, case: Case, lengths: Lengths, vision: Numbers | None) -> StepPlan:
-    language = lengths * (case.linear_length + lengths)
+    language = lengths * (case.linear_cost_tokens + lengths)
     return plan_step(
         lengths, num_ranks=case.num_ranks, max_tokens_per_rank=case.max_tokens,
         max_context_parallel_size=min(case.num_ranks, 64) if case.family == SHARED else 1,
         costs=None if vision is None else np.stack([language, vision], axis=1),
-        linear_length=case.linear_length, balance=balance,
+        linear_cost_tokens=case.linear_cost_tokens, balance=balance,
     )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Hel
     """Of one size of context parallelism, which the longest document of the corpus needs."""
     degree = LONGEST // case.max_tokens if case.family == SHARED else 1
     cluster = Cluster(data_parallel=case.num_ranks // degree, context_parallel=degree)
-    plan = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_length)
+    plan = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_cost_tokens)
     rising = np.argsort(lengths, kind="stable")  # a dealer tells lengths, not which document
     number = np.empty(len(lengths), np.int64)
     number[np.argsort(plan.lengths, kind="stable")] = rising
@@ -286,7 +286,7 @@ def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) ->
         return float(work.max(axis=1).sum() * case.num_ranks / work.sum())
 
     tokens, attention = of_ranks(lengths.astype(float)), of_ranks(lengths.astype(float) ** 2)
-    cost = attention + case.linear_length * tokens
+    cost = attention + case.linear_cost_tokens * tokens
     needed = -(-int(lengths.sum()) // (case.num_ranks * case.max_tokens))
     found = {
         "micro_batches": len(held), "extra": len(held) - needed,

@@ -318,6 +318,6 @@ def plan_step(
     max_tokens_per_rank: int,
     max_documents_per_rank: int,
     max_context_parallel_size: int,
-    linear_length: int,
+    linear_cost_tokens: int,
     micro_batch_multiple: int,
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...

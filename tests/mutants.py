@@ -561,7 +561,7 @@ kept_documents: of documents that wait, some are given twice
 - left = np.delete(np.arange(len(self._ids)), documents).tolist()
 + left = np.delete(np.arange(len(self._ids)), documents[1:]).tolist()
 implied_costs: caps hold attention alone where no costs are given
-- products = whole * (round(self._options["linear_length"]) + whole)
+- products = whole * (round(self._options["linear_cost_tokens"]) + whole)
 + products = whole * whole
 add_as_it_was: a refused document changes the planner
 - self.__dict__.update(before)

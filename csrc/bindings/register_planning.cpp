@@ -11,12 +11,12 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
                           const py::object& max_tokens_per_rank,
                           const py::object& max_documents_per_rank,
                           const py::object& max_context_parallel_size,
-                          const py::object& linear_length, const py::object& multiple) {
+                          const py::object& linear_cost_tokens, const py::object& multiple) {
     const StepRules rules{integer(num_ranks, "num_ranks"),
                           integer(max_tokens_per_rank, "max_tokens_per_rank"),
                           integer(max_documents_per_rank, "max_documents_per_rank"),
                           integer(max_context_parallel_size, "max_context_parallel_size"),
-                          integer(linear_length, "linear_length"),
+                          integer(linear_cost_tokens, "linear_cost_tokens"),
                           choice<Balance>(balance, "balance",
                                           {{"micro_batches", Balance::kMicroBatches},
                                            {"step", Balance::kStep},
@@ -44,7 +44,7 @@ void register_planning(py::module_& m) {
           py::arg("costs").noconvert(), py::arg("max_costs_per_rank").noconvert(),
           py::arg("groups").noconvert(), py::kw_only(), py::arg("balance"), py::arg("num_ranks"),
           py::arg("max_tokens_per_rank"), py::arg("max_documents_per_rank"),
-          py::arg("max_context_parallel_size"), py::arg("linear_length"),
+          py::arg("max_context_parallel_size"), py::arg("linear_cost_tokens"),
           py::arg("micro_batch_multiple"));
 }
 

@@ -20,7 +20,7 @@ examples:
       --documents-per-step 2048
   megapack-build simulate run.yaml --data-parallel 64 --barrier step
   megapack-build simulate corpus_text_document --data-parallel 8 --context 4 --pipeline 4 \\
-      --virtual-stages 2 --max-tokens 8192 --model 8b --exchange-length 400
+      --virtual-stages 2 --max-tokens 8192 --model 8b --exchange-cost-tokens 400
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("work")
     work.add_argument("--model", choices=MODELS, default="1b", help="size (default: %(default)s)")
     work.add_argument(
-        "--linear-length",
+        "--linear-cost-tokens",
         type=float,
         metavar="N",
         help="tokens of the document whose attention costs as much as all else, instead of --model",
     )
     work.add_argument(
-        "--exchange-length",
+        "--exchange-cost-tokens",
         type=float,
         default=0.0,
         metavar="N",
@@ -128,11 +128,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    linear = MODELS[args.model].linear_length if args.linear_length is None else args.linear_length
-    if not (0 <= linear < math.inf and 0 <= args.exchange_length < math.inf):
+    linear = (
+        MODELS[args.model].linear_cost_tokens
+        if args.linear_cost_tokens is None
+        else args.linear_cost_tokens
+    )
+    if not (0 <= linear < math.inf and 0 <= args.exchange_cost_tokens < math.inf):
         raise ConfigError(
-            f"--linear-length is {linear:g} and --exchange-length {args.exchange_length:g}; "
-            "both must be finite and at least 0"
+            f"--linear-cost-tokens is {linear:g} and --exchange-cost-tokens "
+            f"{args.exchange_cost_tokens:g}; both must be finite and at least 0"
         )
     cluster = Cluster(
         data_parallel=args.data_parallel,
@@ -150,12 +154,14 @@ def run(args: argparse.Namespace) -> int:
         steps = list(_steps_of_lengths(args, cluster))
     rows = [
         _row(name, times, over)
-        for name, times, over in _replayed(steps, cluster, max_tokens, linear, args.exchange_length)
+        for name, times, over in _replayed(
+            steps, cluster, max_tokens, linear, args.exchange_cost_tokens
+        )
     ]
     documents = sum(len(step.documents) for step in steps)
     if args.json:
         facts = {"model": A_MODEL, "cluster": asdict(cluster), "max_tokens": max_tokens}
-        facts |= {"linear_length": linear, "exchange_length": args.exchange_length}
+        facts |= {"linear_cost_tokens": linear, "exchange_cost_tokens": args.exchange_cost_tokens}
         facts |= {"steps": len(steps), "documents": documents, "assignments": rows}
         print(json.dumps(facts, indent=2))
         return 0
@@ -202,7 +208,7 @@ def _replayed(
     steps: list[_Step], cluster: Cluster, max_tokens: int, linear: float, exchange: float
 ) -> Iterator[tuple[str, list[StepTime], int]]:
     """For every assignment: its name, the times of the steps, micro batches over the cap."""
-    lengths = {"linear_length": linear, "exchange_length": exchange}
+    lengths = {"linear_cost_tokens": linear, "exchange_cost_tokens": exchange}
     if steps[0].scheduled is not None:
         scheduled = [step.scheduled for step in steps if step.scheduled is not None]
         yield "the run's schedule", [simulate_step(s, cluster, **lengths) for s in scheduled], 0

@@ -128,7 +128,7 @@ def measure_plans(
     num_ranks: int,
     tokens_per_rank: int,
     micro_batch_tokens: int,
-    linear_length: float,
+    linear_cost_tokens: float,
     num_steps: int = NUM_STEPS,
 ) -> list[PlannedWork]:
     """Plan the same steps without sharing, with the fewest ranks that hold the longest document,
@@ -138,7 +138,7 @@ def measure_plans(
         lengths: tokens per document; empty documents are left out.
         num_ranks: ranks of a step.
         tokens_per_rank, micro_batch_tokens: of one rank, in a step and in a micro batch.
-        linear_length: of the model (``Model.linear_length``).
+        linear_cost_tokens: of the model (``Model.linear_cost_tokens``).
         num_steps: at most; fewer where all together would hold more than a million documents.
 
     Raises:
@@ -169,7 +169,7 @@ def measure_plans(
                 num_ranks=num_ranks,
                 max_tokens_per_rank=micro_batch_tokens,
                 max_context_parallel_size=max_context_parallel_size,
-                linear_length=linear_length,
+                linear_cost_tokens=linear_cost_tokens,
             )
             for step in steps
         ]
@@ -188,7 +188,7 @@ def measure_plans(
                 micro_batches=num_micro_batches,
                 extra_micro_batches=num_micro_batches - fmean(needed),
                 attention=_mean([plan.critical_path(0) for plan in plans]),
-                model=_mean([plan.critical_path(linear_length) for plan in plans]),
+                model=_mean([plan.critical_path(linear_cost_tokens) for plan in plans]),
             )
         )
     return result
@@ -296,7 +296,7 @@ def compare(
             num_ranks=num_ranks,
             tokens_per_rank=tokens_per_rank,
             micro_batch_tokens=micro_batch_tokens,
-            linear_length=run.model.linear_length,
+            linear_cost_tokens=run.model.linear_cost_tokens,
         )
     evaluations = []
     without = dict(left_out or {})

@@ -187,7 +187,7 @@ class Model:
         return attention_flops(self.num_layers, self.attention_width, recomputed=True)
 
     @property
-    def linear_length(self) -> float:
+    def linear_cost_tokens(self) -> float:
         """Tokens of the segment whose attention costs as much as all else (``StepPlan.cost``)."""
         return self.flops_per_token / self.flops_per_square
 

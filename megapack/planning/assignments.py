@@ -101,13 +101,13 @@ def _round_robin(lengths: Integers, num_groups: int, room: int) -> Rows:
 
 
 def _karmarkar_karp(
-    lengths: Integers, cluster: Cluster, max_tokens: int, linear_length: float
+    lengths: Integers, cluster: Cluster, max_tokens: int, linear_cost_tokens: float
 ) -> StepPlan:
     """Ranks by cost, then the micro batches of each by cost, as many as the fullest rank's tokens
     need. Nothing keeps a single one within the cap."""
 
     def parts(some: list[int], count: int) -> list[list[int]]:
-        found = largest_differencing([n * (linear_length + n) for n in some], count)
+        found = largest_differencing([n * (linear_cost_tokens + n) for n in some], count)
         return [[some[i] for i in part] for part in found]
 
     groups = parts(lengths.tolist(), cluster.data_parallel)
@@ -136,7 +136,7 @@ def _assign(
     lengths: Integers,
     cluster: Cluster,
     max_tokens: int,
-    _linear_length: float,
+    _linear_cost_tokens: float,
 ) -> StepPlan:
     rows = way(lengths, cluster.data_parallel, max_tokens * cluster.context_parallel)
     return _plan(rows, cluster)
@@ -161,14 +161,14 @@ def _planned(
     lengths: Integers,
     cluster: Cluster,
     max_tokens: int,
-    linear_length: float,
+    linear_cost_tokens: float,
 ) -> StepPlan:
     return plan_step(
         lengths,
         num_ranks=cluster.num_ranks,
         max_tokens_per_rank=max_tokens,
         max_context_parallel_size=cluster.context_parallel,
-        linear_length=linear_length,
+        linear_cost_tokens=linear_cost_tokens,
         balance=balance,
         micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,
     )
@@ -176,8 +176,8 @@ def _planned(
 
 Assign = Callable[[Integers, Cluster, int, float], StepPlan]
 
-#: name -> (lengths, cluster, tokens that a rank holds in a micro batch, linear_length) -> plan.
-#: No length is above ``context_parallel`` times those tokens (``cut_documents``).
+#: name -> (lengths, cluster, max_tokens_per_rank, linear_cost_tokens) -> plan.
+#: No length is above ``context_parallel`` times max_tokens_per_rank (``cut_documents``).
 ASSIGNMENTS: dict[str, Assign] = {
     "plan_step, micro batches": partial(_planned, "micro_batches"),
     "plan_step, step": partial(_planned, "step"),

@@ -62,8 +62,8 @@ def rank_micro_batches(
 
     A document that ranks share is padded to a multiple of ``2 x local_cp_size``, and every document
     to one of `align`. No rank then holds more than the plan's budget if the plan was made of
-    lengths rounded up to a multiple of both `align` and ``2 x max_context_parallel_size``, and `lengths` are the
-    true ones.
+    lengths rounded up to a multiple of both `align` and ``2 x max_context_parallel_size``, and
+    `lengths` are the true ones.
 
     Args:
         plan: of the step.

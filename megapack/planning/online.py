@@ -85,7 +85,7 @@ class StepPlanner:
         max_context_parallel_size: int = 1,
         max_documents_per_rank: int | None = None,
         max_costs_per_rank: ArrayLike | None = None,
-        linear_length: float = 0,
+        linear_cost_tokens: float = 0,
         balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches",
         micro_batch_multiple: int = 1,
     ) -> None:
@@ -98,7 +98,7 @@ class StepPlanner:
             "max_context_parallel_size": max_context_parallel_size,
             "max_documents_per_rank": max_documents_per_rank,
             "max_costs_per_rank": caps,
-            "linear_length": linear_length,
+            "linear_cost_tokens": linear_cost_tokens,
             "balance": balance,
             "micro_batch_multiple": micro_batch_multiple,
         }
@@ -257,7 +257,7 @@ class StepPlanner:
         elif capped is not None:
             # Whole numbers first, as ``plan_step`` computes them: floats would round otherwise.
             whole = lengths.astype(np.int64)
-            products = whole * (round(self._options["linear_length"]) + whole)
+            products = whole * (round(self._options["linear_cost_tokens"]) + whole)
             costs = products.astype(np.float64)[:, None]
         if not len(ids):
             return ids, lengths, None, groups
@@ -320,8 +320,8 @@ class StepPlanner:
                 i = int(np.flatnonzero(amounts[:, k] > limit)[0])
                 raise ValueError(
                     f"{name} {names[i]} has {amounts[i, k]:.15g} {unit}; {degree} ranks "
-                    f"(max_context_parallel_size) hold {limit:.15g} in a micro batch: raise a limit, or leave it "
-                    "out"
+                    f"(max_context_parallel_size) hold {limit:.15g} in a micro batch: raise a "
+                    "limit, or leave it out"
                 )
 
     def _amounts_of(self, lengths: Integers, costs: NDArray[np.float64] | None) -> Any:

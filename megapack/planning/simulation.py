@@ -195,8 +195,8 @@ def simulate_step(
     assigned: AssignedStep,
     cluster: Cluster,
     *,
-    linear_length: float = 0.0,
-    exchange_length: float = 0.0,
+    linear_cost_tokens: float = 0.0,
+    exchange_cost_tokens: float = 0.0,
 ) -> StepTime:
     """Replay a step: every forward and backward of every stage, on all ranks at once.
 
@@ -207,10 +207,10 @@ def simulate_step(
     Args:
         assigned: documents on ``cluster.num_ranks`` ranks.
         cluster: of which they are.
-        linear_length: tokens, as in ``StepPlan.cost``.
-        exchange_length: tokens; to exchange the keys and values of a token costs as much as its
-            attention over so many. An exchange lasts on only where it outlasts the attention of its
-            micro batch.
+        linear_cost_tokens: tokens, as in ``StepPlan.cost``.
+        exchange_cost_tokens: tokens; to exchange the keys and values of a token costs as much as
+            its attention over so many. An exchange lasts on only where it outlasts the attention
+            of its micro batch.
 
     Raises:
         ValueError: the step was assigned to another number of ranks.
@@ -219,8 +219,8 @@ def simulate_step(
     count, ranks = assigned.tokens.shape
     if ranks != cluster.num_ranks:
         raise ValueError(f"the step is assigned to {ranks} ranks, and the cluster has {cluster}")
-    hidden = np.maximum(assigned.attention, exchange_length * assigned.exchanged)
-    cost = (linear_length * assigned.tokens + hidden) / (stages * parts)
+    hidden = np.maximum(assigned.attention, exchange_cost_tokens * assigned.exchanged)
+    cost = (linear_cost_tokens * assigned.tokens + hidden) / (stages * parts)
     if parts > 1:
         cost = np.pad(cost, ((0, -count % stages), (0, 0)))
     clock, bubble, waiting = (np.zeros((stages, ranks)) for _ in range(3))
@@ -246,7 +246,7 @@ def simulate_step(
     bubble += clock.max(axis=0) - clock
     waiting += clock.max() - clock.max(axis=0)
     time, gpus = float(clock.max()), stages * ranks
-    useful = linear_length * assigned.useful_tokens + assigned.useful_attention
+    useful = linear_cost_tokens * assigned.useful_tokens + assigned.useful_attention
     work = float(cost.sum()) * stages * parts
     spent = time * gpus if time else 1.0
     return StepTime(

@@ -7,7 +7,7 @@
 
 ```
 lengths = [7000, 300, 5200, 4100, 900, 2500, 6100, 1900]
-plan = plan_step(lengths, num_ranks=2, max_tokens_per_rank=8192, linear_length=12 * 4096)
+plan = plan_step(lengths, num_ranks=2, max_tokens_per_rank=8192, linear_cost_tokens=12 * 4096)
 [[of.tolist() for of in rank] for rank in plan.index_lists()]
                                           # -> [[[2, 4, 7], [6]], [[0, 1], [3, 5]]]
 plan.tokens.tolist()                      # -> [[8000.0, 7300.0], [6100.0, 6600.0]]
@@ -179,19 +179,19 @@ class StepPlan:
         """(micro batches, ranks) attention of a rank: squared lengths over the degree."""
         return self._per_rank(self.lengths**2)
 
-    def cost(self, linear_length: float) -> NDArray[np.float64]:
+    def cost(self, linear_cost_tokens: float) -> NDArray[np.float64]:
         """(micro batches, ranks) predicted cost of a rank, in tokens attended to.
 
         Args:
-            linear_length: tokens, the document length at which attention costs as much as all else
-                (``megapack.compare.cost.Model.linear_length``; 12 x hidden size is a good guess);
-                0 counts attention alone.
+            linear_cost_tokens: tokens, the document length at which attention costs as much as all
+                else: a document of n tokens costs n^2 + linear_cost_tokens x n. 12 x hidden size is
+                a good guess (``megapack.compare.cost.Model``); 0 counts attention alone.
         """
-        return self.attention + linear_length * self.tokens
+        return self.attention + linear_cost_tokens * self.tokens
 
-    def critical_path(self, linear_length: float) -> CriticalPath:
+    def critical_path(self, linear_cost_tokens: float) -> CriticalPath:
         """The step's length over the ideal, for a model as in ``cost``."""
-        cost = self.cost(linear_length)
+        cost = self.cost(linear_cost_tokens)
         ideal = cost.sum() / self.num_ranks
         if ideal == 0:
             return CriticalPath(per_micro_batch=1.0, per_step=1.0)
@@ -218,7 +218,7 @@ def plan_step(
     max_tokens_per_rank: int,
     max_context_parallel_size: int = 1,
     max_documents_per_rank: int | None = None,
-    linear_length: float = 0,
+    linear_cost_tokens: float = 0,
     costs: ArrayLike | None = None,
     max_costs_per_rank: ArrayLike | None = None,
     groups: ArrayLike | None = None,
@@ -236,9 +236,9 @@ def plan_step(
     and 17,664 tokens on two ranks of 32,768 tokens: two micro batches, in the step 1.006 of the
     ideal, which is the least there is.
 
-    With `max_context_parallel_size`, a document that one rank cannot hold is shared by the fewest ranks that can;
-    by more where it would make up over half of their attention, unless the linear layers of the
-    model (`linear_length`) cost so much more that it makes no difference.
+    With `max_context_parallel_size` above 1, the fewest ranks that can hold a document share it.
+    More ranks share it where it would be over half of their attention, unless the linear layers
+    of the model (`linear_cost_tokens`) cost so much more that it makes no difference.
 
     The number of micro batches is what the tokens need, ``ceil(tokens / (num_ranks x
     max_tokens_per_rank))``, wherever an arrangement is found; to find one, documents are shared
@@ -249,11 +249,12 @@ def plan_step(
     Args:
         lengths: (documents,) integers, tokens of each document. A host that pads documents gives
             padded lengths.
-        num_ranks: ranks to deal to.
+        num_ranks: ranks to assign documents to.
         max_tokens_per_rank: tokens that a rank holds in a micro batch, never exceeded.
-        max_context_parallel_size: ranks that may share a document: a power of two, at most `num_ranks`.
+        max_context_parallel_size: ranks that may share a document: a power of two, at most
+            `num_ranks`.
         max_documents_per_rank: documents that a rank holds in a micro batch; None: any number.
-        linear_length: tokens, as in ``StepPlan.cost``; 0: attention is all that counts.
+        linear_cost_tokens: tokens, as in ``StepPlan.cost``; 0: attention is all that counts.
         costs: (documents,) or (documents, kinds) numbers from 0 on, in any unit, at most 64 kinds;
             None: what ``StepPlan.cost`` says. Of several kinds (a vision encoder's cost and the
             language model's) ranks get equal shares of each.
@@ -261,8 +262,8 @@ def plan_step(
             in a micro batch, in the units of `costs`, never exceeded; None: anything.
         groups: (documents,) integers: documents of one number stay on one rank, and in one micro
             batch where one holds them all (rollouts of a prompt, pairs of a preference). With
-            `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro batch. None: each
-            by itself.
+            `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro
+            batch. None: each by itself.
         balance: when ranks meet, which says what is made small. ``micro_batches``: after each
             (ZeRO-3, FSDP): the sum over micro batches of the busiest rank. ``step``: once: the
             busiest rank of the step. ``pipeline``: micro batches follow each other: the largest.
@@ -276,9 +277,9 @@ def plan_step(
         fit.
 
     Raises:
-        ValueError: a document is empty, `max_context_parallel_size` ranks cannot hold it (or, if that is above 1,
-            its group), a cost is negative or not finite, ranks times micro batches are above 2^24,
-            or an argument has no meaning.
+        ValueError: a document is empty, `max_context_parallel_size` ranks cannot hold it (or, if
+            that is above 1, its group), a cost is negative or not finite, ranks times micro batches
+            are above 2^24, or an argument has no meaning.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -287,8 +288,10 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
-    if not -math.inf < linear_length < math.inf:
-        raise ValueError(f"linear_length is {linear_length}; it must be a number of tokens")
+    if not -math.inf < linear_cost_tokens < math.inf:
+        raise ValueError(
+            f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
+        )
     priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
     grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
     caps = np.zeros(0) if max_costs_per_rank is None else np.ravel(max_costs_per_rank)
@@ -316,7 +319,7 @@ def plan_step(
             max(1, tokens.size) if max_documents_per_rank is None else max_documents_per_rank
         ),
         max_context_parallel_size=max_context_parallel_size,
-        linear_length=round(linear_length),
+        linear_cost_tokens=round(linear_cost_tokens),
         micro_batch_multiple=micro_batch_multiple,
     )
     return StepPlan(

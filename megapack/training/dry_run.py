@@ -133,7 +133,7 @@ def _packed(schedule: Schedule) -> list[str]:
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
     """How much longer than the mean the busiest ranks will compute, in steps of the whole run."""
     sampler = plan.sampler(0, ranks)
-    linear = flops.linear_length * config.data.micro_batch_tokens
+    linear = flops.linear_cost_tokens * config.data.micro_batch_tokens
     busiest = np.zeros(3)  # of a step, of every micro step, and in the mean of the ranks
     for step in np.unique(np.linspace(0, plan.num_steps - 1, _STEPS_DEALT).astype(int)).tolist():
         work = sampler.attention_of_ranks(step) + linear

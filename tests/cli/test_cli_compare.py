@@ -67,7 +67,7 @@ def test_planned_steps_are_said_where_micro_batches_are_given(lengths: Path) -> 
         num_ranks=8,
         tokens_per_rank=512,
         micro_batch_tokens=128,
-        linear_length=MODELS["350m"].linear_length,
+        linear_cost_tokens=MODELS["350m"].linear_cost_tokens,
     )
     assert [work.max_context_parallel_size for work in works] == [1, 4, 8]
     tree = json.loads(compare(*options, "--json").stdout)
@@ -222,7 +222,7 @@ def ask(source: Path, *words: str) -> Any:
     return json.loads(printed("simulate", source, "--json", *words))
 
 
-OPTIONS = ("--data-parallel", "4", "--max-tokens", str(CAP), "--linear-length", "50")
+OPTIONS = ("--data-parallel", "4", "--max-tokens", str(CAP), "--linear-cost-tokens", "50")
 
 
 def test_lengths_of_every_form_are_alike(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_table_is_the_simulation(folder: Path) -> None:
         for documents in (LENGTHS[:150], LENGTHS[150:]):
             plan = ASSIGNMENTS[row["assignment"]](documents, cluster, CAP, 50)
             dealt = AssignedStep.of_plan(plan, documents)
-            times.append(simulate_step(dealt, cluster, linear_length=50))
+            times.append(simulate_step(dealt, cluster, linear_cost_tokens=50))
             over += int((plan.tokens > CAP).sum())
         total = sum(t.time for t in times)
         assert row["time"] == pytest.approx(total / sum(t.ideal for t in times))
@@ -279,7 +279,7 @@ def test_run_is_replayed_as_dealt(folder: Path) -> None:
     from megapack.data.run import open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
-    words = ("--data-parallel", "4", "--linear-length", "50", "--steps", "9")
+    words = ("--data-parallel", "4", "--linear-cost-tokens", "50", "--steps", "9")
     found = ask(folder / "run.yaml", *words)
     assert found["max_tokens"] == 1024 and found["steps"] == 9
     row = found["assignments"][0]
@@ -301,7 +301,7 @@ def test_run_is_replayed_as_dealt(folder: Path) -> None:
 def test_shared_samples_run_on_groups(folder: Path) -> None:
     peer("torch")
     words = ["--data-parallel", "2", "--context", "2", "--set", "data.micro_batch_tokens=512"]
-    words += ["--set", "engine.sequence_parallel_size=2", "--exchange-length", "1000000"]
+    words += ["--set", "engine.sequence_parallel_size=2", "--exchange-cost-tokens", "1000000"]
     with_exchange = ask(folder / "run.yaml", *words)
     without = ask(folder / "run.yaml", *words[:-1], "0")
     assert with_exchange["assignments"][0]["time"] > without["assignments"][0]["time"]
@@ -311,8 +311,12 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
     ("source", "words", "message"),
     [
         ("lengths.npy", (), "holds lengths alone: give --max-tokens"),
-        ("lengths.npy", ("--max-tokens", "600", "--linear-length", "-1"), "--linear-length is -1"),
-        ("lengths.npy", ("--max-tokens", "600", "--exchange-length", "nan"), "must be finite"),
+        (
+            "lengths.npy",
+            ("--max-tokens", "600", "--linear-cost-tokens", "-1"),
+            "--linear-cost-tokens is -1",
+        ),
+        ("lengths.npy", ("--max-tokens", "600", "--exchange-cost-tokens", "nan"), "must be finite"),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "says itself what a step holds"),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),

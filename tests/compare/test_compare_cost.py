@@ -227,12 +227,12 @@ def test_counts_below_one_are_refused(wrong: str) -> None:
 # ---- Steps planned by documents: their figures are those of the documents that each rank holds
 
 
-LINEAR_LENGTH = MODELS["125m"].linear_length
+LINEAR_COST_TOKENS = MODELS["125m"].linear_cost_tokens
 RULES: dict[str, Any] = {
     "num_ranks": 6,
     "tokens_per_rank": 4096,
     "micro_batch_tokens": 512,
-    "linear_length": LINEAR_LENGTH,
+    "linear_cost_tokens": LINEAR_COST_TOKENS,
     "num_steps": 3,
 }
 
@@ -265,12 +265,12 @@ def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
                 num_ranks=6,
                 max_tokens_per_rank=512,
                 max_context_parallel_size=work.max_context_parallel_size,
-                linear_length=LINEAR_LENGTH,
+                linear_cost_tokens=LINEAR_COST_TOKENS,
             )
             assert not broken_laws(plan, 512, work.max_context_parallel_size, len(pieces))
             row = [sum(n for n, d in zip(pieces, plan.degree, strict=True) if d > 1) / sum(pieces)]
             row += [plan.num_micro_batches, plan.num_micro_batches - -(-sum(pieces) // (6 * 512))]
-            for spent in (costs(plan, 0), costs(plan, LINEAR_LENGTH)):
+            for spent in (costs(plan, 0), costs(plan, LINEAR_COST_TOKENS)):
                 ideal = sum(map(sum, spent)) / 6
                 busiest = max(sum(micro[rank] for micro in spent) for rank in range(6))
                 row += [sum(map(max, spent)) / ideal, busiest / ideal]
@@ -292,7 +292,7 @@ def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
 
 def test_documents_of_one_length_leave_nothing_to_balance() -> None:
     one, all_ranks = measure_plans(
-        np.full(9, 5), num_ranks=2, tokens_per_rank=20, micro_batch_tokens=10, linear_length=7
+        np.full(9, 5), num_ranks=2, tokens_per_rank=20, micro_batch_tokens=10, linear_cost_tokens=7
     )
     for work in (one, all_ranks):
         assert (work.micro_batches, work.extra_micro_batches) == (2, 0)
@@ -302,7 +302,7 @@ def test_documents_of_one_length_leave_nothing_to_balance() -> None:
 
 def test_documents_that_one_rank_holds_but_not_beside_each_other_cost_micro_batches() -> None:
     (work,) = measure_plans(
-        np.full(9, 5), num_ranks=1, tokens_per_rank=24, micro_batch_tokens=8, linear_length=0
+        np.full(9, 5), num_ranks=1, tokens_per_rank=24, micro_batch_tokens=8, linear_cost_tokens=0
     )
     assert (work.max_context_parallel_size, work.micro_batches, work.extra_micro_batches) == (
         1,

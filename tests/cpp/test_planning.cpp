@@ -17,7 +17,7 @@ void test_random_steps() {
         StepRules rules{
             1 + below(20), 1 + below(200), 1 + below(12), 1, 0, Balance::kMicroBatches, 1};
         rules.balance = static_cast<Balance>(below(3));
-        if (below(2) == 0) rules.linear_length = below(1 << 20);
+        if (below(2) == 0) rules.linear_cost_tokens = below(1 << 20);
         while (rules.max_context_parallel_size * 2 <= rules.num_ranks && below(3) > 0)
             rules.max_context_parallel_size *= 2;
         std::vector<std::int64_t> lengths(below(150));

@@ -103,7 +103,7 @@ lengths = np.append(lengths, [900, 1300, 1900, 3900])
 unit = 2 * RANKS
 rounded = -(-lengths // unit) * unit
 rules = {"num_ranks": RANKS, "max_context_parallel_size": RANKS, "max_tokens_per_rank": 512}
-plan = plan_step(rounded, linear_length=12 * 4096, **rules)
+plan = plan_step(rounded, linear_cost_tokens=12 * 4096, **rules)
 of_ranks = [plan.of_rank(rank) for rank in range(RANKS)]
 sample_id_groups = [
     [of_rank[m].tolist() for of_rank in of_ranks] for m in range(plan.num_micro_batches)

@@ -106,7 +106,7 @@ def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
 def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
     """4,096 answers in windows of 1,024; the tokens need 46.9 micro batches."""
     lengths = answers(1, 4096)
-    rules = {"num_ranks": 16, "max_tokens_per_rank": 33_792, "linear_length": 24_576}
+    rules = {"num_ranks": 16, "max_tokens_per_rank": 33_792, "linear_cost_tokens": 24_576}
     planner = StepPlanner(window=1024, **rules)
     full = planner.add(np.arange(4096), lengths)
     given = full + planner.finish()
@@ -270,8 +270,8 @@ def test_a_planner_refuses_what_a_plan_refuses_and_goes_on_working() -> None:
 
 
 def test_costs_that_are_implied_are_those_of_a_plan() -> None:
-    """With caps and no costs: length x (length + linear_length)."""
-    options: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 100, "linear_length": 50}
+    """With caps and no costs: length x (length + linear_cost_tokens)."""
+    options: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 100, "linear_cost_tokens": 50}
     planner = StepPlanner(window=2, max_costs_per_rank=600, **options)
     assert planner.add(0, 10) == []
     with pytest.raises(ValueError, match="document 1 has 671 of cost"):

@@ -37,7 +37,7 @@ def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
         "max_context_parallel_size": max_context_parallel_size,
         "max_tokens_per_rank": max_tokens,
     }
-    return lengths, align, {**rules, "linear_length": draw(st.sampled_from([0, 100]))}
+    return lengths, align, {**rules, "linear_cost_tokens": draw(st.sampled_from([0, 100]))}
 
 
 def chunks(length: int, size: int, rank: int) -> list[int]:
@@ -111,7 +111,7 @@ def test_what_is_not_of_the_plan_is_refused(options: dict[str, Any], message: st
 # ---- A replayed step lasts as long as closed forms say, and its time goes where they say
 
 
-LINEAR_LENGTH = 24_576.0
+LINEAR_COST_TOKENS = 24_576.0
 
 
 def lognormal(count: int, seed: int = 0) -> Any:
@@ -179,11 +179,11 @@ def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
 def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> None:
     lengths = lognormal(300, seed)
     plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=40_000, balance=balance)
-    path = plan.critical_path(LINEAR_LENGTH)
+    path = plan.critical_path(LINEAR_COST_TOKENS)
     dealt = AssignedStep.of_plan(plan)
     for barrier, wanted in (("micro_batch", path.per_micro_batch), ("step", path.per_step)):
         cluster = Cluster(data_parallel=8, barrier=barrier)
-        found = simulate_step(dealt, cluster, linear_length=LINEAR_LENGTH)
+        found = simulate_step(dealt, cluster, linear_cost_tokens=LINEAR_COST_TOKENS)
         assert found.over_ideal == pytest.approx(wanted)
 
 
@@ -202,7 +202,7 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
     cluster = Cluster(**sizes, barrier=barrier)
     dealt = AssignedStep.of_attention(cost, tokens=padding, documents=np.zeros(0, np.int64))
     object.__setattr__(dealt, "useful_attention", float(np.sum(cost)))
-    found = simulate_step(dealt, cluster, linear_length=1)
+    found = simulate_step(dealt, cluster, linear_cost_tokens=1)
     useful = 1 / found.over_ideal
     assert useful + found.extra + found.bubble + found.waiting == pytest.approx(1)
     busiest = (np.asarray(cost) + padding).sum(axis=0).max()
@@ -214,7 +214,7 @@ def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
     plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
     dealt = AssignedStep.of_plan(plan)
     cluster = Cluster(data_parallel=4)
-    plain, exchanged = (simulate_step(dealt, cluster, exchange_length=n) for n in (0.0, 1e6))
+    plain, exchanged = (simulate_step(dealt, cluster, exchange_cost_tokens=n) for n in (0.0, 1e6))
     assert not dealt.exchanged.any() and exchanged == plain
 
 
@@ -224,7 +224,7 @@ def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None
     dealt = AssignedStep.of_plan(plan_of(8, (n, 0, degree, 0)))
     cluster = Cluster(data_parallel=8 // degree, context_parallel=degree)
     for exchange in (0.0, n / (degree - 1) * 0.99, n / (degree - 1) * 2):
-        found = simulate_step(dealt, cluster, linear_length=7, exchange_length=exchange)
+        found = simulate_step(dealt, cluster, linear_cost_tokens=7, exchange_cost_tokens=exchange)
         own = max(n * n / degree, exchange * n * (degree - 1) / degree)
         assert found.time == pytest.approx(7 * n / degree + own)
 
@@ -266,7 +266,7 @@ def test_padding_of_a_plan_is_no_useful_work() -> None:
     plan = plan_of(1, (8, 0, 1, 0), (4, 0, 1, 0))
     dealt = AssignedStep.of_plan(plan, documents=np.array([6, 3]))
     assert (dealt.useful_tokens, dealt.useful_attention) == (9, 45)
-    found = simulate_step(dealt, Cluster(), linear_length=10)
+    found = simulate_step(dealt, Cluster(), linear_cost_tokens=10)
     assert found.extra == pytest.approx(1 - (10 * 9 + 45) / (10 * 12 + 80))
 
 
@@ -278,7 +278,7 @@ CUT = ("padded rows", "concatenate and chunk")
 def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) -> None:
     lengths = lognormal(400)
     cluster = Cluster(data_parallel=4, context_parallel=degree)
-    plan = ASSIGNMENTS[name](lengths, cluster, 33_000, LINEAR_LENGTH)
+    plan = ASSIGNMENTS[name](lengths, cluster, 33_000, LINEAR_COST_TOKENS)
     assert plan.num_ranks == 4 * degree
     held, cap = np.sort(plan.lengths).tolist(), 33_000
     if name not in CUT:
@@ -297,9 +297,9 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
 
 def test_karmarkar_karp_breaks_the_cap_and_plan_step_does_not() -> None:
     lengths, cluster = lognormal(512), Cluster(data_parallel=8)
-    theirs = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_LENGTH)
+    theirs = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_COST_TOKENS)
     assert (theirs.tokens > 33_000).any()
-    assert theirs.critical_path(LINEAR_LENGTH).per_step < 1.001
+    assert theirs.critical_path(LINEAR_COST_TOKENS).per_step < 1.001
 
 
 def test_padded_rows_of_the_worked_example() -> None:
@@ -312,7 +312,7 @@ def test_padded_rows_of_the_worked_example() -> None:
 
 def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
     lengths, cluster = np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2)
-    plan = ASSIGNMENTS["token budget"](lengths, cluster, 9, LINEAR_LENGTH)
+    plan = ASSIGNMENTS["token budget"](lengths, cluster, 9, LINEAR_COST_TOKENS)
     assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
     assert plan.first_rank.tolist() == [0, 0, 1, 1, 1, 0]
     assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]

@@ -177,7 +177,7 @@ class MicroBatch {
     std::int64_t degree_of(const Document& document) const {
         const StepRules& rules = groups_.rules();
         std::int64_t degree = least_degree_;
-        const std::int64_t linear = rules.linear_length * groups_.mean_tokens();
+        const std::int64_t linear = rules.linear_cost_tokens * groups_.mean_tokens();
         const std::int64_t largest_share = (mean_squares_ + linear / 32) / 2;
         while (!holds(groups_.items(), rules, degree, document.id)) degree *= 2;
         while (degree < rules.max_context_parallel_size && document.square / degree > largest_share)

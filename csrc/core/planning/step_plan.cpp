@@ -30,7 +30,7 @@ void check_rules(const StepRules& rules) {
     };
     within("num_ranks", rules.num_ranks, 1, kMost);
     within("max_tokens_per_rank", rules.max_tokens, 1, std::int64_t{1} << 40);
-    within("linear_length", rules.linear_length, 0, std::int64_t{1} << 28);
+    within("linear_cost_tokens", rules.linear_cost_tokens, 0, std::int64_t{1} << 28);
     within("micro_batch_multiple", rules.multiple, 1, kMost);
     check(rules.max_documents >= 1, "max_documents_per_rank is ", rules.max_documents,
           "; at least 1 is needed");
@@ -65,7 +65,7 @@ class Costs {
           given_(given.costs),
           kinds_(given.costs.empty() ? 1 : given.costs.size() / lengths.size()),
           caps_(given.caps),
-          linear_length_(rules.linear_length),
+          linear_cost_tokens_(rules.linear_cost_tokens),
           max_context_parallel_size_(rules.max_context_parallel_size) {
         check(kinds_ <= kMostKinds, "costs has ", kinds_, " kinds; at most ", kMostKinds,
               " are balanced at once");
@@ -98,8 +98,9 @@ class Costs {
 
   private:
     double given(std::int64_t i, std::int64_t k) const {
-        return given_.empty() ? static_cast<double>(lengths_[i] * (linear_length_ + lengths_[i]))
-                              : given_[i * kinds_ + k];
+        return given_.empty()
+                   ? static_cast<double>(lengths_[i] * (linear_cost_tokens_ + lengths_[i]))
+                   : given_[i * kinds_ + k];
     }
 
     void check_kind(std::int64_t k) {
@@ -135,7 +136,7 @@ class Costs {
     Span<const double> given_;
     std::int64_t kinds_;
     Span<const double> caps_;
-    std::int64_t linear_length_, max_context_parallel_size_;
+    std::int64_t linear_cost_tokens_, max_context_parallel_size_;
     std::vector<int> shift_;         // per kind
     std::vector<std::int64_t> cap_;  // per kind, if there are caps
     std::vector<int> exponent_;

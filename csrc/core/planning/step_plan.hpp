@@ -22,7 +22,8 @@ struct StepRules {
     std::int64_t max_documents;  // of a rank in a micro batch, those counted that it has a share of
     std::int64_t max_context_parallel_size;  // ranks that share a document: a power of two, at most
                                              // num_ranks
-    std::int64_t linear_length;  // tokens: where attention costs as much as the linear layers; or 0
+    std::int64_t
+        linear_cost_tokens;  // tokens: where attention costs as much as the linear layers; or 0
     Balance balance;
     std::int64_t multiple;  // the number of micro batches is a multiple of this
 };
@@ -34,7 +35,7 @@ struct StepPlan {
 };
 
 // What documents cost: of document i and kind k at i * kinds + k, not negative. None: one kind,
-// length * (linear_length + length). `caps`: per kind, of a rank in a micro batch; or none.
+// length * (linear_cost_tokens + length). `caps`: per kind, of a rank in a micro batch; or none.
 struct GivenCosts {
     Span<const double> costs, caps;
 };

@@ -70,7 +70,7 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         loss: what the weights make of the step, as in ``StepPlan.loss_weights``.
         shuffle: another order in every epoch, by `seed`; False: as they stand.
         planning: more of ``plan_step``: balance (``step`` where gradients meet once, else
-            ``micro_batches``), linear_length, max_documents_per_rank.
+            ``micro_batches``), linear_cost_tokens, max_documents_per_rank.
 
     Raises:
         ConfigError: there are no documents, or one has no tokens or more than a rank holds, other
@@ -353,7 +353,7 @@ class PlannedGRPOMixin:
         keep_groups: completions of one prompt go to one rank, and into one micro batch if it holds
             them. GRPOTrainer shuffles what was generated for several steps (steps_per_generation),
             so that a group is then kept within each.
-        planning: more of ``plan_step``: balance, linear_length, max_documents_per_rank.
+        planning: more of ``plan_step``: balance, linear_cost_tokens, max_documents_per_rank.
         host: arguments of GRPOTrainer, by name.
 
     Raises:

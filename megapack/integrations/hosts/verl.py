@@ -47,7 +47,7 @@ logger = logging.getLogger("megapack")
 # ---- Batch balancing ------------------------------------------------------------------------
 
 # verl's workload of n tokens is 24,576 n + n^2 (a 7B model).
-LINEAR_LENGTH = 24_576
+LINEAR_COST_TOKENS = 24_576
 _PROBED_STEPS = 4  # whose rows are looked through for one of many documents
 
 _rebinding = Rebinding("verl")
@@ -123,7 +123,7 @@ def rearrange_micro_batches(
             lengths,
             num_ranks=1,
             max_tokens_per_rank=max(max_token_len, longest),
-            linear_length=LINEAR_LENGTH,
+            linear_cost_tokens=LINEAR_COST_TOKENS,
             groups=groups if force_group_size > 1 else None,
             balance="pipeline",
             micro_batch_multiple=micro_batch_multiple,
@@ -150,7 +150,7 @@ def rearrange_micro_batches(
         plan = planned(count)
     lists = plan.of_rank(0)
     if use_dynamic_bsz_balance:
-        rising = np.argsort(plan.cost(LINEAR_LENGTH)[:, 0], kind="stable").tolist()
+        rising = np.argsort(plan.cost(LINEAR_COST_TOKENS)[:, 0], kind="stable").tolist()
         lists = [lists[i] for i in rising[::2] + rising[1::2][::-1]]
     chosen = [numbers.tolist() for numbers in lists]
     select = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict

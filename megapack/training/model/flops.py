@@ -81,7 +81,7 @@ class ModelFlops:
         return total
 
     @property
-    def linear_length(self) -> float:
+    def linear_cost_tokens(self) -> float:
         """Tokens of the segment whose attention costs as much as all else (``StepPlan.cost``);
         layers with a sliding window are counted as full ones."""
         return self.per_token / self.attention(1)
