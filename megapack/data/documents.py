@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError, IndexMismatchError
+from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
 from megapack.packing.sample_index import SourceIndex
 from megapack.packing.sharded import ShardedIndex, load_index
 from megapack.storage import IndexedDataset
@@ -36,7 +37,7 @@ from megapack.storage.dataset import (
     weights_identity,
 )
 from megapack.storage.index_file import LABELS, WEIGHTS
-from megapack.storage.metadata import common_metadata
+from megapack.storage.metadata import PROMISES, common_metadata
 from megapack.storage.remote.address import is_remote
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
@@ -85,6 +86,12 @@ class SourceDocuments(abc.ABC):
             IndexMismatchError: they are not those that were packed.
             FormatError, OSError: a file is damaged or missing.
         """
+
+    def document_tokens(self, fact: str) -> set[Any]:
+        """Return the tokens that the meta files name as ``fact``, one of ``PROMISES``: None where
+        there is none, "unknown" without a meta file.
+        """
+        return {"unknown" if self.meta is None else self.meta.get(fact)}
 
     @abc.abstractmethod
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
@@ -212,6 +219,11 @@ class ShardedDocuments(SourceDocuments):
         tokens, labels, weights = (common_metadata(of_kind or [None]) for of_kind in metas)
         return tokens, labels, weights
 
+    def document_tokens(self, fact: str) -> set[Any]:
+        # A shard manifest names the tokens that end documents only.
+        ends = {shard.document_end_token for shard in self.index.shards}
+        return ends if fact == "document_end_token" else set()
+
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         if np.iinfo(self.dtype).max < at_least and not self.has_labels:  # labels are int32
             return self.prefix, -1
@@ -272,7 +284,9 @@ def open_sources(
                 "document they began: use positions: segment, or the source that was arranged"
             )
     lists = label_list(labels, len(given)), label_list(weights, len(given), "weight")
-    return [open_source(*source) for source in zip(given, opened, *lists, strict=True)], opened
+    sources = [open_source(*source) for source in zip(given, opened, *lists, strict=True)]
+    _warn_of_document_tokens(sources)
+    return sources, opened
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
@@ -282,6 +296,23 @@ def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
     for dataset in datasets:
         found.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)
     return found
+
+
+def _warn_of_document_tokens(datasets: Sequence[SourceDocuments]) -> None:
+    """Warn if documents of a blend begin or end with different tokens, as the meta files say."""
+    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
+        tokens: dict[str, str] = {}  # token -> the first source that has it
+        for dataset in datasets:
+            for token in dataset.document_tokens(fact):
+                tokens.setdefault("no token" if token is None else str(token), dataset.prefix)
+        if len(tokens) > 1 and tokens.keys() != {"unknown", "no token"}:
+            differing = ", ".join(f"{token} ({prefix})" for token, prefix in tokens.items())
+            warnings.warn(
+                f"documents of this blend {where} with different tokens: {differing}. Build the "
+                "sources alike (tokenize --prepend-bos, --append-eod) unless this is intended",
+                MegapackWarning,
+                stacklevel=3,
+            )
 
 
 def _as_list(items: Any) -> list[Any]:

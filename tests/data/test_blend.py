@@ -28,7 +28,7 @@ from megapack.data import (
     open_blend,
 )
 from megapack.data.bucket_streams import bucket_streams, buckets_of, whole_shares
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, MegapackWarning
 from tests.data.corpora import (
     of_rank,
     packed_documents,
@@ -100,6 +100,30 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
             assert values == {0 if owner < 0 else 5 + owner}
             found.add(owner)
     assert found >= {0, 1, 2}
+
+
+def test_sources_whose_documents_begin_or_end_differently_are_reported(tmp_path: Path) -> None:
+    facts = {5: {}, 6: {"document_end_token": 6}, 7: None, 8: {"document_begin_token": 8}}
+    for value, fact in facts.items():
+        meta = Path(f"{_write(tmp_path, value, 20, value)}.meta.json")
+        if fact is None:
+            meta.unlink()
+        else:
+            meta.write_text(json.dumps(json.loads(meta.read_text()) | fact))
+
+    def open_both(a: int, b: int) -> None:
+        prefixes = [tmp_path / f"d{value}" for value in (a, b)]
+        PackedDataset(prefixes, [f"{prefix}.samples" for prefix in prefixes])
+
+    for other, message in (
+        (6, r"end with different tokens: no token \(.*d5\), 6 \(.*d6\)"),
+        (8, r"begin with different tokens: no token \(.*d5\), 8 \(.*d8\)"),
+    ):
+        with pytest.warns(MegapackWarning, match=message):
+            open_both(5, other)
+    with pytest.warns(MegapackWarning, match=r"6 \(.*d6\), unknown \(.*d7\)"):
+        open_both(6, 7)
+    open_both(5, 7)  # a source without a meta file next to one that names no token
 
 
 def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> None:
