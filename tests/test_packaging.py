@@ -43,6 +43,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
     needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "megapack/_core.pyi"}
+    needed |= {"megapack/compare/templates/page.css", "megapack/compare/templates/run.html"}
     for folder, pattern in (("csrc", "*.[ch]pp"), ("megapack", "*.py")):
         found = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern)}
         assert len(found) > 50
@@ -76,7 +77,9 @@ def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     recipes = {f"megapack/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
     assert len(recipes) > 5 and recipes <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megapack").rglob("*.py")}
-    assert sources | {"megapack/py.typed", "megapack/_core.pyi"} <= names
+    pages = {str(p.relative_to(ROOT)) for p in ROOT.glob("megapack/compare/templates/*")}
+    assert len(pages) == 5
+    assert sources | pages | {"megapack/py.typed", "megapack/_core.pyi"} <= names
     tops = {name.partition("/")[0] for name in names}
     assert tops <= {"megapack", entry.partition("/")[0]}
 

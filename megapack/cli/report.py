@@ -21,7 +21,6 @@ from datetime import datetime, timedelta, timezone
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
 from megapack.cli.report_charts import Draw, RunFacts, read_run, slowest
 from megapack.compare.charts import draw
-from megapack.compare.page import document, tiles_of
+from megapack.compare.page import document, template, tiles_of
 from megapack.errors import printable
 from megapack.storage.files import atomic_write
 from megapack.training.monitoring.slowdowns import slowdowns
@@ -39,44 +38,6 @@ from megapack.units import count, counted, percent, short
 
 ROWS = 40  # of a table; the files have all
 SILENT = 300.0  # seconds, or ten log lines, after which a run that says nothing is doubted
-
-CSS = """
-.answer.good { border-color: var(--green); } .answer.good h2 { color: var(--green); }
-.answer.bad { border-color: var(--red); } .answer.bad h2 { color: var(--red); }
-.tiles { grid-template-columns: repeat(4, 1fr); } .tile b { white-space: nowrap; }
-.answer ul.checks { list-style: none; padding: 0; margin: 20px 0 0; }
-.checks li { padding: 3px 0 3px 24px; position: relative; }
-.checks li::before { content: ""; position: absolute; left: 4px; top: 11px; width: 9px;
-  height: 9px; border-radius: 50%; background: var(--green); }
-.checks li.look::before { background: var(--orange); }
-.checks li.bad::before { background: var(--red); }
-.checks li.look b { color: var(--orange); } .checks li.bad b { color: var(--red); }
-.bar { height: 6px; border-radius: 3px; background: var(--rule); margin: 0 0 18px; }
-.bar i { display: block; height: 6px; border-radius: 3px; background: var(--blue); }
-.good .bar i { background: var(--green); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
-  gap: 26px 30px; margin: 0 0 18px; }
-.pair svg { min-width: 0; }
-.pair figure { min-width: 0; }
-figcaption { font-size: 14px; font-weight: 600; margin: 0 0 4px; }
-.scroll { margin: 0 0 18px; }
-th, td { text-align: left; } td.words { white-space: normal; min-width: 260px; }
-tr.void { color: var(--soft); text-decoration: line-through; }
-pre { overflow-x: auto; background: var(--card); border-radius: 6px; padding: 16px 20px;
-  font-size: 12.5px; line-height: 1.45; }
-summary { cursor: pointer; color: var(--blue); }
-@media (max-width: 640px) { main { padding: 24px 14px 48px; } .answer { padding: 16px 16px 14px; }
-  h1 { font-size: 24px; } .tiles { grid-template-columns: repeat(2, 1fr); gap: 10px; }
-  .tile b { font-size: 20px; } figure > svg { min-width: 600px; }
-  .pair figure > svg { min-width: 0; } }"""
-BODY = Template("""\
-<header><p class='kicker'>megapack run</p><h1>$name</h1><p class='facts'>$facts</p></header>
-<section class='answer $mood'><p class='kicker'>$state</p><h2>$progress</h2>$bar
-<div class='tiles'>$tiles</div><ul class='checks'>$checks</ul></section>
-$sections
-<footer><p>megapack $version, written $now UTC from $path. Curves are means over groups of
-consecutive steps; every step stands in log.jsonl.</p></footer>
-""")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +63,7 @@ def render(facts: RunFacts) -> str:
     done, of = _done(facts), facts.num_steps
     share = min(1.0, done / of) if of else 0.0
     name = escape(facts.run.path.resolve().name)
-    body = BODY.substitute(
+    body = template("run.html").substitute(
         name=name,
         facts=_facts(facts),
         mood=mood,
@@ -120,7 +81,7 @@ def render(facts: RunFacts) -> str:
         now=_date(time.time()),
         path=escape(str(facts.run.path)),
     )
-    return document(f"Run: {name}", body, CSS)
+    return document(f"Run: {name}", body, "page.css", "run.css")
 
 
 STATES = {

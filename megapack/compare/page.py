@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -28,79 +29,24 @@ from megapack.compare.evaluation import (
 )
 from megapack.units import count, percent, short
 
-# Light and dark follow the reader's system; system fonts only.
-STYLE = """* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 48px 28px 72px; }
-header { border-bottom: 1px solid var(--rule); padding-bottom: 18px; margin-bottom: 30px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 2px 0 10px; letter-spacing: -0.01em;
-  overflow-wrap: anywhere; }
-h2 { font-size: 21px; margin: 0 0 6px; letter-spacing: -0.005em; }
-section { margin: 0 0 46px; }
-section > p { color: var(--soft); max-width: 78ch; margin: 0 0 14px; }
-.kicker { margin: 0; color: var(--soft); font-size: 13px; letter-spacing: 0.08em;
-  text-transform: uppercase; }
-.facts { margin: 0; color: var(--soft); word-spacing: 0.12em; }
-.facts b { color: var(--ink); font-variant-numeric: tabular-nums; }
-.note { color: var(--soft); font-size: 15px; margin: 10px 0 0; }
-.answer { background: var(--card); border-left: 4px solid var(--blue); border-radius: 6px;
-  padding: 20px 26px 18px; }
-.answer h2 { font-size: 27px; color: var(--blue); margin: 0 0 14px; }
-.answer h2 small { font-size: 15px; font-weight: 400; color: var(--soft); margin-left: 8px; }
-.answer ul { margin: 16px 0 0; padding-left: 20px; }
-.answer li { margin: 3px 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px; }
-.tile { background: var(--paper); border: 1px solid var(--rule); border-radius: 6px;
-  padding: 10px 14px; display: flex; flex-direction: column; }
-.tile span { color: var(--soft); font-size: 13px; }
-.tile b { font-size: 24px; line-height: 1.3; font-variant-numeric: tabular-nums; }
-figure { margin: 0; overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 720px; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 12.5px;
-  font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 5px 6px; border-bottom: 1px solid var(--rule);
-  white-space: nowrap; }
-tbody th { font-weight: 500; white-space: normal; min-width: 150px; }
-th:first-child { text-align: left; }
-thead th { vertical-align: bottom; font-weight: 600; border-bottom: 1.5px solid var(--soft); }
-thead small { display: block; color: var(--soft); font-weight: 400; font-size: 11px; }
-tr.chosen { background: var(--card); } tr.chosen th { color: var(--blue); font-weight: 700; }
-tr.out th { color: var(--soft); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 8px 22px; margin: 0 0 16px; }
-dt { font-weight: 600; } dd { margin: 0; }
-dd small { display: block; color: var(--soft); max-width: 80ch; }
-footer { border-top: 1px solid var(--rule); padding-top: 14px; color: var(--soft);
-  font-size: 14px; }
-footer p { margin: 4px 0; } code { overflow-wrap: anywhere; font-size: 13px; }
-@media print { section { break-inside: avoid; } }"""
+TEMPLATES = Path(__file__).with_name("templates")
 
 
-def document(title: str, body: str, css: str = "") -> str:
-    """An HTML page that needs nothing else; ``css`` is added to the stylesheet."""
+def template(name: str) -> Template:
+    """Template of a page, from a file of megapack/compare/templates."""
+    return Template((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def document(title: str, body: str, *styles: str) -> str:
+    """HTML page in one file; ``styles`` are the templates of its stylesheet, in their order."""
     light, dark = (
         " ".join(f"--{name}: {colours[theme]};" for name, colours in charts.PALETTE.items())
         for theme in (0, 1)
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
-{STYLE}{css}
-</style>
-</head>
-<body>
-<main>
-{body}</main>
-</body>
-</html>
-"""
+    style = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in styles)
+    return template("page.html").substitute(
+        title=title, body=body, style=style, light=light, dark=dark
+    )
 
 
 def tiles_of(tiles: Iterable[tuple[str, str, str]]) -> str:
@@ -112,68 +58,6 @@ def tiles_of(tiles: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
-BODY = Template("""<header><p class='kicker'>megapack packing report</p><h1>$name</h1>
-<p class='facts'>$facts</p>$sampled</header>
-<section class='answer'><p class='kicker'>recommended</p>
-<h2>$best <small>samples of $capacities tokens</small></h2>
-<div class='tiles'>$tiles</div><ul>$reasons</ul>$fixed</section>
-<section><h2>How long the documents are</h2>
-<p>A document longer than the largest capacity must be split; one that is much shorter must be
-concatenated or padded. Few documents are long, but they hold many tokens.</p>
-<figure>$length_histogram</figure></section>
-<section><h2>What each strategy does to them</h2>
-<p>Less is better in every column, and no strategy is best in all: short samples split documents,
-long samples concatenate unrelated ones, whole documents leave gaps. Log scales; a dot at the left
-edge is at or below it.</p>
-<figure>$trade_off</figure></section>
-<section><h2>All figures</h2>
-<p>Padding in percent of the positions, truncated of the documents, lost and repeated of the tokens.
-Attention is the mean squared segment length per position; imbalance is after longest-first dealing.
-A name in grey is out of the recommendation because it loses tokens or splits documents that would
-fit (hover for the reason).</p>
-$left_out<div class='scroll'><table><thead><tr>$heads</tr></thead>
-<tbody>$rows</tbody></table></div></section>
-<section><h2>Where the tokens go</h2>
-<p>Short samples train faster per token when attention spans the sample, and need less memory; long
-ones are what teaches long context.</p>
-<figure>$tokens_per_bucket</figure></section>
-<section><h2>Attention</h2>
-<p>Causal attention over a segment of <i>s</i> tokens costs <i>s</i><sup>2</sup>. Inside documents
-that is decided by the documents alone; over whole samples, by the capacity, and the difference is
-spent on looking at unrelated text.</p>
-<figure>$attention_cost</figure></section>
-<section><h2>Equal work on $num_ranks ranks</h2>
-<p>In a step every rank takes $tokens_per_rank tokens of one bucket, but not equally much attention,
-and all wait for the busiest. Dealing the heaviest samples first to the least loaded rank costs
-nothing and changes no gradient. Estimated from $num_steps drawn steps per bucket, with attention
-inside documents.</p>
-<figure>$rank_imbalance</figure></section>
-<section><h2>Training time and cost</h2><p>$assumptions</p>
-<figure>$training_time</figure></section>
-<section><h2>The formulas</h2><dl>
-<dt>padding ratio</dt><dd>padding tokens / (samples &times; capacity), summed over buckets</dd>
-<dt>truncation ratio</dt><dd>documents split or shortened / documents</dd>
-<dt>concatenation ratio</dt><dd>documents / samples</dd>
-<dt>operations</dt><dd>6 <i>N</i> &times; positions + 7 <i>layers</i> &times; <i>width</i> &times;
-&Sigma; <i>s</i><sup>2</sup> <small><i>s</i>: segment lengths, each sample's padding as a segment
-(attention inside documents), or sample capacities (attention over whole samples). 6: two operations
-forward and four backward per parameter. 7: attention's 2 + 5 matrix products, halved by
-causality.</small></dd>
-<dt>waiting</dt><dd>attention work of a bucket &times; (busiest rank / mean rank &minus; 1)
-<small>the other work is equal by construction</small></dd>
-<dt>GPU hours</dt><dd>(operations + waiting) / (3600 &times; peak &times; utilization)</dd>
-<dt>wall time</dt><dd>GPU hours / GPUs</dd>
-<dt>cost</dt><dd>GPU hours &times; price</dd></dl>
-<p>$example</p>
-<p>The recommendation leaves out what loses more than $max_dropped of the tokens or splits more than
-$max_extra of the documents beyond those longer than the largest capacity compared. Of the rest it
-takes the least time; within $same_time of it, ${fewer_joined}fewer split documents, then less
-padding.</p>
-<p>Not in the estimate: communication, input, optimizer and evaluation (they are inside the
-utilization you give), restarts, and kernels that are slower on short segments.</p></section>
-<footer><p>megapack $version, seed $seed. Percentages are exact counts of the packed index; time and
-cost are estimates.</p></footer>
-""")
 PLOTS = (
     charts.length_histogram,
     charts.trade_off,
@@ -191,7 +75,7 @@ def render(comparison: Comparison) -> str:
     left_out = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
     reasons = [*recommendation.reasons, *(f"{n}: {words}" for n, words in best.decisions.items())]
     name = escape(corpus.name)
-    body = BODY.substitute(
+    body = template("comparison.html").substitute(
         {plot.__name__: charts.draw(plot, comparison) for plot in PLOTS},
         name=name,
         facts=(
@@ -225,7 +109,7 @@ def render(comparison: Comparison) -> str:
         version=__version__,
         seed=comparison.seed,
     )
-    return document(f"Packing report: {name}", body)
+    return document(f"Packing report: {name}", body, "page.css")
 
 
 def _tiles(comparison: Comparison, best: Evaluation) -> tuple[tuple[str, str, str], ...]:

@@ -112,7 +112,7 @@ def test_axolotl_trains_with_the_losses_of_the_documents(
         ({"fault": "moved"}, "see another document"),
         ({"fault": "shifted"}, "is the mask, or are the labels, shifted once too often"),
         ({"datasets": "window.json"}, "the run has attention windows [32], and attention 'sdpa'"),
-        ({"sample_packing": True}, "sample_packing is True, which would pack packed rows again"),
+        ({"sample_packing": True}, "sample_packing is True: rows are packed already"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value.values())),
 )

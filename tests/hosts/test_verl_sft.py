@@ -90,7 +90,7 @@ def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
         ({"fault": "shifted"}, "are the labels, shifted once too often"),
         ({"fault": "joined"}, "see another document"),
         ({"trainer__total_epochs": 2}, "take trainer.total_epochs=1"),
-        ({"data__pad_mode": "right"}, "data.pad_mode is 'right', which pads rows again"),
+        ({"data__pad_mode": "right"}, "data.pad_mode is 'right': rows have their padding already"),
         ({"data__val_files": "${data.train_files}"}, "are both"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),

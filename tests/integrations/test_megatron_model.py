@@ -142,7 +142,7 @@ def test_rows_without_boundaries_are_plain_causal_rows(free_port: int) -> None:
     [
         ({}, {"attention_dropout": 0.1}, "dropout is 0.1"),
         ({}, {"context_parallel_size": 2}, "Transformer Engine"),
-        ({"attention_type": "cross"}, {}, "self only"),
+        ({"attention_type": "cross"}, {}, "self-attention"),
         ({}, {"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
     ],
 )

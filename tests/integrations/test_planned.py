@@ -260,9 +260,9 @@ def test_sft_trainer_resumes_with_other_ranks_and_steps_of_few_documents(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4 does not go with"),
-        ({"packing": True}, "packing: True does not go with planned steps, which need False"),
-        ({"loss_type": "dft"}, "loss_type: 'dft' does not go with planned steps"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4: the plan decides"),
+        ({"packing": True}, "packing is True: the plan packs the documents. Set it to False"),
+        ({"loss_type": "dft"}, "loss_type is 'dft': planned steps compute the loss"),
     ],
 )
 def test_sft_trainer_refuses_what_would_count_twice(
@@ -345,8 +345,8 @@ def test_grpo_trainer_has_the_step_of_the_padded_batch(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 2 does not go with"),
-        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile: 0.5 does not go with"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2: the plan decides"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile is 0.5: it needs all completions"),
     ],
 )
 def test_grpo_trainer_refuses_what_looks_at_a_micro_batch_as_a_whole(

@@ -24,25 +24,26 @@ from pydantic import BaseModel
 
 from megapack.errors import ConfigError
 from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin, bare_model
+from megapack.integrations.options import check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 
 __all__ = ["PackedAxolotlTrainer", "PackedPlugin", "PackedPluginArguments"]
 
-# Options that another trainer, order or layout of rows stands behind, and what to do instead.
+# Options that must be left out, and why.
 REFUSED = {
-    "sample_packing": "would pack packed rows again: leave it out",
-    "batch_flattening": "would pack packed rows again: leave it out",
-    "pretraining_dataset": "is read by axolotl: give the documents as datasets",
-    "streaming": "is read by axolotl: give the documents as datasets",
-    "val_set_size": "would cut a part off: give evaluation data as test_datasets",
-    "curriculum_sampling": "is an order: write it into the manifest",
-    "group_by_length": "is an order: write it into the manifest",
-    "rl": "wants pairs or prompts, and rows are documents to learn",
-    "reward_model": "wants pairs, and rows are documents to learn",
-    "process_reward_model": "wants steps with rewards, and rows are documents to learn",
-    "lora_qkv_kernel": "rewrites the model's class, and its architecture cannot be tried: false",
-    "lora_o_kernel": "rewrites the model's class, and its architecture cannot be tried: false",
+    "sample_packing": "rows are packed already",
+    "batch_flattening": "rows are packed already",
+    "pretraining_dataset": "axolotl would read it; name the documents under datasets",
+    "streaming": "axolotl would read the data; name the documents under datasets",
+    "val_set_size": "packed rows are not split; name evaluation data under test_datasets",
+    "curriculum_sampling": "the manifest decides the order",
+    "group_by_length": "the manifest decides the order",
+    "rl": "it needs pairs or prompts, and rows contain documents",
+    "reward_model": "it needs pairs, and rows contain documents",
+    "process_reward_model": "it needs steps with rewards, and rows contain documents",
+    "lora_qkv_kernel": "it replaces the model's class, so the model cannot be checked",
+    "lora_o_kernel": "it replaces the model's class, so the model cannot be checked",
 }
 
 
@@ -90,9 +91,7 @@ class PackedPlugin(BasePlugin):  # type: ignore[misc]
             ConfigError: an option of ``REFUSED`` is set, or other than one dataset is named; what
                 ``open_rows`` refuses.
         """
-        for name, reason in REFUSED.items():
-            if cfg[name]:
-                raise ConfigError(f"{name} is {cfg[name]!r}, which {reason}")
+        check_options({name: (cfg[name], None, reason) for name, reason in REFUSED.items()})
         if preprocess:
             raise ConfigError("packed rows are ready: there is nothing to preprocess; run train")
         train = _micro_batches(cfg, "datasets")

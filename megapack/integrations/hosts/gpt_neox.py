@@ -22,6 +22,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
+from megapack.integrations.options import check_options
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import text_rows as segments
 from megapack.integrations.rows.dataset import RowOptions
@@ -62,17 +63,13 @@ class NeoXProvider:
         def build(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
             if self.varlen:
                 segments.require_one_stage(neox_args.pipe_parallel_size)
-                _require_flash(neox_args.attention_config)
-            if getattr(neox_args, "weight_by_num_documents", False):
-                raise ConfigError(
-                    "weight_by_num_documents is set; write the weights into train_data_weights or "
-                    "into a manifest"
-                )
-            if self.full_validation and neox_args.char_level_ppl:
-                raise ConfigError(
-                    "char_level_ppl is set, and full_validation weighs the loss that it is made "
-                    "of: leave one of them out"
-                )
+                check_options({"attention_config": _flash(neox_args.attention_config)})
+            weighed = getattr(neox_args, "weight_by_num_documents", None)
+            per_character = self.full_validation and neox_args.char_level_ppl
+            check_options({
+                "weight_by_num_documents": (weighed, None, "train_data_weights has the weights"),
+                "char_level_ppl": (per_character, None, "full_validation weighs the loss"),
+            })  # fmt: skip
             self.neox_args = neox_args
             loaders = stock(neox_args, *args, **kwargs)
             if self.full_validation:
@@ -294,10 +291,10 @@ def _epochs(epochs_or_weights: Sequence[Any], number: int) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _require_flash(attention_config: Sequence[str] | None) -> None:
-    kinds = set(attention_config or ["global"])
-    if kinds != {"flash"}:
-        raise ConfigError(
-            f"attention_config holds {sorted(kinds)}; attention inside documents needs flash in "
-            'every layer: "attention_config": [[["flash"], "all"]], or install(varlen=False)'
-        )
+def _flash(attention_config: Sequence[str] | None) -> tuple[Any, Any, str]:
+    kinds = sorted(set(attention_config or ["global"]))
+    reason = (
+        "attention inside documents needs flash in every layer "
+        '("attention_config": [[["flash"], "all"]]), or install(varlen=False)'
+    )
+    return kinds, ["flash"], reason

@@ -21,6 +21,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MEGATRON_DEEPSPEED
+from megapack.integrations.options import check_options
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows import text_rows as segments
 from megapack.integrations.rows.dataset import RowOptions
@@ -73,8 +74,7 @@ def build_train_valid_test_datasets(
         ConfigError: return_doc_ids, or options that exclude each other.
     """
     del data_impl, skip_warmup
-    if return_doc_ids:
-        raise ConfigError("return_doc_ids is set; packed rows have no single document")
+    check_options({"return_doc_ids": (return_doc_ids, None, "a packed row has many documents")})
     if data_prefix is not None:
         bounds = split_bounds(splits_string or "1")
         paths: list[Any] = [data_prefix] * 3
@@ -142,7 +142,8 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
         if varlen:
             host = importlib.import_module("megatron").get_args()
             segments.require_one_stage(host.pipeline_model_parallel_size)
-            _require_flash(host)
+            reason = "attention inside documents needs it, or install(varlen=False)"
+            check_options({"--use-flash-attn-v2": (host.use_flash_attn_v2, True, reason)})
         return build_train_valid_test_datasets(
             *args, varlen=varlen, full_validation=full_validation, **kwargs
         )
@@ -170,11 +171,8 @@ def _evaluate_whole_sets() -> None:
     @functools.wraps(stock_loaders)
     def build_loaders(*args: Any, **kwargs: Any) -> Any:
         host = importlib.import_module("megatron").get_args()
-        if host.rampup_batch_size:
-            raise ConfigError(
-                f"--rampup-batch-size is {host.rampup_batch_size}, and an evaluation takes steps "
-                "of the size that training has just then: leave it, or full_validation, out"
-            )
+        reason = "an evaluation with full_validation needs one batch size"
+        check_options({"--rampup-batch-size": (host.rampup_batch_size, None, reason)})
         loaders = stock_loaders(*args, **kwargs)
         parts = [None if loader is None else loader.dataset for loader in loaders[1:]]
         host.eval_iters = segments.of_first_rank(whole_sets(parts))
@@ -211,14 +209,6 @@ def _require_compression() -> None:
         raise ConfigError(
             f"{training.origin} imports {missing}, which deepspeed {installed} no longer has "
             "(deepspeedai/DeepSpeed#8490 removed it): install deepspeed 0.19.0"
-        )
-
-
-def _require_flash(host: Any) -> None:
-    if not host.use_flash_attn_v2:
-        raise ConfigError(
-            "--use-flash-attn-v2 is not given; attention inside documents needs it, or "
-            "install(varlen=False)"
         )
 
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import NANOTRON
+from megapack.integrations.options import check_options
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
@@ -140,19 +141,12 @@ def packed(
             f"{type(model).__name__} of nanotron takes no position_ids, so documents of a row "
             "would see each other: take its Qwen2 (is_qwen2_config: true in model_config)"
         )
-    sizes = trainer.config.parallelism
-    if sizes.pp > 1 or sizes.context_parallel_size > 1:
-        raise ConfigError(
-            f"parallelism has pp {sizes.pp} and context_parallel_size "
-            f"{sizes.context_parallel_size}: nanotron's Qwen2 asks every pipeline stage for "
-            "positions that only the first has, and context parallelism was not tried; take 1"
-        )
-    stages = trainer.config.data_stages
-    if len(stages) != 1:
-        raise ConfigError(
-            f"{len(stages)} data_stages: rows come from one data path, whose manifest has stages "
-            "of its own (docs/concepts.md); leave one, with dataset: null"
-        )
+    sizes, stages = trainer.config.parallelism, trainer.config.data_stages
+    check_options({
+        "parallelism.pp": (sizes.pp, 1, "only the first stage of nanotron's Qwen2 has positions"),
+        "parallelism.context_parallel_size": (sizes.context_parallel_size, 1, "it is not tested"),
+        "the number of data_stages": (len(stages), 1, "the manifest has stages (docs/concepts.md)"),
+    })  # fmt: skip
     rows = open_data_path(
         data_path,
         RowOptions(

@@ -45,7 +45,8 @@ from torch.utils.data import Dataset
 from megapack.attention import varlen_arguments
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.hosts.transformers import check_model, own_loader
+from megapack.integrations.hosts.transformers import check_model, own_loader, parallel_sizes
+from megapack.integrations.options import check_options
 from megapack.planning import StepPlan, plan_step
 
 Integers = NDArray[np.int64]
@@ -221,14 +222,14 @@ class PlannedSFTMixin:
             "loss": loss,
             **(planning or {}),
         }
-        _refuse(
+        _check_trainer(
             self,
             max_tokens_per_rank,
             {
-                "packing": (self.args.packing, False),
-                "loss_type": (self.args.loss_type, "nll"),
-                "label_smoothing_factor": (self.args.label_smoothing_factor, 0.0),
-                "compute_loss_func": (getattr(self, "compute_loss_func", None), None),
+                "packing": (self.args.packing, False, "the plan packs the documents"),
+                "loss_type": (self.args.loss_type, "nll", _OWN_LOSS),
+                "label_smoothing_factor": (self.args.label_smoothing_factor, 0.0, _OWN_LOSS),
+                "compute_loss_func": (getattr(self, "compute_loss_func", None), None, _OWN_LOSS),
             },
         )
 
@@ -305,27 +306,24 @@ class _EpochSampler:
         return ([i] for i in range(first, first + self.num_steps))
 
 
-def _refuse(trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any]]) -> None:
-    """Options (as they are, as they must be) of TRL's trainers that a planned step has no use for.
+_OWN_LOSS = "planned steps compute the loss (docs/guides/planned_steps.md)"
+_WHOLE = "it needs all completions of a step in one micro batch (docs/guides/planned_steps.md)"
 
-    Raises:
-        ConfigError: of the first one, or of the model.
-    """
-    sizes = tuple(getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
+
+def _check_trainer(
+    trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any, str]]
+) -> None:
+    """Raise ConfigError for options of TRL's trainers that planned steps cannot serve, those of
+    both trainers first, and for models that planned steps cannot train."""
     steps = trainer.args.gradient_accumulation_steps
-    every = {
-        "gradient_accumulation_steps": (steps, 1),  # the plan says how many micro batches
-        "tensor, context and sequence parallel sizes": (sizes, (1, 1, 1)),
-        "the load-balancing loss of experts": (getattr(trainer, "aux_loss_enabled", False), False),
-        "neftune_noise_alpha": (trainer.args.neftune_noise_alpha, None),  # scales by the row
+    experts = getattr(trainer, "aux_loss_enabled", False)
+    check_options({
+        "gradient_accumulation_steps": (steps, 1, "the plan decides the number of micro batches"),
+        **parallel_sizes(trainer, "the plan deals to data-parallel ranks only"),
+        "the load-balancing loss of experts": (experts, False, _OWN_LOSS),
+        "neftune_noise_alpha": (trainer.args.neftune_noise_alpha, None, "it scales by the row"),
         **options,
-    }
-    for name, (found, needed) in every.items():
-        if found != needed:
-            raise ConfigError(
-                f"{name}: {found!r} does not go with planned steps, which need {needed!r}; see "
-                "docs/guides/planned_steps.md"
-            )
+    })  # fmt: skip
     check_model(trainer.model, longest=max_tokens)
 
 
@@ -379,12 +377,12 @@ class PlannedGRPOMixin:
         super().__init__(**host)
         self.max_tokens_per_rank, self.keep_groups = max_tokens_per_rank, keep_groups
         self._planning = {**(planning or {}), "max_tokens_per_rank": max_tokens_per_rank}
-        _refuse(
+        _check_trainer(
             self,
             max_tokens_per_rank,
             {
-                "top_entropy_quantile": (getattr(self, "top_entropy_quantile", 1.0), 1.0),
-                "an entropy bonus": (getattr(self, "_entropy_bonus_enabled", False), False),
+                "top_entropy_quantile": (getattr(self, "top_entropy_quantile", 1.0), 1.0, _WHOLE),
+                "an entropy bonus": (getattr(self, "_entropy_bonus_enabled", False), False, _WHOLE),
             },
         )
         if self.loss_type not in GRPO_DENOMINATORS:

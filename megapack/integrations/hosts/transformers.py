@@ -39,6 +39,7 @@ from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.data.report import check_labels
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
+from megapack.integrations.options import check_options
 from megapack.integrations.rows.micro_batches import MicroBatches, model_inputs
 
 __all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
@@ -131,6 +132,15 @@ def _built_whole() -> Iterator[None]:
             deepspeed.set_hf_deepspeed_config(run)
 
 
+def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]:
+    """Tensor, context and sequence parallel size, which must be 1, for ``check_options``."""
+    kinds = {"tensor": "tp", "context": "cp", "sequence": "sp"}
+    return {
+        f"the {kind} parallel size": (getattr(trainer, f"get_{short}_size", lambda: 1)(), 1, reason)
+        for kind, short in kinds.items()
+    }
+
+
 def _check_windows(implementation: str, dataset: PackedDataset) -> None:
     windows = dataset.samples.windows
     if windows and implementation != ATTENTION_NAME and "flash" not in implementation:
@@ -219,12 +229,7 @@ class PackedTrainerMixin:
                 f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
                 "(schedule.num_steps(num_epochs))"
             )
-        if self.args.ignore_data_skip:
-            raise ConfigError(
-                "ignore_data_skip would train the run's first steps again when it is resumed; to "
-                "skip them gathers nothing here: leave it out"
-            )
-        _refuse_options(self.args)
+        _check_ignored(self.args)
         batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
         check_labels(batches.schedule, self.args.max_steps)
         self._scale_noise(batches)
@@ -461,23 +466,15 @@ class PackedTrainerMixin:
     def _of_this_rank(
         self, batches: MicroBatches, num_steps: int | None, *, evaluated: bool = False
     ) -> MicroBatches:
-        if self.args.n_gpu > 1:
-            raise ConfigError(
-                f"one process drives {self.args.n_gpu} GPUs (DataParallel), which would cut rows; "
-                "start one process per GPU with torchrun or accelerate launch"
-            )
-        sizes = [getattr(self, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp")]
-        if sizes != [1, 1, 1]:
-            raise ConfigError(
-                f"tensor, context and sequence parallel sizes are {sizes}; the micro batches are "
-                "dealt to data-parallel ranks only"
-            )
-        for name in ("dispatch_batches", "split_batches"):
-            if getattr(self.args.accelerator_config, name, None):
-                raise ConfigError(
-                    f"accelerator_config has {name}, which would have rank 0 read for all or cut "
-                    f"micro batches; every rank reads its own here: leave {name} out"
-                )
+        loader, own = self.args.accelerator_config, "every rank reads its own micro batches"
+        check_options({
+            "the number of GPUs of this process": (
+                max(1, self.args.n_gpu), 1, "DataParallel would split rows: run torchrun",
+            ),
+            **parallel_sizes(self, "micro batches go to data-parallel ranks only"),
+            "accelerator_config.dispatch_batches": (loader.dispatch_batches, None, own),
+            "accelerator_config.split_batches": (loader.split_batches, None, own),
+        })  # fmt: skip
         if not any(one is batches.dataset for one in self._checked):
             reach = batches.dataset.longest_position(batches.layout.row_tokens)
             self.check_model(batches.dataset, reach)
@@ -498,17 +495,18 @@ class PackedTrainerMixin:
         return own_loader(batches, self.args, kind, batch_size=1)
 
 
-def _refuse_options(args: Any) -> None:
+def _check_ignored(args: Any) -> None:
     """Raise ConfigError for options of Trainer that the micro batches would ignore."""
-    ignored = {
-        "train_sampling_strategy": (("random", "sequential"), "the schedule orders the samples"),
-        "auto_find_batch_size": ((False,), "micro_batch_tokens is the size of a forward"),
-        "group_by_length": ((False,), "the schedule orders the samples"),
-    }
-    for name, (taken, reason) in ignored.items():
-        value = getattr(args, name, taken[0])
-        if value not in taken:
-            raise ConfigError(f"{name} is {value!r}, and {reason}: leave it out")
+    order, size = "the schedule orders the samples", "micro_batch_tokens is the size of a forward"
+    skipping = "a resumed run would train its first steps again; skipping them reads no data"
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    grouped = None if strategy in ("random", "sequential") else strategy
+    check_options({
+        "ignore_data_skip": (args.ignore_data_skip, None, skipping),
+        "train_sampling_strategy": (grouped, None, order),
+        "auto_find_batch_size": (args.auto_find_batch_size, None, size),
+        "group_by_length": (getattr(args, "group_by_length", None), None, order),
+    })  # fmt: skip
 
 
 def own_loader(
@@ -548,16 +546,12 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
-    if args.packing:
-        raise ConfigError("SFTConfig(packing=True) would pack packed rows again; set it to False")
-    masks = (
-        name for name in ("completion_only_loss", "assistant_only_loss") if getattr(args, name)
-    )
-    if name := next(masks, None):
-        raise ConfigError(
-            f"SFTConfig({name}=True) masks nothing of packed rows: <prefix>.labels "
-            "says which tokens count (megapack-build tokenize --messages-key); leave it out"
-        )
+    labels = "<prefix>.labels marks the tokens with loss (megapack-build tokenize --messages-key)"
+    check_options({
+        "SFTConfig.packing": (args.packing, False, "rows are packed already"),
+        "SFTConfig.completion_only_loss": (args.completion_only_loss, None, labels),
+        "SFTConfig.assistant_only_loss": (args.assistant_only_loss, None, labels),
+    })  # fmt: skip
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
 
     class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs

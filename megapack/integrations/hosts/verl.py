@@ -37,6 +37,7 @@ from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import VERL_SFT, emit, loss_terms
+from megapack.integrations.options import check_options
 from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
@@ -198,10 +199,8 @@ class SFTRows(Dataset[dict[str, Tensor]]):
                 f"data files are {parquet_files}; give one: several datasets are the sources of a "
                 "manifest"
             )
-        if data.get("pad_mode") != "no_padding":
-            raise ConfigError(
-                f"data.pad_mode is {data.get('pad_mode')!r}, which pads rows again: no_padding"
-            )
+        reason = "rows have their padding already"
+        check_options({"data.pad_mode": (data.get("pad_mode"), "no_padding", reason)})
         self.shuffled = parquet_files == data.get("train_files")
         if self.shuffled and parquet_files == data.get("val_files"):
             raise ConfigError(

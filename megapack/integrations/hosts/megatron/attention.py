@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megapack.attention import AttentionNeeds, choose_backend, varlen_attention
 from megapack.errors import ConfigError
+from megapack.integrations.options import check_options
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs
@@ -44,20 +45,14 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
         super().__init__(config=config)
         del attn_mask_type, unused
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ConfigError(f"attention dropout is {dropout}; packed attention needs 0.0")
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size={config.context_parallel_size} needs Transformer Engine's "
-                "attention (--transformer-impl transformer_engine)"
-            )
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise ConfigError(
-                f"softmax_type is {config.softmax_type!r}; packed attention has the vanilla one: "
-                "others need Transformer Engine's attention (--transformer-impl transformer_engine)"
-            )
-        if attention_type != "self":
-            raise ConfigError(f"attention type {attention_type!r}; packed attention is self only")
+        softmax = getattr(config, "softmax_type", "vanilla")
+        engine = "others need Transformer Engine (--transformer-impl transformer_engine)"
+        check_options({
+            "attention_dropout": (dropout, 0.0, "packed attention has no dropout"),
+            "context_parallel_size": (config.context_parallel_size, 1, engine),
+            "softmax_type": (softmax, "vanilla", engine),
+            "attention_type": (attention_type, "self", "packed attention is self-attention"),
+        })  # fmt: skip
         self.softmax_scale = softmax_scale
         self.window = 0
         if is_layer_window_attention(
