@@ -281,7 +281,7 @@ def test_a_corpus_without_a_label_is_refused_and_steps_without_one_train(
 def test_options_that_micro_batches_would_ignore_are_refused(
     batches: MicroBatches, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .* leave it out"):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .* Leave it out"):
         packed_trainer(batches, tmp_path, **options).train()
 
 
