@@ -466,14 +466,14 @@ class PackedTrainerMixin:
     def _of_this_rank(
         self, batches: MicroBatches, num_steps: int | None, *, evaluated: bool = False
     ) -> MicroBatches:
-        loader, own = self.args.accelerator_config, "every rank reads its own micro batches"
+        loader, reason = self.args.accelerator_config, "every rank reads its own micro batches"
         check_options({
             "the number of GPUs of this process": (
                 max(1, self.args.n_gpu), 1, "DataParallel would split rows: run torchrun",
             ),
             **parallel_sizes(self, "micro batches go to data-parallel ranks only"),
-            "accelerator_config.dispatch_batches": (loader.dispatch_batches, None, own),
-            "accelerator_config.split_batches": (loader.split_batches, None, own),
+            "accelerator_config.dispatch_batches": (loader.dispatch_batches, None, reason),
+            "accelerator_config.split_batches": (loader.split_batches, None, reason),
         })  # fmt: skip
         if not any(one is batches.dataset for one in self._checked):
             reach = batches.dataset.longest_position(batches.layout.row_tokens)
