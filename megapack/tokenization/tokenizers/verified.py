@@ -285,13 +285,13 @@ def _guard_of_sentencepiece(definition: bytes) -> Guard:
     kinds = [piece.get("type", 1) for piece in pieces]
     _require(_UNUSED not in kinds, "it has unused pieces")
     _require(kinds.count(_BYTE) == 256, "it lacks bytes")
-    guarded = {
-        content
-        for piece, kind in zip(pieces, kinds, strict=True)
-        if kind in (_CONTROL, _USER_DEFINED) and (content := piece.get("piece", b""))
-    }
-    # A symbol is written with U+2581 for a space; a text has either.
-    guarded |= {content.replace(_SPACE.encode(), b" ") for content in guarded}
+    guarded = set()
+    for piece, of_kind in zip(pieces, kinds, strict=True):
+        if of_kind in (_CONTROL, _USER_DEFINED):
+            # U+2581 in a symbol matches itself, a space, or the space put before a text.
+            part = max(piece.get("piece", b"").split(_SPACE.encode()), key=len)
+            _require(bool(part), "it has a symbol of spaces")
+            guarded.add(part)
     return Guard(tuple(sorted(guarded)), np.zeros(0, np.int64))
 
 
