@@ -237,11 +237,11 @@ times_of_samples: the document that comes next counts as seen
 - times: Ids = epoch + (self.places(epoch, samples) < place)
 + times: Ids = epoch + (self.places(epoch, samples) <= place)
 
-# Dealing: equal work.
+# Assignment: equal work.
 
-csrc/core/schedule/deal.cpp: dealing
+csrc/core/schedule/assign.cpp: dealing
 no_exchange: work is less equal than it can be
--     dealer.exchange();
+-     assigner.exchange();
 +
 exchanged_loads: exchanges go on from a load that is gone
 -         loads_[from] -= moved;
@@ -545,7 +545,7 @@ longest_path: of several kinds of cost one alone is balanced
 - weights_[k] = std::max(kOne / 16, ratio >> 4);
 + weights_[k] = k == 0 ? kOne : kOne / 16;
 
-csrc/core/planning/dealing.cpp: planner
+csrc/core/planning/assignment.cpp: planner
 empty_bins: a rank is left without documents that would suffice for all
 - if (empty.empty()) return;
 + if (!empty.empty()) return;

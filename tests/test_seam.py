@@ -246,8 +246,8 @@ def test_wrong_offsets_are_refused_not_followed() -> None:
 
 def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
     none = np.zeros(0, np.int64)
-    assert _core.deal_evenly(none, none).tolist() == []
-    assert _core.deal_evenly(none, np.zeros(3, np.int64)).tolist() == []
+    assert _core.assign_evenly(none, none).tolist() == []
+    assert _core.assign_evenly(none, np.zeros(3, np.int64)).tolist() == []
     for costs, sizes, message in [
         ([1], [-1, 2], "bin 0 has -1 places"),
         ([1, 2], [1], "2 items for bins of 1 places"),
@@ -256,7 +256,7 @@ def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
         ([1 << 62, 1 << 62], [1, 1], "more than 2.62"),
     ]:
         with pytest.raises(ValueError, match=message):
-            _core.deal_evenly(np.array(costs), np.array(sizes))
+            _core.assign_evenly(np.array(costs), np.array(sizes))
 
 
 def at_an_odd_byte(array: Any) -> Any:
@@ -267,8 +267,8 @@ def at_an_odd_byte(array: Any) -> Any:
 
 def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written() -> None:
     costs, sizes = np.array([5, 1, 4, 2]), np.array([2, 2])
-    dealt = _core.deal_evenly(at_an_odd_byte(costs), at_an_odd_byte(sizes))
-    assert dealt.tolist() == _core.deal_evenly(costs, sizes).tolist()
+    dealt = _core.assign_evenly(at_an_odd_byte(costs), at_an_odd_byte(sizes))
+    assert dealt.tolist() == _core.assign_evenly(costs, sizes).tolist()
     index = pack(LENGTHS, buckets=[8, 16])
     index.verify(at_an_odd_byte(LENGTHS))
     with pytest.raises(ValueError, match="segment_length must be one contiguous, aligned"):

@@ -1,8 +1,8 @@
 // schedule and balance: small pure functions; arrays out.
 #include "bindings/scalars.hpp"
+#include "core/schedule/assign.hpp"
 #include "core/schedule/blend.hpp"
 #include "core/schedule/cycle_order.hpp"
-#include "core/schedule/deal.hpp"
 #include "core/schedule/permute.hpp"
 #include "core/schedule/random.hpp"
 
@@ -165,11 +165,11 @@ void register_blend(py::module_& m) {
             make));
 }
 
-py::array_t<std::int64_t> deal_evenly_numpy(const Array<std::int64_t>& costs,
-                                            const Array<std::int64_t>& bin_sizes) {
+py::array_t<std::int64_t> assign_evenly_numpy(const Array<std::int64_t>& costs,
+                                              const Array<std::int64_t>& bin_sizes) {
     const auto costs_view = view(costs, "costs");
     const auto sizes_view = view(bin_sizes, "bin_sizes");
-    return computed([&] { return deal_evenly(costs_view, sizes_view); });
+    return computed([&] { return assign_evenly(costs_view, sizes_view); });
 }
 
 }  // namespace
@@ -186,7 +186,7 @@ void register_schedule(py::module_& m) {
           py::arg("counts").noconvert(), py::arg("shuffled"));
     register_cycle_order(m);
     register_blend(m);
-    m.def("deal_evenly", &deal_evenly_numpy, py::arg("costs").noconvert(),
+    m.def("assign_evenly", &assign_evenly_numpy, py::arg("costs").noconvert(),
           py::arg("bin_sizes").noconvert());
 }
 

@@ -138,7 +138,7 @@ def measure_work(
 def _deal(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     """Loads ``(num_ranks,)`` as training deals a step: longest first to the least loaded rank."""
     places = np.full(num_ranks, len(work) // num_ranks, np.int64)
-    loads: NDArray[np.int64] = work[_core.deal_evenly(work, places)].reshape(num_ranks, -1).sum(1)
+    loads: NDArray[np.int64] = work[_core.assign_evenly(work, places)].reshape(num_ranks, -1).sum(1)
     return loads
 
 

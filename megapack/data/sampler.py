@@ -108,7 +108,7 @@ def deal(
     ranks = np.arange(num_ranks)
     samples = (num_micro_batches // num_ranks + (ranks < num_micro_batches % num_ranks)) * size
     balanced = how == "balanced"
-    order = _core.deal_evenly(costs, samples) if balanced else np.arange(len(costs))
+    order = _core.assign_evenly(costs, samples) if balanced else np.arange(len(costs))
     return Deal(costs, order, np.concatenate([[0], np.cumsum(samples)]), size, balanced)
 
 
@@ -121,7 +121,7 @@ def equal_groups(costs: Ids, size: int) -> Ids:
     num_groups = len(costs) // size
     if num_groups == 0:
         return np.zeros((0, size), np.int64)
-    groups = _core.deal_evenly(costs, np.full(num_groups, size, np.int64)).reshape(-1, size)
+    groups = _core.assign_evenly(costs, np.full(num_groups, size, np.int64)).reshape(-1, size)
     falling: Ids = groups[np.argsort(-costs[groups].sum(axis=1), kind="stable")]
     return falling
 

@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/schedule/assign.hpp"
 #include "core/schedule/blend.hpp"
 #include "core/schedule/cycle_order.hpp"
-#include "core/schedule/deal.hpp"
 #include "core/schedule/permute.hpp"
 #include "core/schedule/random.hpp"
 #include "require.hpp"
@@ -143,10 +143,10 @@ void test_deals() {
         const auto total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
         std::vector<std::int64_t> costs(total);
         for (auto& cost : costs) cost = static_cast<std::int64_t>(random() % 1000);
-        require(is_permutation_of_range(deal_evenly(costs, sizes)), "an item was dealt twice");
+        require(is_permutation_of_range(assign_evenly(costs, sizes)), "an item was dealt twice");
     }
     const std::vector<std::int64_t> costs{1, 2}, room{1};
-    require(refuses([&] { deal_evenly(costs, room); }), "more items than room were accepted");
+    require(refuses([&] { assign_evenly(costs, room); }), "more items than room were accepted");
 }
 
 }  // namespace

@@ -108,7 +108,7 @@ def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> 
 
 
 def dealt(costs: list[int], sizes: list[int]) -> list[int]:
-    """The definition of csrc/core/schedule/deal.hpp: every exchange looked at, the first best."""
+    """The definition of csrc/core/schedule/assign.hpp: every exchange looked at, the first best."""
     bins: list[list[int]] = [[] for _ in sizes]
 
     def load(b: int) -> int:
@@ -140,7 +140,7 @@ def test_dealing_is_as_defined(sizes: list[int], data: st.DataObject) -> None:
     """Every bin has its number, costliest first, and no exchange makes work more equal."""
     cost = data.draw(st.sampled_from([st.integers(0, 4), st.integers(0, 1 << 40)]))
     costs = data.draw(st.lists(cost, min_size=sum(sizes), max_size=sum(sizes)))
-    order = _core.deal_evenly(np.array(costs, np.int64), np.array(sizes, np.int64))
+    order = _core.assign_evenly(np.array(costs, np.int64), np.array(sizes, np.int64))
     assert order.tolist() == dealt(costs, sizes)
 
 
@@ -226,16 +226,16 @@ def test_the_epoch_is_the_default_length() -> None:
 def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
     calls: list[int] = []
-    deal_evenly = dealing._core.deal_evenly
+    assign_evenly = dealing._core.assign_evenly
 
     def counted(costs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         calls.append(len(sizes))
-        return deal_evenly(costs, sizes)
+        return assign_evenly(costs, sizes)
 
     ranks = 512
     schedule = Schedule(INDEX, tokens_per_step=64 * 2 * ranks)
     sampler = BucketBatchSampler(schedule, **of_rank(3, ranks, 64))
-    monkeypatch.setattr(dealing, "_core", SimpleNamespace(deal_evenly=counted))
+    monkeypatch.setattr(dealing, "_core", SimpleNamespace(assign_evenly=counted))
     assert len(sampler.micro_batches(1)) == 2
     assert calls == [ranks, 2]
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/base/random.hpp"
-#include "core/planning/dealing.hpp"
+#include "core/planning/assignment.hpp"
 
 namespace megapack {
 namespace {
@@ -22,15 +22,15 @@ constexpr std::int64_t kMostInVain = 256;
 class Exchange {
   public:
     // `ceilings`: of micro batch and kind, what no rank may exceed in it; none: any cost.
-    Exchange(Dealing& dealing, Balance balance, std::int64_t looks,
+    Exchange(Assignment& assignment, Balance balance, std::int64_t looks,
              std::vector<std::int64_t> ceilings = {})
-        : d_(dealing),
-          items_(dealing.items()),
-          kinds_(dealing.items().kinds),
+        : d_(assignment),
+          items_(assignment.items()),
+          kinds_(assignment.items().kinds),
           by_rank_(balance == Balance::kStep),
           looks_(looks),
           ceilings_(std::move(ceilings)),
-          meetings_(balance == Balance::kMicroBatches ? dealing.num_micro_batches() : 1),
+          meetings_(balance == Balance::kMicroBatches ? assignment.num_micro_batches() : 1),
           families_(std::any_of(items_.family.begin(), items_.family.end(),
                                 [](std::int64_t family) { return family >= 0; })),
           paths_(kinds_),
@@ -383,7 +383,7 @@ class Exchange {
         return d_.bins()[b].degree == 1 && !d_.bins()[b].pinned;
     }
 
-    Dealing& d_;
+    Assignment& d_;
     const Items& items_;
     std::int64_t kinds_;
     bool by_rank_;
@@ -401,30 +401,30 @@ class Exchange {
 };
 
 // The looks that are left, and the objective.
-std::pair<std::int64_t, std::int64_t> descend(Dealing& dealing, std::int64_t looks) {
-    const Balance balance = dealing.rules().balance;
-    const bool arranged = balance == Balance::kMicroBatches && dealing.of_single_ranks();
-    Exchange exchange(dealing, balance, looks);
+std::pair<std::int64_t, std::int64_t> descend(Assignment& assignment, std::int64_t looks) {
+    const Balance balance = assignment.rules().balance;
+    const bool arranged = balance == Balance::kMicroBatches && assignment.of_single_ranks();
+    Exchange exchange(assignment, balance, looks);
     exchange.descend(0);
     if (balance == Balance::kMicroBatches) exchange.descend(1);
     if (arranged) {
-        dealing.arrange();
+        assignment.arrange();
         exchange.refresh();
     }
-    if (balance == Balance::kMicroBatches) exchange.descend(dealing.num_micro_batches());
+    if (balance == Balance::kMicroBatches) exchange.descend(assignment.num_micro_batches());
     if (balance == Balance::kStep) exchange.swap_ranks();
-    if (arranged) dealing.arrange();
+    if (arranged) assignment.arrange();
     exchange.refresh();
     return {exchange.looks(), exchange.objective()};
 }
 
 // A few bins are emptied and their items dealt anew, in any order, to bins with room, half of them
 // to that with least work. False where one has room nowhere. Reads chance from `word` on.
-bool disturb(Dealing& dealing, const Random& chance, std::uint64_t& word) {
-    const std::int64_t num_bins = dealing.num_bins();
+bool disturb(Assignment& assignment, const Random& chance, std::uint64_t& word) {
+    const std::int64_t num_bins = assignment.num_bins();
     std::vector<std::int32_t> loose;
     for (std::int64_t n = std::min<std::int64_t>(num_bins, 2 + chance.below(word++, 2)); n > 0; --n)
-        for (const std::int32_t item : dealing.empty(chance.below(word++, num_bins)))
+        for (const std::int32_t item : assignment.empty(chance.below(word++, num_bins)))
             loose.push_back(item);
     for (std::int64_t i = ssize(loose) - 1; i > 0; --i)
         std::swap(loose[i], loose[chance.below(word++, i + 1)]);
@@ -432,29 +432,29 @@ bool disturb(Dealing& dealing, const Random& chance, std::uint64_t& word) {
         std::int64_t to = kNone, seen = 0;
         const bool anywhere = chance.below(word++, 2) == 0;
         for (std::int64_t b = 0; b < num_bins; ++b) {
-            if (!dealing.has_room(b, item)) continue;
+            if (!assignment.has_room(b, item)) continue;
             ++seen;
-            if (to == kNone ||
-                (anywhere ? chance.below(word++, seen) == 0 : dealing.work(b) < dealing.work(to)))
+            if (to == kNone || (anywhere ? chance.below(word++, seen) == 0
+                                         : assignment.work(b) < assignment.work(to)))
                 to = b;
         }
         if (to == kNone) return false;
-        dealing.put(item, to);
+        assignment.put(item, to);
     }
-    dealing.fill_empty_bins();
+    assignment.fill_empty_bins();
     return true;
 }
 
 // Ranks have as much in the step, no path becoming longer.
-void level_ranks(Dealing& dealing, std::int64_t looks) {
-    const std::int64_t kinds = dealing.items().kinds;
-    std::vector<std::int64_t> ceilings(dealing.num_micro_batches() * kinds, 0);
-    for (std::int64_t b = 0; b < dealing.num_bins(); ++b)
+void level_ranks(Assignment& assignment, std::int64_t looks) {
+    const std::int64_t kinds = assignment.items().kinds;
+    std::vector<std::int64_t> ceilings(assignment.num_micro_batches() * kinds, 0);
+    for (std::int64_t b = 0; b < assignment.num_bins(); ++b)
         for (std::int64_t k = 0; k < kinds; ++k) {
-            std::int64_t& most = ceilings[dealing.bins()[b].micro_batch * kinds + k];
-            most = std::max(most, dealing.cost(b)[k] / dealing.bins()[b].degree);
+            std::int64_t& most = ceilings[assignment.bins()[b].micro_batch * kinds + k];
+            most = std::max(most, assignment.cost(b)[k] / assignment.bins()[b].degree);
         }
-    Exchange exchange(dealing, Balance::kStep, looks, std::move(ceilings));
+    Exchange exchange(assignment, Balance::kStep, looks, std::move(ceilings));
     exchange.swap_ranks();
     exchange.refresh();
     exchange.descend(0);
@@ -464,24 +464,24 @@ void level_ranks(Dealing& dealing, std::int64_t looks) {
 
 // Descends, and then again and again from a place near by, which is kept where it ends lower. Few
 // items are so searched from all sides; a step of thousands has spent its looks before.
-std::int64_t balance(Dealing& dealing, std::int64_t looks) {
-    auto [left, best] = descend(dealing, looks);
-    const std::int64_t least = (8 + dealing.items().kinds) * dealing.items().unit;
+std::int64_t balance(Assignment& assignment, std::int64_t looks) {
+    auto [left, best] = descend(assignment, looks);
+    const std::int64_t least = (8 + assignment.items().kinds) * assignment.items().unit;
     const Random chance(0);
     std::uint64_t word = 0;
-    for (std::int64_t in_vain = 0; in_vain < kMostInVain && left > 0 && dealing.num_bins() > 1 &&
+    for (std::int64_t in_vain = 0; in_vain < kMostInVain && left > 0 && assignment.num_bins() > 1 &&
                                    best > least + (least >> 12);
          ++in_vain) {
-        const Dealing before = dealing;
+        const Assignment before = assignment;
         std::int64_t now = best;
-        left -= dealing.items().size() + dealing.num_bins();
-        if (disturb(dealing, chance, word)) std::tie(left, now) = descend(dealing, left);
-        if (now >= best) dealing.take_back(before);
+        left -= assignment.items().size() + assignment.num_bins();
+        if (disturb(assignment, chance, word)) std::tie(left, now) = descend(assignment, left);
+        if (now >= best) assignment.take_back(before);
         if (now < best) in_vain = 0;
         best = std::min(best, now);
     }
-    if (dealing.rules().balance != Balance::kStep) level_ranks(dealing, looks / 4);
-    dealing.fill_empty_bins();
+    if (assignment.rules().balance != Balance::kStep) level_ranks(assignment, looks / 4);
+    assignment.fill_empty_bins();
     return best;
 }
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/base/span.hpp"
-#include "core/planning/dealing.hpp"
+#include "core/planning/assignment.hpp"
 
 namespace megapack {
 namespace {
@@ -211,8 +211,8 @@ class MicroBatch {
 
 // The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
 // more are left. Those that are not dealt, and all behind them.
-std::vector<Document> deal_long(Groups& groups, const std::vector<Document>& documents,
-                                std::int64_t count, std::int64_t least_degree) {
+std::vector<Document> assign_long(Groups& groups, const std::vector<Document>& documents,
+                                  std::int64_t count, std::int64_t least_degree) {
     std::vector<Document> left(documents.begin(), documents.begin() + count);
     std::int64_t tokens_left = 0, shortest = std::numeric_limits<std::int64_t>::max();
     for (const Document& document : left) {
@@ -348,7 +348,7 @@ Document Pool::take(std::int64_t kind) {
 // ---- short documents fill every rank of every micro batch to the same number of tokens ----------
 
 // Deals each document to the group whose ranks miss most tokens; false where one has no room.
-bool deal_to_emptiest(Groups& groups, Span<const Document> documents) {
+bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     using Entry = std::pair<std::int64_t, std::int64_t>;  // tokens missing per rank, -group
     const auto entry = [&](std::int64_t g) {
         return Entry{groups.missing(g, groups.mean_tokens()) / groups[g].degree, -g};
@@ -390,14 +390,14 @@ void fill(Groups& groups, std::int64_t g, std::int64_t per_rank, Pool& pool) {
     }
 }
 
-bool deal_short(Groups& groups, const std::vector<Document>& documents) {
+bool assign_short(Groups& groups, const std::vector<Document>& documents) {
     // Exact sums know lengths alone.
     const Items& items = groups.items();
     if (!items.cap.empty() || std::any_of(items.documents.begin(), items.documents.end(),
                                           [](std::int64_t count) { return count > 1; }))
-        return deal_to_emptiest(groups, documents);
+        return assign_to_emptiest(groups, documents);
     const std::int64_t size = ssize(documents), kept = std::min(size, 3 * groups.size() + 1024);
-    if (!deal_to_emptiest(groups, {documents.data(), size - kept})) return false;
+    if (!assign_to_emptiest(groups, {documents.data(), size - kept})) return false;
 
     // Those that miss least first: they have the fewest ways to be filled. What room there is in
     // excess is left together, in the last groups.
@@ -409,7 +409,7 @@ bool deal_short(Groups& groups, const std::vector<Document>& documents) {
     const std::int64_t mean = groups.mean_tokens();
     const std::int64_t per_rank = std::min(groups.rules().max_tokens, mean + mean / 512);
     for (const auto& [missing, g] : order) fill(groups, g, per_rank, pool);
-    return deal_to_emptiest(groups, pool.rest());
+    return assign_to_emptiest(groups, pool.rest());
 }
 
 // How many of the documents count as long: the longest, with `share` of the tokens, and all that
@@ -435,37 +435,37 @@ std::vector<Bin> bins_of(const Groups& groups) {
 
 }  // namespace
 
-bool deal_shared(Dealing& dealing) {
-    const Items& items = dealing.items();
-    const StepRules& rules = dealing.rules();
+bool assign_shared(Assignment& assignment) {
+    const Items& items = assignment.items();
+    const StepRules& rules = assignment.rules();
     const std::vector<Document> documents = longest_first(items, rules);
     std::int64_t tokens = 0;
     for (const Document& document : documents) tokens += document.length;
-    const std::int64_t places = dealing.num_micro_batches() * rules.num_ranks;
+    const std::int64_t places = assignment.num_micro_batches() * rules.num_ranks;
     // What cannot be filled with a quarter of the tokens may be with all of them.
     for (const std::int64_t share : {tokens - tokens / 4, std::int64_t{0}}) {
         for (std::int64_t least = 1; least <= rules.max_context_parallel_size; least *= 2) {
-            Groups groups(items, rules, dealing.num_micro_batches(),
+            Groups groups(items, rules, assignment.num_micro_batches(),
                           (tokens + places - 1) / places);
             const std::int64_t count = num_long(groups, documents, share);
-            if (!deal_short(groups, deal_long(groups, documents, count, least))) continue;
-            dealing.take(bins_of(groups));
+            if (!assign_short(groups, assign_long(groups, documents, count, least))) continue;
+            assignment.take(bins_of(groups));
             return true;
         }
     }
     return false;
 }
 
-void deal_apart(Dealing& dealing) {
-    const Items& items = dealing.items();
+void assign_apart(Assignment& assignment) {
+    const Items& items = assignment.items();
     std::vector<Bin> bins;
     for (std::int64_t i = 0; i < items.size(); ++i) {
         std::int64_t degree = 1;
-        while (!holds(items, dealing.rules(), degree, i)) degree *= 2;
+        while (!holds(items, assignment.rules(), degree, i)) degree *= 2;
         bins.push_back({i, 0, degree});
         bins.back().items.push_back(static_cast<std::int32_t>(i));
     }
-    dealing.take(std::move(bins));
+    assignment.take(std::move(bins));
 }
 
 }  // namespace megapack

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/base/check.hpp"
-#include "core/planning/dealing.hpp"
+#include "core/planning/assignment.hpp"
 
 namespace megapack {
 namespace {
@@ -276,19 +276,19 @@ void price(Items& items, const Costs& costs, const Members& members, const StepR
     }
 }
 
-StepPlan plan_of(const Dealing& dealing, const Members& members, std::int64_t num_documents,
+StepPlan plan_of(const Assignment& assignment, const Members& members, std::int64_t num_documents,
                  bool keep_empty) {
     StepPlan plan;
-    std::vector<std::int64_t> number(dealing.num_micro_batches(), 0);
-    for (const Bin& bin : dealing.bins())
+    std::vector<std::int64_t> number(assignment.num_micro_batches(), 0);
+    for (const Bin& bin : assignment.bins())
         if (keep_empty || !bin.items.empty()) number[bin.micro_batch] = 1;
     plan.num_micro_batches = std::accumulate(number.begin(), number.end(), std::int64_t{0});
-    if (keep_empty) plan.num_micro_batches = dealing.num_micro_batches();
+    if (keep_empty) plan.num_micro_batches = assignment.num_micro_batches();
     std::exclusive_scan(number.begin(), number.end(), number.begin(), std::int64_t{0});
     plan.first_rank.resize(num_documents);
     plan.degree.resize(num_documents);
     plan.micro_batch.resize(num_documents);
-    for (const Bin& bin : dealing.bins())
+    for (const Bin& bin : assignment.bins())
         for (const std::int32_t item : bin.items)
             for (const std::int64_t i : members.documents[item]) {
                 plan.first_rank[i] = bin.first_rank;
@@ -317,24 +317,25 @@ std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
 
 // Ways to deal all items into so many micro batches. Sharing is only as good as its groups of
 // ranks: where single ranks can hold every item, both are tried.
-std::vector<Dealing> dealings(const Items& items, const StepRules& rules, std::int64_t m) {
+std::vector<Assignment> assignments(const Items& items, const StepRules& rules, std::int64_t m) {
     bool single = true, families = false;
     for (std::int64_t i = 0; i < items.size(); ++i) {
         single = single && holds(items, rules, 1, i);
         families = families || items.family[i] >= 0;
     }
-    std::vector<Dealing> found;
-    Dealing dealing(items, rules, m);
-    if (single && (dealing.deal_dearest_first(false) || dealing.deal_dearest_first(true)))
-        found.push_back(dealing);
+    std::vector<Assignment> found;
+    Assignment assignment(items, rules, m);
+    if (single && (assignment.assign_dearest_first(false) || assignment.assign_dearest_first(true)))
+        found.push_back(assignment);
     const bool alone = rules.max_context_parallel_size == 1;
-    if (!families && (found.empty() || !alone) && deal_shared(dealing)) found.push_back(dealing);
-    if (found.empty() && alone && dealing.deal_best_fit()) found.push_back(dealing);
+    if (!families && (found.empty() || !alone) && assign_shared(assignment))
+        found.push_back(assignment);
+    if (found.empty() && alone && assignment.assign_best_fit()) found.push_back(assignment);
     if (found.empty() && !families && m >= items.size()) {
-        deal_apart(dealing);
-        return {dealing};
+        assign_apart(assignment);
+        return {assignment};
     }
-    for (Dealing& each : found)
+    for (Assignment& each : found)
         if (each.of_single_ranks()) each.arrange();
     return found;
 }
@@ -364,10 +365,10 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
               kMostPlaces, " are planned: lower num_ranks or micro_batch_multiple, or raise ",
               "max_tokens_per_rank");
         price(items, costs, members, rules, m);
-        std::vector<Dealing> found = dealings(items, rules, m);
+        std::vector<Assignment> found = assignments(items, rules, m);
         if (found.empty()) continue;
         std::vector<std::int64_t> paths;
-        for (Dealing& dealing : found) paths.push_back(balance(dealing, kLooks));
+        for (Assignment& assignment : found) paths.push_back(balance(assignment, kLooks));
         const auto best = std::min_element(paths.begin(), paths.end()) - paths.begin();
         return plan_of(found[best], members, lengths.size(), rules.multiple > 1);
     }

@@ -1,4 +1,4 @@
-#include "core/planning/dealing.hpp"
+#include "core/planning/assignment.hpp"
 
 #include <algorithm>
 #include <functional>
@@ -31,19 +31,19 @@ bool holds(const Items& items, const StepRules& rules, std::int64_t degree, std:
 
 // ---- what a bin holds ---------------------------------------------------------------------------
 
-void Dealing::open_bins() {
+void Assignment::open_bins() {
     std::vector<Bin> bins;
     for (std::int64_t m = 0; m < num_micro_batches_; ++m)
         for (std::int64_t r = 0; r < rules_.num_ranks; ++r) bins.push_back({m, r, 1});
     hold(std::move(bins));
 }
 
-void Dealing::take(std::vector<Bin> bins) {
+void Assignment::take(std::vector<Bin> bins) {
     hold(std::move(bins));
     fill_empty_bins();
 }
 
-void Dealing::hold(std::vector<Bin> bins) {
+void Assignment::hold(std::vector<Bin> bins) {
     bins_ = std::move(bins);
     cost_.assign(bins_.size() * items_.kinds, 0);
     amount_.assign(bins_.size() * items_.cap.size(), 0);
@@ -53,7 +53,7 @@ void Dealing::hold(std::vector<Bin> bins) {
     }
 }
 
-void Dealing::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
+void Assignment::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
     bins_[b].tokens += sign * items_.tokens[item];
     bins_[b].documents += sign * items_.documents[item];
     for (std::int64_t k = 0; k < items_.kinds; ++k)
@@ -62,18 +62,18 @@ void Dealing::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
         amount_[b * items_.kinds + k] += sign * items_.amount[item * items_.kinds + k];
 }
 
-void Dealing::put(std::int64_t item, std::int64_t b) {
+void Assignment::put(std::int64_t item, std::int64_t b) {
     bins_[b].items.push_back(static_cast<std::int32_t>(item));
     count(item, b, 1);
 }
 
-void Dealing::remove(std::int64_t place, std::int64_t b) {
+void Assignment::remove(std::int64_t place, std::int64_t b) {
     count(bins_[b].items[place], b, -1);
     bins_[b].items.erase(bins_[b].items.begin() + place);
 }
 
-void Dealing::swap(std::int64_t place, std::int64_t b, std::int64_t other_place,
-                   std::int64_t other) {
+void Assignment::swap(std::int64_t place, std::int64_t b, std::int64_t other_place,
+                      std::int64_t other) {
     std::int32_t &mine = bins_[b].items[place], &theirs = bins_[other].items[other_place];
     count(mine, b, -1);
     count(theirs, other, -1);
@@ -82,11 +82,11 @@ void Dealing::swap(std::int64_t place, std::int64_t b, std::int64_t other_place,
     count(theirs, other, 1);
 }
 
-void Dealing::swap_ranks(std::int64_t b, std::int64_t other) {
+void Assignment::swap_ranks(std::int64_t b, std::int64_t other) {
     std::swap(bins_[b].first_rank, bins_[other].first_rank);
 }
 
-std::vector<std::int32_t> Dealing::empty(std::int64_t b) {
+std::vector<std::int32_t> Assignment::empty(std::int64_t b) {
     std::vector<std::int32_t> items, loose;
     items.swap(bins_[b].items);
     for (const std::int32_t item : items) {
@@ -100,7 +100,7 @@ std::vector<std::int32_t> Dealing::empty(std::int64_t b) {
     return loose;
 }
 
-bool Dealing::fits(std::int64_t b, std::int64_t item, std::int64_t other) const {
+bool Assignment::fits(std::int64_t b, std::int64_t item, std::int64_t other) const {
     const Bin& bin = bins_[b];
     const auto change = [&](const std::vector<std::int64_t>& of, std::int64_t step,
                             std::int64_t k) {
@@ -117,17 +117,17 @@ bool Dealing::fits(std::int64_t b, std::int64_t item, std::int64_t other) const 
     return true;
 }
 
-bool Dealing::is_loose(std::int64_t b) const {
+bool Assignment::is_loose(std::int64_t b) const {
     const std::vector<std::int32_t>& items = bins_[b].items;
     return std::any_of(items.begin(), items.end(), [&](auto i) { return items_.family[i] < 0; });
 }
 
-std::int64_t Dealing::work(std::int64_t b) const {
+std::int64_t Assignment::work(std::int64_t b) const {
     const auto first = cost_.begin() + b * items_.kinds;
     return *std::max_element(first, first + items_.kinds) / bins_[b].degree;
 }
 
-std::vector<std::int64_t> Dealing::by_falling_work() const {
+std::vector<std::int64_t> Assignment::by_falling_work() const {
     std::vector<std::int64_t> order(bins_.size());
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(),
@@ -138,7 +138,7 @@ std::vector<std::int64_t> Dealing::by_falling_work() const {
 // ---- all items, one after the other -------------------------------------------------------------
 
 // The chunks of a family go to micro batches of the rank that has least work so far.
-bool Dealing::place_families() {
+bool Assignment::place_families() {
     std::set<Entry> ranks;                 // by work
     std::vector<std::set<Entry>> bins_of;  // by work, of every rank that was asked
     for (std::int64_t begin = 0, end = 0; begin < items_.size(); begin = end) {
@@ -178,7 +178,7 @@ bool Dealing::place_families() {
     return true;
 }
 
-bool Dealing::deal_dearest_first(bool by_tokens) {
+bool Assignment::assign_dearest_first(bool by_tokens) {
     open_bins();
     if (!place_families()) return false;
     std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> order;  // the item last
@@ -239,7 +239,7 @@ bool Dealing::deal_dearest_first(bool by_tokens) {
     return true;
 }
 
-bool Dealing::deal_best_fit() {
+bool Assignment::assign_best_fit() {
     open_bins();
     if (!place_families()) return false;
     std::vector<std::int64_t> order;
@@ -263,7 +263,7 @@ bool Dealing::deal_best_fit() {
 }
 
 // The cheapest item that the bin holds, of the bin with most work that has several.
-void Dealing::fill_empty_bins() {
+void Assignment::fill_empty_bins() {
     std::vector<std::int64_t> empty;
     for (std::int64_t b = 0; b < num_bins(); ++b)
         if (bins_[b].items.empty()) empty.push_back(b);
@@ -291,7 +291,7 @@ void Dealing::fill_empty_bins() {
 
 // ---- whole bins ---------------------------------------------------------------------------------
 
-void Dealing::arrange() {
+void Assignment::arrange() {
     const std::int64_t ranks = rules_.num_ranks;
     std::vector<std::int64_t> bin_at(bins_.size(), kNone), load(ranks, 0);
     for (std::int64_t b = 0; b < num_bins(); ++b)

@@ -34,17 +34,17 @@ struct Bin {
     std::vector<std::int32_t> items{};
 };
 
-class Dealing {
+class Assignment {
   public:
-    Dealing(const Items& items, const StepRules& rules, std::int64_t num_micro_batches)
+    Assignment(const Items& items, const StepRules& rules, std::int64_t num_micro_batches)
         : items_(items), rules_(rules), num_micro_batches_(num_micro_batches) {}
 
     // A bin for every rank and micro batch. The dearest item first (longest, by_tokens) into the
     // bin that has least work with it (fewest tokens) and room. False where one has room nowhere.
-    bool deal_dearest_first(bool by_tokens);
+    bool assign_dearest_first(bool by_tokens);
 
     // The longest item first into the fullest bin with room. False where one has room nowhere.
-    bool deal_best_fit();
+    bool assign_best_fit();
 
     // As somebody else dealt them.
     void take(std::vector<Bin> bins);
@@ -57,7 +57,7 @@ class Dealing {
     void arrange();
 
     // As it was; of the same items.
-    void take_back(const Dealing& before) {
+    void take_back(const Assignment& before) {
         bins_ = before.bins_;
         cost_ = before.cost_;
         amount_ = before.amount_;
@@ -109,10 +109,10 @@ class Dealing {
 // Deals items, longest first, to groups of ranks opened in all micro batches: long ones so that
 // ranks have equal attention, short ones so that ranks have equal tokens. Also where ranks are
 // nearly full: by sums of lengths that fit exactly. False where one has room nowhere.
-bool deal_shared(Dealing& dealing);
+bool assign_shared(Assignment& assignment);
 
 // Every item in a micro batch of its own, on as many ranks as hold it.
-void deal_apart(Dealing& dealing);
+void assign_apart(Assignment& assignment);
 
 // ---- Until ranks have equal work (balance.cpp)
 
@@ -120,6 +120,6 @@ void deal_apart(Dealing& dealing);
 // what ranks wait for each other: of every kind of cost its path (`Balance`), and of the paths the
 // longest. Then, the paths being as they are, the busiest rank of the step. Returns a number that
 // is smaller for a better arrangement of the same items.
-std::int64_t balance(Dealing& dealing, std::int64_t looks);
+std::int64_t balance(Assignment& assignment, std::int64_t looks);
 
 }  // namespace megapack

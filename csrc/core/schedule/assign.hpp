@@ -13,7 +13,7 @@ namespace megapack {
 // and others while they help. Returns the items bin by bin, each bin in order of falling cost.
 // Throws std::invalid_argument unless the sizes sum to the number of items.
 // Deterministic: ties go to the smaller item, then to the smaller bin.
-std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
-                                      Span<const std::int64_t> bin_sizes);
+std::vector<std::int64_t> assign_evenly(Span<const std::int64_t> costs,
+                                        Span<const std::int64_t> bin_sizes);
 
 }  // namespace megapack

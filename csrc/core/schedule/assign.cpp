@@ -1,4 +1,4 @@
-#include "core/schedule/deal.hpp"
+#include "core/schedule/assign.hpp"
 
 #include <algorithm>
 #include <functional>
@@ -16,16 +16,16 @@ namespace {
 using Bins = std::vector<std::vector<std::int64_t>>;
 using Entry = std::pair<std::int64_t, std::int64_t>;
 
-class Dealer {
+class Assigner {
   public:
-    Dealer(Span<const std::int64_t> costs, Span<const std::int64_t> sizes)
+    Assigner(Span<const std::int64_t> costs, Span<const std::int64_t> sizes)
         : costs_(costs),
           sizes_(sizes),
           bins_(sizes.size()),
           loads_(sizes.size(), 0),
           by_cost_(sizes.size()) {}
 
-    void deal_longest_first() {
+    void assign_longest_first() {
         std::vector<std::int64_t> items(costs_.size());
         std::iota(items.begin(), items.end(), 0);
         std::stable_sort(items.begin(), items.end(),
@@ -128,7 +128,7 @@ class Dealer {
     std::vector<std::vector<Entry>> by_cost_;  // of bins that were asked: costs, places
 };
 
-void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {
+void check_assignment(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {
     constexpr std::int64_t kMost = std::int64_t{1} << 62;
     const std::int64_t items = costs.size();
     std::int64_t room = 0, total = 0;
@@ -147,14 +147,14 @@ void check_deal(Span<const std::int64_t> costs, Span<const std::int64_t> bin_siz
 
 }  // namespace
 
-std::vector<std::int64_t> deal_evenly(Span<const std::int64_t> costs,
-                                      Span<const std::int64_t> bin_sizes) {
-    check_deal(costs, bin_sizes);
+std::vector<std::int64_t> assign_evenly(Span<const std::int64_t> costs,
+                                        Span<const std::int64_t> bin_sizes) {
+    check_assignment(costs, bin_sizes);
     if (costs.empty()) return {};
-    Dealer dealer(costs, bin_sizes);
-    dealer.deal_longest_first();
-    dealer.exchange();
-    return dealer.take();
+    Assigner assigner(costs, bin_sizes);
+    assigner.assign_longest_first();
+    assigner.exchange();
+    return assigner.take();
 }
 
 }  // namespace megapack
