@@ -21,7 +21,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -35,6 +35,7 @@ __all__ = [
     "from_dict",
     "load_config",
     "nearest",
+    "read_yaml",
     "to_dict",
     "whole_numbers",
 ]
@@ -55,7 +56,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         OSError: the file cannot be read.
     """
     try:
-        tree = _read_yaml(Path(path).read_text(encoding="utf-8"))
+        tree = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
     tree = {} if tree is None else tree
@@ -72,7 +73,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r} is not of the form key=value (as in seed=7)")
         try:
-            value = _read_yaml(text)
+            value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"override {item!r}: the value is not valid YAML: {_one_line(error)}"
@@ -137,9 +138,59 @@ def _copy_mapping(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy_mapping(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
+MAX_DEPTH = 100  # of nested YAML: far below Python's recursion limit
+MAX_NODES = 1_000_000  # of a YAML file after its aliases are expanded
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice: the second would silently win. As it is written, before
-    merges (``<<``) are laid beside it."""
+    """Refuse a key that comes twice (the second would win silently; checked before ``<<`` merges),
+    values nested too deeply, and aliases that contain themselves or expand to too many values."""
+
+    depth = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        # The scanner reads 1,024 characters ahead, in quadratic time: refuse brackets there.
+        if self.flow_level >= MAX_DEPTH:
+            self._too_deep(self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self._too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            self._size(node, {}, set())
+        return node
+
+    def _size(self, node: yaml.Node, sizes: dict[int, int], open_nodes: set[int]) -> int:
+        """Return the number of values of a node with every alias expanded."""
+        if id(node) in open_nodes:
+            self._refuse("an alias refers to a value that contains it", node.start_mark)
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            pairs = node.value if isinstance(node, yaml.CollectionNode) else ()
+            children = [
+                child for pair in pairs for child in (pair if isinstance(pair, tuple) else (pair,))
+            ]
+            size = 1 + sum(self._size(child, sizes, open_nodes) for child in children)
+            if size > MAX_NODES:
+                self._refuse(f"aliases expand to more than {MAX_NODES:,} values", node.start_mark)
+            open_nodes.remove(id(node))
+            sizes[id(node)] = size
+        return sizes[id(node)]
+
+    def _too_deep(self, mark: Any) -> NoReturn:
+        self._refuse(f"values are nested more than {MAX_DEPTH} levels deep", mark)
+
+    @staticmethod
+    def _refuse(problem: str, mark: Any) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -147,15 +198,17 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key.value!r} comes twice", key.start_mark
-                    )
+                    self._refuse(f"key {key.value!r} comes twice", key.start_mark)
                 seen.add(key.value)
         return node
 
 
-def _read_yaml(text: str) -> Any:
-    return yaml.load(text, _Loader)
+def read_yaml(text: str) -> Any:
+    """Parse YAML of any origin. Raises yaml.YAMLError, also for hostile nesting and aliases."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, OverflowError) as error:  # a date or a number that cannot be
+        raise yaml.YAMLError(str(error)) from error
 
 
 def _one_line(error: Exception) -> str:
@@ -205,7 +258,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         choices = get_args(hint)
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             known = ", ".join(map(str, choices))
-            raise ConfigError(f"{where} is {value!r}; it must be one of {known}")
+            raise ConfigError(f"{where} is {value!r:.200}; it must be one of {known}")
         return value
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast("type[Any]", hint), value, where=where)
@@ -213,7 +266,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _convert_sequence(hint, value, where)
     if origin is dict or hint is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}; it must be a mapping of keys")
+            raise ConfigError(f"{where} is {value!r:.200}; it must be a mapping of keys")
         key_hint, item_hint = get_args(hint) or (Any, Any)
         return {
             _convert(key_hint, key, f"{where}: key"): _convert(item_hint, item, f"{where}: {key}")
@@ -238,7 +291,7 @@ def _convert_union(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _convert_sequence(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{where} is {value!r}; it must be a list")
+        raise ConfigError(f"{where} is {value!r:.200}; it must be a list")
     args = get_args(hint)
     item_hint = args[0] if args else Any
     items = [_convert(item_hint, item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -253,7 +306,7 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
         return Path(value)
     accepted = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
     if not accepted:
-        raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+        raise ConfigError(f"{where} is {value!r:.200}; it must be of type {hint.__name__}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} is {value}; it must be a finite number")
     if hint is int and not -(2**63) <= value < 2**63:
@@ -313,5 +366,5 @@ def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> No
         try:
             object.__setattr__(config, name, None if value is None else operator.index(value))
         except TypeError:
-            message = f"{section}: {name} is {value!r}; it must be a whole number"
+            message = f"{section}: {name} is {value!r:.200}; it must be a whole number"
             raise ConfigError(message) from None

@@ -216,7 +216,7 @@ def read_run(path: str | Path) -> RunFacts:
 
 
 def _end(run: RunDirectory) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         return dict(json.loads(run.ended.read_text(encoding="utf-8")))
     return {}
 

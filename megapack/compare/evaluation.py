@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from megapack.compare.cost import Breakdown, BucketWork, Dealing
+from megapack.config import read_yaml
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, check_packing, find_strategy
 from megapack.units import count, percent, short
@@ -122,7 +123,7 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
             raise ConfigError(f"strategy {whole!r}: {item!r} is not of the form key=value")
         try:
             # YAML reads on and off as booleans; a parameter that has them means the words.
-            parameters[key.strip()] = value if value in ("on", "off") else yaml.safe_load(value)
+            parameters[key.strip()] = value if value in ("on", "off") else read_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"strategy {whole!r}: {value!r} is no value of {key}") from None
     return parameters

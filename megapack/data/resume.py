@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapack.config import check_known, to_dict
 from megapack.data.program import (
@@ -31,6 +31,9 @@ from megapack.data.program import (
 from megapack.data.sources import SampleSource
 from megapack.data.steps import ScheduleConfig, order_named
 from megapack.errors import ResumeError
+
+if TYPE_CHECKING:
+    from megapack.data.dataset import PackedDataset
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
@@ -69,6 +72,9 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, *_SKIPS), _RESHUFFLED) | {
     "attention": "the same samples are drawn, and documents of a group see each other, or no more",
 }
 
+ORDER_FIELDS = frozenset(_CONSEQUENCE)
+"""Names of all fields that decide the order of samples."""
+
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
 
@@ -96,6 +102,21 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     if any(samples.token_weights):
         whole["token_weights"] = samples.token_weights
     return {**whole, "stages": later} if later else whole
+
+
+def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
+    """Return digests of the bytes that every source reads: tokens, labels, loss weights.
+
+    The keys are the source's number and the fingerprint of its samples: ``check_state`` compares
+    which samples a run has, and a source with the same samples must have the same bytes. A source
+    of several shards is compared by their fingerprints alone.
+    """
+    parts = zip(data.datasets, data.label_datasets, data.weight_datasets, strict=True)
+    prints = data.samples.fingerprints
+    return {
+        f"{number} {fingerprint}": [getattr(part, "content_digest", None) for part in of_source]
+        for number, (fingerprint, of_source) in enumerate(zip(prints, parts, strict=True))
+    }
 
 
 def _plain(stage: StageSettings, before: StageSettings, samples: SampleSource) -> dict[str, Any]:

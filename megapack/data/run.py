@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megapack.config import check_positive, check_range, from_dict, to_dict
+from megapack.config import check_positive, check_range, to_dict
 from megapack.data.blend import BlendConfig, Stage, load_blend
 from megapack.data.fim import FimConfig
 from megapack.data.report import check_epochs
@@ -33,6 +33,7 @@ from megapack.data.steps import Attention, Loss, ScheduleConfig, StepConfig, che
 from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
 from megapack.packing.sharded import is_shard_manifest
+from megapack.records import read_record
 from megapack.storage.files import atomic_write
 from megapack.storage.remote import is_remote
 
@@ -189,6 +190,9 @@ class Decisions:
 
 
 DECISIONS = "decisions.json"
+_LOST_DECISIONS = (
+    "remove it, and the run takes the decisions that its newest checkpoint contains, or restore it"
+)
 
 
 def read_decisions(run_dir: str | Path) -> Decisions | None:
@@ -201,11 +205,7 @@ def read_decisions(run_dir: str | Path) -> Decisions | None:
     path = Path(run_dir) / DECISIONS
     if not path.exists():
         return None
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return from_dict(Decisions, tree, where=str(path))
+    return read_record(Decisions, path, remedy=_LOST_DECISIONS, error=ConfigError)
 
 
 # ---- A run, planned and opened

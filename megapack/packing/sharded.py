@@ -43,6 +43,7 @@ from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import Arranged, SampleIndex, SourceIndex
+from megapack.records import parse_json
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote import is_remote
@@ -281,10 +282,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     path = manifest_path(path)
     with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
         encoded = file.readall()
-    try:
-        content = json.loads(encoded)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no valid JSON ({error}); pack the shards again") from error
+    content = parse_json(encoded, path, remedy="pack the shards again")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is no shard manifest of megapack")
     if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):

@@ -32,6 +32,7 @@ import numpy as np
 import xxhash
 
 from megapack.errors import FormatError
+from megapack.records import parse_json
 from megapack.storage.files import identity_of, open_regular, read_blocks
 from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
@@ -117,13 +118,9 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
-            content = json.loads(file.read())
+            content = parse_json(file.readall(), path, remedy="it is optional, delete it")
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is not valid JSON ({error}); it is optional, delete it"
-        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is not a megapack meta file; move it out of the way")
     if content.get("version") != VERSION:
@@ -171,6 +168,28 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
             ):
                 return False
     return True
+
+
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # of ``sampled_checksum``: 1 MiB per file
+
+
+def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
+    """Return the size of a file and a checksum of 64 evenly spaced blocks of 16 KiB.
+
+    A file of at most 1 MiB is read whole. In a larger one, a change between the blocks is missed.
+
+    Args:
+        num_bytes: size of the file.
+        read: (begin, end) -> those bytes.
+    """
+    size = min(num_bytes, SAMPLED_BYTES)
+    begins = np.linspace(0, num_bytes - size, SAMPLED_BLOCKS).astype(np.int64).tolist()
+    if num_bytes <= SAMPLED_BLOCKS * SAMPLED_BYTES:
+        size, begins = num_bytes, [0]
+    digest = xxhash.xxh3_128()
+    for begin in begins:
+        digest.update(read(begin, begin + size))
+    return f"{num_bytes} bytes, sampled {digest.hexdigest()}"
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:

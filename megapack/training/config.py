@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.config import check_known, check_positive, check_range
-from megapack.data.resume import check_allowed
+from megapack.config import check_known, check_positive, check_range, to_dict
+from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
 from megapack.storage.remote import is_remote
@@ -214,11 +214,14 @@ class CheckpointConfig:
     resume: Literal["auto", "never"] = "auto"
     """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
     allow_change: tuple[str, ...] = ()
-    """Fields of the data order that may differ from the checkpoint's, as in ``[seed]``."""
+    """Keys that may differ from the checkpoint's, as in ``[seed, optimizer.betas]``: of the order
+    of samples, of this file, of the model (``model.rope_theta``), ``model.tokenizer``, and
+    ``data.content`` (the bytes of the data). A section's name allows all of its keys."""
     fallback: bool = False
     """When the newest checkpoint is damaged: try the one before it instead of stopping."""
     verify: Literal["size", "checksum"] = "checksum"
-    """How files are checked before they are loaded."""
+    """How files are checked before they are loaded; ``size`` reads none of them, and misses other
+    bytes of the same length (damage, or two files that were swapped)."""
     export: bool = True
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
@@ -239,7 +242,6 @@ class CheckpointConfig:
             raise ConfigError(
                 f"checkpoint: mirror is {self.mirror!r}; it is an address, as in s3://bucket/run"
             )
-        check_allowed(self.allow_change)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,6 +480,7 @@ class PretrainConfig:
         check_range("run", at_least=0, seed=self.seed)
         lengths = {name: getattr(self, name) for name in ("num_epochs", "num_steps", "stop_at")}
         check_range("run", above=0, at_most=2**40, **lengths)
+        self._check_allow_change()
         if self.optimizer.kind == "muon":
             self._check_muon()
         if self.mixing.rule is not None and self.data.blend is None:
@@ -487,6 +490,21 @@ class PretrainConfig:
                 "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
                 "back to; set checkpoint.every"
             )
+
+    def _check_allow_change(self) -> None:
+        """Refuse names in ``checkpoint.allow_change`` that nothing is compared by."""
+        tree = to_dict(self)
+        known = {*ORDER_FIELDS, *tree, "data.content", "content", "tokenizer"}
+        for section, keys in tree.items():
+            if isinstance(keys, dict):
+                known |= {*keys, *(f"{section}.{key}" for key in keys)}
+        # Fields of the model, and keys of dictionaries, are the user's.
+        names = [
+            name
+            for name in self.checkpoint.allow_change
+            if name.partition(".")[0] != "model" and ".".join(name.split(".")[:2]) not in known
+        ]
+        check_known("checkpoint.allow_change", "field", names, known)
 
     def _check_muon(self) -> None:
         """Refuse what DeepSpeed 0.19 takes and does otherwise: in other stages it clips Muon's

@@ -65,8 +65,8 @@ def dry_run(
     ranks, run = world_size, RunDirectory(config.run_dir)
     steps: PlannedRun
     if lengths is None:
-        steps, architecture, _ = check_start(config, run, ranks)
-        check_newest(config, run, steps)
+        steps, architecture, tokenizer = check_start(config, run, ranks)
+        check_newest(config, run, steps, architecture, tokenizer)
     else:
         check_directory(config.checkpoint, run)
         steps = steps_from_lengths(config, lengths, buckets)

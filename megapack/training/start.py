@@ -8,6 +8,7 @@ before processes meet.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import traceback
@@ -17,7 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
+from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import (
     ConfigError,
@@ -28,16 +31,19 @@ from megapack.errors import (
 )
 from megapack.training.autopilot import find_rule
 from megapack.training.config import CheckpointConfig, PretrainConfig
-from megapack.training.engine.checkpoint import CheckpointManifest, CheckpointStore, Resume
+from megapack.training.engine.checkpoint import CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory, tags_in, tokens_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
+from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.engine.mirror import Mirror
+from megapack.training.engine.run_record import check_record, run_record
 from megapack.training.engine.world import World, world
+from megapack.training.model.architecture import attention_needs
 from megapack.training.model.flops import ModelFlops
-from megapack.training.model.opening import open_model
+from megapack.training.model.opening import compute_dtype, open_model
 from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.monitoring.signals import PREEMPTED, StopSignals
 from megapack.training.trainer import Trainer
@@ -74,7 +80,13 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
             try:
                 with run.held(here):
                     trainer = prepare(
-                        config, here, inputs, run=run, architecture=architecture, profile=profile
+                        config,
+                        here,
+                        inputs,
+                        run=run,
+                        architecture=architecture,
+                        tokenizer=tokenizer,
+                        profile=profile,
                     )
                     return train(trainer, signals, tokenizer)
             except (MegapackError, OSError) as error:
@@ -171,6 +183,7 @@ def prepare(
     *,
     run: RunDirectory,
     architecture: Any,
+    tokenizer: Any,
     profile: range | None,
 ) -> Trainer:
     """Model, engine and loop, at the step at which the run begins; collective."""
@@ -192,7 +205,18 @@ def prepare(
     found, home = find_checkpoint(config, here, run, store)
     decided = here.on_first(lambda: read_decisions(config.run_dir))  # now that nobody else writes
     inputs = with_decisions(config, inputs, decided, found)
-    start_step, changes = find_start(config, inputs, found, tells=here.is_first)
+    dtype = compute_dtype(config.engine)
+    backend = choose_backend(
+        attention_needs(architecture, here.device, dtype), config.model.attention_backend
+    )
+    record = here.on_first(
+        lambda: run_record(
+            config, inputs, architecture, tokenizer=tokenizer, attention=backend.name
+        )
+    )
+    start_step, changes = find_start(
+        config, inputs, found, record, tells=here.is_first, is_branch=home is not store
+    )
     model, attention = open_model(
         config.model,
         config.engine,
@@ -212,7 +236,7 @@ def prepare(
         home.load(engine, found)
         state = found.manifest.state
 
-    def record() -> None:
+    def write_start() -> None:
         facts = {
             "step": start_step,
             "num_steps": inputs.num_steps,
@@ -231,7 +255,7 @@ def prepare(
             inputs.decisions.write(run.path)
         run.forget_after(inputs.schedule.tokens_before(start_step))
 
-    here.on_first(record)  # before any rank writes on
+    here.on_first(write_start)  # before any rank writes on
     trainer = Trainer(
         config,
         here,
@@ -241,6 +265,7 @@ def prepare(
         store=store,
         find=partial(find_checkpoint, config, here, run, store),
         flops=flops,
+        record=record,
         start=start_step,
         profile=profile,
     )
@@ -335,48 +360,84 @@ def with_decisions(
     return inputs if decided == inputs.decisions else open_inputs(config, decided)
 
 
-def check_newest(config: PretrainConfig, run: RunDirectory, inputs: Inputs) -> None:
-    """Refuse, for a plan, what does not go on from the checkpoint that the start would go on from,
-    whose files are not read. Raises ResumeError."""
+def check_newest(
+    config: PretrainConfig, run: RunDirectory, inputs: Inputs, architecture: Any, tokenizer: Any
+) -> None:
+    """Check a dry run against the checkpoint that a real start would resume from; of its files only
+    the manifest is read. Raises ResumeError."""
     tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
     newest = run.checkpoints / tags[-1] if tags else origin and Path(origin)
     if newest and not config.checkpoint.fallback:
         manifest = CheckpointManifest.read(newest)
         found = Resume(tag=newest.name, manifest=manifest, universal=False)
         inputs = with_decisions(config, inputs, inputs.decisions, found)
-        find_start(config, inputs, found)
+        record = run_record(config, inputs, architecture, tokenizer=tokenizer)
+        find_start(config, inputs, found, record, is_branch=not tags)
 
 
 def find_start(
-    config: PretrainConfig, inputs: Inputs, found: Resume | None, *, tells: bool = True
+    config: PretrainConfig,
+    inputs: Inputs,
+    found: Resume | None,
+    record: dict[str, Any],
+    *,
+    tells: bool = True,
+    is_branch: bool = False,
 ) -> tuple[int, list[str]]:
-    """The first step to take (0 without a checkpoint), and what is drawn otherwise from there on
-    than the checkpoint's run would have; ``tells``: a rank that says so in the log.
+    """Compare the run with the checkpoint that it resumes from.
+
+    Args:
+        config, inputs: of the run.
+        found: the checkpoint, if there is one.
+        record: ``run_record`` of the run.
+        tells: this rank logs the differences.
+        is_branch: the checkpoint is another run's.
+
+    Returns:
+        The first step to take (0 without a checkpoint); the changes of the order of samples.
 
     Raises:
-        ResumeError: the run would not see what the checkpoint's run would have seen, or is shorter.
+        ResumeError: the run is not the one that wrote the checkpoint, or is shorter.
     """
     if found is None:
         return 0, []
-    saved = found.manifest.state["data"]
+    saved, before = found.manifest.state["data"], found.manifest.state.get("run")
     allowed = config.checkpoint.allow_change
-    changes = inputs.schedule.check_state(saved, allowed)
+    of_order = [name for name in allowed if name in ORDER_FIELDS]
+    changes = inputs.schedule.check_state(saved, of_order)
+    others = check_record(record, before, allowed, is_branch=is_branch) if before else []
     if tells:
+        for change in others:
+            logger.warning("the run is changed: %s", change)
         for problem in found.rejected:
             logger.warning("%s; falling back to %s", problem, found.tag)
         for change in changes:
             logger.warning("the data order is changed: %s", change)
-    step = inputs.schedule.resume_step(saved, allowed)
+    step = inputs.schedule.resume_step(saved, of_order)
     if step > inputs.num_steps:
         raise ResumeError(
             f"{found.tag} has {step} steps done, and the run num_steps {inputs.num_steps}; set it "
             f"to {step} or more, or export an earlier checkpoint (megapack-export --step)"
         )
+    rate_before = found.manifest.state.get("lr")
+    if tells and rate_before is not None and step < inputs.num_steps:
+        _report_rate(config, inputs.num_steps, step, rate_before)
     logger.info(
         "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
         *(step, found.tag, found.manifest.world_size, found.manifest.zero_stage),
     )
     return step, changes
+
+
+def _report_rate(config: PretrainConfig, num_steps: int, step: int, before: float) -> None:
+    """Log a learning rate that is not the one that the checkpoint's run would have had."""
+    now = config.learning_rate.at(step, num_steps=num_steps, peak=config.optimizer.lr)
+    if not math.isclose(before, now, rel_tol=1e-9):
+        logger.warning(
+            "the learning rate of step %d is %.6g, and the checkpoint's run would have had %.6g: "
+            "num_steps, optimizer.lr or learning_rate changed",
+            *(step, now, before),
+        )
 
 
 def leave(here: World, run: RunDirectory, message: str, code: int) -> NoReturn:

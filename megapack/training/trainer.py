@@ -24,6 +24,7 @@ import torch
 
 from megapack.attention.probe import probe
 from megapack.data import Batch, Schedule
+from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
@@ -121,11 +122,13 @@ class Trainer:
         store: CheckpointStore,
         find: Callable[[int], tuple[Resume | None, CheckpointStore]],
         flops: ModelFlops,
+        record: Mapping[str, Any],
         start: int,
         profile: range | None = None,
     ) -> None:
         self.config, self.here, self.engine = config, here, engine
         self.run_dir, self.store, self.find, self.flops = run, store, find, flops
+        self.record = record  # ``run_record``, for checkpoints
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
         self.decisions = inputs.decisions
@@ -330,7 +333,8 @@ class Trainer:
         inputs = self.decide(decision)
         home.load(self.engine, found)
         state = found.manifest.state
-        start = inputs.schedule.resume_step(state["data"], self.config.checkpoint.allow_change)
+        allowed = set(self.config.checkpoint.allow_change) & ORDER_FIELDS
+        start = inputs.schedule.resume_step(state["data"], allowed)
         logger.warning(
             "autopilot: %s; back to step %d, %d steps are skipped from step %d on "
             "(megapack-build trace %s --skipped)",
@@ -425,13 +429,25 @@ class Trainer:
         self.monitor.evaluation(self.done, self.tokens_seen, report)
         self.monitor.skip_time()
 
+    @property
+    def next_rate(self) -> float | None:
+        """Learning rate of the next step; None after the last one."""
+        if self.done >= self.inputs.num_steps:
+            return None
+        config, num_steps = self.config, self.inputs.num_steps
+        return config.learning_rate.at(self.done, num_steps=num_steps, peak=config.optimizer.lr)
+
     def save(self) -> None:
         """Begin a checkpoint; the data order's state is one step number."""
         if self.begun == self.done:
             return
         self.finish_save()
         self.monitor.flush()
-        state: dict[str, Any] = {"data": self.inputs.schedule.state_dict(self.done)}
+        state: dict[str, Any] = {
+            "data": self.inputs.schedule.state_dict(self.done),
+            "run": self.record,
+            "lr": self.next_rate,
+        }
         if self.decisions is not None:
             state["decisions"] = self.decisions.tree
         if self.watch is not None:

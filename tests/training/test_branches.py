@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from threading import Event
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 
 from megapack.data.run import read_decisions
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, ResumeError
 from megapack.storage.metadata import checksum
 from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig
-from megapack.training.engine.checkpoint import CheckpointManifest
-from megapack.training.engine.directory import RunDirectory
+from megapack.training.engine.directory import RunDirectory, step_of
+from megapack.training.engine.manifest import CheckpointManifest, FileFacts
 from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import RankProgress
 from megapack.training.start import check_branch, check_directory
@@ -42,7 +43,11 @@ def _sums(run_dir: Path) -> dict[str, str]:
 def _written(directory: Path, **files: Any) -> None:
     """The manifest of a checkpoint."""
     directory.mkdir(parents=True, exist_ok=True)
-    CheckpointManifest(step=2, world_size=1, zero_stage=1, state={}, files=files).write(directory)
+    facts = {name: FileFacts(**of) for name, of in files.items()}
+    step = step_of(directory.name)
+    CheckpointManifest(step=step, world_size=1, zero_stage=1, state={}, files=facts).write(
+        directory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +231,38 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     mirror.keep_only(directory, [])
     mirror.wait()
     assert mirror.tags() == [] and others.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 99}, "version is 99; it must be one of 1"),
+        ({"step": "seven"}, "step is 'seven'; it must be of type int"),
+        ({"step": 3}, "step is 3, and the checkpoint is named step_00000002"),
+        ({"files": [1]}, "files is .1.; it must be a mapping"),
+        ({"files": {"a": {"bytes": 1}}}, "missing key 'xxh3'"),
+        (
+            {"files": {"../../victim": {"bytes": 1, "xxh3": "0"}}},
+            "'../../victim'; it",
+        ),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_cannot_be_is_refused_and_restores_nothing(
+    change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag = "step_00000002_tokens_9"
+    manifest = tmp_path / "store" / "run" / f"{tag}.manifest.json"
+    _written(manifest.parent / tag)
+    tree = json.loads((manifest.parent / tag / "manifest.json").read_text()) | change
+    for path in (manifest, manifest.parent / tag / "manifest.json"):
+        path.write_text(json.dumps(tree))
+    (manifest.parent / "victim").write_text("x")
+    with pytest.raises(ResumeError, match=named):
+        CheckpointManifest.read(manifest.parent / tag)
+    monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
+    lost = tmp_path / "lost" / "checkpoints"
+    with pytest.raises(ResumeError, match=named):
+        Mirror(f"file://{manifest.parent}").restore(lost)
+    assert [path.name for path in lost.rglob("*") if path.is_file()] == ["manifest.json"]
+    assert not list((tmp_path / "lost").glob("victim"))

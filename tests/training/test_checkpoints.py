@@ -25,8 +25,9 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.metadata import checksum
 from megapack.training.config import ModelConfig
-from megapack.training.engine.checkpoint import CheckpointStore, compare_file
+from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.export import end_token, open_tokenizer
+from megapack.training.engine.manifest import FileFacts
 from megapack.training.engine.world import RankProgress, World
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
@@ -295,9 +296,9 @@ def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path)
     progress = RankProgress()
     path = tmp_path / "large"
     path.write_bytes(bytes(3 << 20))
-    expected = {"bytes": 3 << 20, "xxh3": checksum(path)}
+    expected = FileFacts(bytes=3 << 20, xxh3=checksum(path))
     read = partial(progress.inside, "the check")
-    assert compare_file(path, expected, "checksum", read) is None
+    assert expected.problem(path, "checksum", read) is None
     assert progress.signs == 3
     with progress.while_written(tmp_path / "export", "the export"):
         (tmp_path / "export").mkdir()

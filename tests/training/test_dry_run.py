@@ -17,8 +17,8 @@ from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.checkpoint import CheckpointManifest
 from megapack.training.engine.inputs import Inputs, open_inputs
+from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 
@@ -174,7 +174,7 @@ def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path
     with pytest.raises(ResumeError, match="has 9 steps done, and the run num_steps 8"):
         dry_run(shorter)
     (newest / "manifest.json").write_text("")
-    with pytest.raises(ResumeError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(ResumeError, match=r"manifest\.json is not valid JSON"):
         dry_run(shorter)
     fallback = replace(config.checkpoint, fallback=True)
     assert "steps: 8 " in dry_run(replace(shorter, checkpoint=fallback))

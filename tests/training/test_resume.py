@@ -180,7 +180,7 @@ def test_damage_is_named(copy: NewRun, whole: Run) -> None:
     shard.unlink()
     manifest = run.checkpoints / MIDDLE / "manifest.json"
     manifest.write_text(manifest.read_text()[:100])
-    said = f"{shard.name} is missing", "manifest.json cannot be read"
+    said = f"{shard.name} is missing", "manifest.json is not valid JSON"
     run.start("checkpoint.fallback=true").succeed(*said, "continuing at step 3")
     _same_curve(run, whole, rel=1e-9)
     assert (run.checkpoints / f"{LAST}.damaged").is_dir(), "nothing is deleted"

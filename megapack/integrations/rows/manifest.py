@@ -23,6 +23,7 @@ from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import BlendConfig, HostOptions, Source
 from megapack.errors import ConfigError
 from megapack.packing.sharded import is_shard_manifest
+from megapack.records import parse_json
 
 __all__ = ["MANIFEST_SUFFIXES", "Manifest", "Source", "default_buckets", "is_manifest"]
 
@@ -73,10 +74,8 @@ class Manifest(HostOptions, BlendConfig):
             OSError: the manifest file cannot be read.
         """
         if data_path.lstrip().startswith("{"):
-            try:
-                tree = json.loads(data_path)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"data path is not valid JSON: {error}") from error
+            remedy = 'give one object, as in {"sources": [...]}, or the path of a manifest'
+            tree = parse_json(data_path, "data path", remedy=remedy, error=ConfigError)
             return from_dict(cls, tree, where="data path")
         if data_path.endswith(MANIFEST_SUFFIXES) and not is_shard_manifest(data_path):
             path = Path(data_path)

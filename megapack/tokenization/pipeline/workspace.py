@@ -33,6 +33,7 @@ import numpy as np
 
 from megapack.errors import FormatError, LockedError, MegapackError
 from megapack.executors import Counted
+from megapack.records import parse_json
 from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write, check_target
 from megapack.storage.index_file import GROUPS, path_of
@@ -141,7 +142,8 @@ def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord 
         places = {kind: [Place(*p) for p in at] for kind, at in tree["fault_places"].items()}
         faults = Faults("skip", counts=tree["fault_counts"], places=places)
         special = dict(tree["special_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):  # cut short by a crash of the machine
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        # Cut short by a crash of the machine.
         return None
     return ShardRecord(counted, faults, special, kept=True)
 
@@ -333,13 +335,9 @@ def _same_path(one: str, other: str) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """The plan at ``path``, None where there is none. Raises FormatError if it is damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes(), path, remedy="start over with --overwrite")
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise FormatError(
-            f"{path} is not valid JSON ({error}); start over with --overwrite"
-        ) from error
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
         raise FormatError(
             f"{path} is no plan of this version of megapack; start over with --overwrite"

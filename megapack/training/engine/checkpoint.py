@@ -6,8 +6,8 @@ another name, while training goes on, and renamed when everything is on the disk
 the newest. With another number of ranks or another ZeRO stage the checkpoint is first rewritten as
 a DeepSpeed universal checkpoint.
 
-``CheckpointStore`` saves, finds and loads; ``CheckpointManifest`` is what stands in a checkpoint;
-``WrittenFiles`` writes the files (copies in an object store: ``mirror.py``). DeepSpeed writes with
+``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files (``manifest.py``: the
+manifest; ``mirror.py``: copies in an object store). DeepSpeed writes with
 ``torch.save(path)``, whose C++ writer reports a full disk as "unexpected pos", and without fsync;
 and a rank that raised there would leave the others in a barrier. Its own asynchronous engines give
 neither checksums nor fsync, and its writer process ends in silence; torch's (DCP) writes files that
@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 import xxhash
@@ -39,63 +39,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
-from megapack.storage.metadata import checksum
 from megapack.training.engine.directory import step_of, tags_in, tokens_of
 from megapack.training.engine.engine import not_finite
+from megapack.training.engine.manifest import MANIFEST, CheckpointManifest, FileFacts, Verify
+from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import RankProgress, World
 
-if TYPE_CHECKING:
-    from megapack.training.engine.mirror import Mirror
-
-MANIFEST = "manifest.json"
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
-
-Verify = Literal["size", "checksum"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointManifest:
-    """Facts about a checkpoint, readable without loading it."""
-
-    step: int
-    """Optimizer steps that were done."""
-    world_size: int
-    zero_stage: int
-    state: dict[str, Any]
-    """The caller's: the order of samples, the length of the run."""
-    files: dict[str, dict[str, Any]]
-    """Relative name -> ``bytes`` and ``xxh3``."""
-    version: int = 1
-
-    @staticmethod
-    def read(directory: Path) -> CheckpointManifest:
-        """Read the manifest of one checkpoint. Raises ResumeError when it cannot be read."""
-        path = directory / MANIFEST
-        try:
-            return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ResumeError(f"{path} cannot be read: {error}") from error
-
-    def write(self, directory: Path) -> None:
-        """The last file of a checkpoint."""
-        with atomic_write(directory / MANIFEST, "w") as file:
-            json.dump(self.__dict__, file, indent=1)
-
-
-def compare_file(
-    path: Path, expected: dict[str, Any], verify: Verify, progress: Callable[[], object]
-) -> str | None:
-    """The fault of a file of a manifest, as half a sentence; None: it is sound. ``progress`` is
-    called for every part that is read."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return "is missing"
-    if size != expected["bytes"]:
-        return f"has {size} bytes instead of {expected['bytes']}"
-    if verify == "checksum" and checksum(path, progress) != expected["xxh3"]:
-        return "has another checksum than when it was written"
-    return None
 
 
 class WrittenFiles:
@@ -115,7 +65,7 @@ class WrittenFiles:
         self, directory: Path, progress: RankProgress, stager: DefaultStager | None = None
     ) -> None:
         self.directory, self.progress = directory, progress
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, FileFacts] = {}
         self.problem: str | None = None
         self._stager = stager
         self._copies: list[tuple[Any, str]] = []
@@ -161,7 +111,7 @@ class WrittenFiles:
             self.problem = f"{(file and file.error) or error} ({free / 1e6:,.0f} MB free)"
             return
         name = os.path.relpath(path, self.directory)
-        self.files[name] = {"bytes": file.num_bytes, "xxh3": file.sum.hexdigest()}
+        self.files[name] = FileFacts(bytes=file.num_bytes, xxh3=file.sum.hexdigest())
 
 
 class _SummedFile:
@@ -304,7 +254,7 @@ class CheckpointStore:
         written.wait()
         problem = written.problem
         problem = problem and f"rank {self.world.rank} on {self.world.host}: {problem}"
-        files: dict[str, Any] = {}
+        files: dict[str, FileFacts] = {}
         for part in self.world.gather(written.files):
             files |= part
         try:
@@ -504,8 +454,7 @@ class CheckpointStore:
             for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
                 place = f"the check of {tag}/{name}"
                 read = functools.partial(self.world.progress.inside, place)
-                path, expected = self.directory / tag / name, manifest.files[name]
-                problem = compare_file(path, expected, verify, read)
+                problem = manifest.files[name].problem(self.directory / tag / name, verify, read)
                 if problem:
                     mine.append(f"{name} {problem}")
         return sorted({problem for part in self.world.gather(mine) for problem in part})

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import megapack
-from megapack.config import to_dict
+from megapack.config import read_yaml, to_dict
 from megapack.errors import FormatError
 from megapack.storage.files import atomic_write
 from megapack.storage.locks import WriterLock
@@ -107,7 +107,7 @@ class RunDirectory:
     def settings(self) -> dict[str, Any]:
         """What ``config.yaml`` says; empty where it cannot be read."""
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            tree = read_yaml(self.config.read_text(encoding="utf-8"))
             return tree if isinstance(tree, dict) else {}
         return {}
 

@@ -14,14 +14,12 @@ filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megapack.errors import ConfigError, FormatError, MegapackError, ResumeError
 from megapack.storage.files import atomic_write
@@ -33,8 +31,8 @@ from megapack.storage.remote.client import (
     put_object,
     remove_object,
 )
-from megapack.training.engine.checkpoint import MANIFEST, CheckpointManifest, compare_file
 from megapack.training.engine.directory import LOGS, RUN_ID, RunDirectory, tags_in, tokens_of
+from megapack.training.engine.manifest import MANIFEST, CheckpointManifest, FileFacts
 from megapack.training.engine.world import RankProgress
 
 _MIRRORED = ".manifest.json"
@@ -131,7 +129,7 @@ class Mirror:
         url = f"{self.address}/{tag}{_MIRRORED}"
         with tempfile.TemporaryDirectory() as folder:
             found = find_object(url)
-            names = [] if found is None else list(_fetched(found, Path(folder) / "m").files)
+            names = [] if found is None else list(_fetched(found, tag, Path(folder) / "m").files)
         remove_object(url)  # first, so that what is left is not taken for a checkpoint
         for name in names:
             remove_object(f"{self.address}/{tag}/{name}")
@@ -167,7 +165,7 @@ class Mirror:
         partial = directory / f"{tag}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        manifest = _fetched(found, partial / MANIFEST)
+        manifest = _fetched(found, tag, partial / MANIFEST)
         for name, expected in manifest.files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             file = find_object(f"{self.address}/{tag}/{name}")
@@ -185,14 +183,14 @@ class Mirror:
         return tag
 
 
-def _check(expected: dict[str, Any], progress: Callable[[], object], path: Path) -> None:
-    """Raises FormatError: a file that came is not as in its manifest."""
-    problem = compare_file(path, expected, "checksum", progress)
+def _check(expected: FileFacts, progress: Callable[[], object], path: Path) -> None:
+    """Check a file that was fetched. Raises FormatError: it is not as in its manifest."""
+    problem = expected.problem(path, "checksum", progress)
     if problem is not None:
         raise FormatError(f"{path} {problem}")
 
 
-def _fetched(manifest: RemoteObject, path: Path) -> CheckpointManifest:
-    """A manifest in the store, as a file that stays."""
-    open_cache().fetch(manifest, path)
-    return CheckpointManifest(**json.loads(path.read_text(encoding="utf-8")))
+def _fetched(found: RemoteObject, tag: str, path: Path) -> CheckpointManifest:
+    """Copy a manifest of the store to ``path`` and read it. Raises ResumeError: it is damaged."""
+    open_cache().fetch(found, path)
+    return CheckpointManifest.read(Path(tag), path)

@@ -1,0 +1,77 @@
+"""JSON records on disk: read, check and name what is wrong in one wording.
+
+A record is a frozen keyword-only dataclass with typed fields. Reading it checks the JSON, the
+version (a field such as ``version: Literal[1] = 1``), unknown and missing keys, and the type of
+every value, nested ones included.
+
+- ``parse_json``: any JSON text
+- ``read_record``: the same as a dataclass
+- ``check_inside``: a relative name that stays inside its folder
+
+    @dataclass(frozen=True, kw_only=True)
+    class Manifest:
+        step: int
+        version: Literal[1] = 1
+
+    read_record(Manifest, Path("manifest.json"), remedy="restore it from a copy")
+    # {"step": "seven"} -> FormatError: manifest.json: step is 'seven'; it must be of type int;
+    #                      restore it from a copy
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from megapack.config import from_dict
+from megapack.errors import ConfigError, FormatError, MegapackError
+
+T = TypeVar("T")
+
+
+def parse_json(
+    text: str | bytes, where: object, *, remedy: str, error: type[MegapackError] = FormatError
+) -> Any:
+    """Return the content of a JSON text.
+
+    Args:
+        text: bytes are UTF-8.
+        where: the text's origin (a path), which begins the message.
+        remedy: what to do about damaged text; ends the message.
+        error: class of the error.
+
+    Raises:
+        error: the text is not valid JSON or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where} is not valid JSON ({problem}); {remedy}") from problem
+
+
+def read_record(
+    cls: type[T], path: Path, *, remedy: str, error: type[MegapackError] = FormatError
+) -> T:
+    """Read a JSON file as ``cls``; arguments as of ``parse_json``.
+
+    Raises:
+        error: damaged JSON, a wrong version, an unknown or missing key, a value of another type.
+        OSError: the file cannot be read.
+    """
+    content = parse_json(path.read_bytes(), path, remedy=remedy, error=error)
+    try:
+        return from_dict(cls, content, where=str(path))
+    except ConfigError as problem:
+        raise error(f"{problem}; {remedy}") from problem
+
+
+def check_inside(where: str, name: str) -> None:
+    """Refuse a file name that leaves its folder: absolute, with ``..``, or empty.
+
+    Raises:
+        ValueError: naming it.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0] == "/" or ".." in parts or "\\" in name or "\0" in name:
+        raise ValueError(f"{where} is {name!r}; it must be a relative path inside its folder")
