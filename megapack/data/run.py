@@ -277,6 +277,26 @@ class OpenRun(PlannedRun):
     decisions: Decisions | None
     """Of the run itself, so far."""
 
+    def file_stamps(self) -> dict[str, tuple[int, ...] | None]:
+        """Return (inode, size, mtime) of every local file that the run reads; None: it is gone."""
+        prefixes = [
+            part.prefix
+            for parts in (self.data.datasets, self.data.label_datasets, self.data.weight_datasets)
+            for part in parts
+            if part is not None
+        ]
+        paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in ("", ".bin", ".idx")]
+        paths += [str(index.path) for index in self.schedule.samples.indices if index.path]
+        stamps: dict[str, tuple[int, ...] | None] = {}
+        for path in paths:
+            try:
+                stat = Path(path).stat()
+            except OSError:
+                stamps[path] = None
+            else:
+                stamps[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return stamps
+
 
 def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
     """Open the training data of a run and plan its steps.

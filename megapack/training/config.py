@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.config import check_known, check_positive, check_range, to_dict
+from megapack.config import check_known, check_positive, check_range, nearest, to_dict
 from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
@@ -504,7 +504,11 @@ class PretrainConfig:
             for name in self.checkpoint.allow_change
             if name.partition(".")[0] != "model" and ".".join(name.split(".")[:2]) not in known
         ]
-        check_known("checkpoint.allow_change", "field", names, known)
+        if names:
+            raise ConfigError(
+                f"checkpoint.allow_change: unknown key {names[0]!r}{nearest(names[0], known)} Give "
+                "keys as the error of a resume names them"
+            )
 
     def _check_muon(self) -> None:
         """Refuse what DeepSpeed 0.19 takes and does otherwise: in other stages it clips Muon's

@@ -22,6 +22,7 @@ from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
 from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import Decisions, read_decisions
+from megapack.data.run_record import check_record
 from megapack.errors import (
     ConfigError,
     MegapackError,
@@ -39,7 +40,7 @@ from megapack.training.engine.export import end_token, export_model, tokenizer_o
 from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
 from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.engine.mirror import Mirror
-from megapack.training.engine.run_record import check_record, run_record
+from megapack.training.engine.run_record import run_record
 from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import attention_needs
 from megapack.training.model.flops import ModelFlops
@@ -64,6 +65,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     show_log()
     run = RunDirectory(config.run_dir)
     inputs, architecture, tokenizer = check_start(config, run, num_ranks, profile)
+    run.check_writable()
     if torch.cuda.is_available():
         run.record_flight()
     with world(
@@ -253,7 +255,8 @@ def prepare(
             run.own_id()  # started anew, it is not taken for the one that was faster to copy
         if inputs.decisions is not None:  # of a checkpoint, if the file was lost
             inputs.decisions.write(run.path)
-        run.forget_after(inputs.schedule.tokens_before(start_step))
+        for problem in run.forget_after(inputs.schedule.tokens_before(start_step)):
+            logger.warning("%s", problem)
 
     here.on_first(write_start)  # before any rank writes on
     trainer = Trainer(

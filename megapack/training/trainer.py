@@ -12,6 +12,7 @@ its data anew, in the same processes.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,10 @@ import torch
 
 from megapack.attention.probe import probe
 from megapack.data import Batch, Schedule
-from megapack.data.resume import ORDER_FIELDS
+from megapack.data.resume import ORDER_FIELDS, content_digests
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
+from megapack.errors import MegapackError
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
@@ -128,6 +130,7 @@ class Trainer:
     ) -> None:
         self.config, self.here, self.engine = config, here, engine
         self.run_dir, self.store, self.find, self.flops = run, store, find, flops
+        self.stamps = inputs.file_stamps()
         self.record = record  # ``run_record``, for checkpoints
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
@@ -311,9 +314,44 @@ class Trainer:
         )
         decided = decided.with_new(decision)
         inputs = open_inputs(self.config, decided)  # what cannot be is not written down
+        self.check_files(inputs)
         self.here.on_first(lambda: decided.write(self.run_dir.path))
         self.decisions = decided
         return inputs
+
+    def check_files(self, inputs: Inputs | None = None) -> None:
+        """Refuse files that were replaced or changed since the start; collective.
+
+        Args:
+            inputs: opened now; None: opened here if a file has another inode, size or time.
+
+        Raises:
+            ResumeError: a source has other samples or bytes, or the manifest of the blend changed.
+        """
+        problem = None
+        stamps = self.inputs.file_stamps()
+        if inputs is None and stamps == self.stamps:
+            pass
+        else:
+            try:
+                fresh = inputs or open_inputs(self.config, self.decisions)
+                problem = self._difference(fresh)
+            except (MegapackError, OSError) as error:
+                problem = str(error)
+        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
+        what = f"the data changed while the run was reading them ({', '.join(changed[:3])}). "
+        what += "Restore the files, and start the run again from its last checkpoint"
+        self.here.fail_together(problem, what)
+        self.stamps = stamps  # a copy with the same content
+
+    def _difference(self, fresh: Inputs) -> str | None:
+        """Return how opened data differ from those that the run started with."""
+        if fresh.fingerprints() != self.inputs.fingerprints():
+            return "another fingerprint of documents or samples"
+        digests = json.loads(json.dumps(content_digests(fresh.data)))
+        if digests != self.record["data.content"]:
+            return "other bytes of the same lengths"
+        return None if fresh.blend == self.inputs.blend else "another manifest of the blend"
 
     def go_back(self, spike: Spike) -> None:
         """To the last good checkpoint of before a spike, and on from there without its steps."""
@@ -442,6 +480,7 @@ class Trainer:
         if self.begun == self.done:
             return
         self.finish_save()
+        self.check_files()
         self.monitor.flush()
         state: dict[str, Any] = {
             "data": self.inputs.schedule.state_dict(self.done),

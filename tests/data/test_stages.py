@@ -225,6 +225,31 @@ def test_a_run_without_stages_may_get_one_and_is_told_so_when_it_is_changed_as_a
     assert change == "from step 12 on tokens_per_step was 48 and is 96"
 
 
+def test_only_drawn_sources_are_compared() -> None:
+    """Sources that are drawn later may be other ones, or gone; a source that was drawn may not."""
+
+    def of(sources: list[int], *weights: float, past: dict[str, float] | None = None) -> Schedule:
+        pool, names = [POOL[i] for i in sources], NAMES[: len(sources)]
+        stages = [Stage(from_step=50, weights=dict.fromkeys(names, 1))]
+        if past is not None:
+            stages.insert(0, Stage(from_step=4, weights=past))
+        return Schedule(pool, names=names, weights=weights, stages=stages, tokens_per_step=96)
+
+    state = of([0, 1, 2], 1, 2, 0).state_dict(9)
+    for other in (of([0, 1, 3], 1, 2, 0), of([0, 1], 1, 2), of([0, 1, 2, 3], 1, 2, 0, 0)):
+        assert other.resume_step(state) == 9
+    for differing in (of([0, 1, 2], 1, 3, 0), of([0, 1, 2], 1, 2, 1)):
+        with pytest.raises(ResumeError, match="weights was"):
+            differing.check_state(state)
+    with pytest.raises(ResumeError, match="indices was"):
+        of([0, 3, 2], 1, 2, 0).check_state(state)
+    drawn = {"s0": 1.0, "s2": 1.0}
+    with pytest.raises(ResumeError, match="indices was"):
+        of([0, 1, 3], 1, 2, 0, past=drawn).check_state(
+            of([0, 1, 2], 1, 2, 0, past=drawn).state_dict(9)
+        )
+
+
 def test_a_source_may_join_a_run_that_takes_its_sources_by_size() -> None:
     state = Schedule(POOL[:2], tokens_per_step=96).state_dict(9)
     stages = [Stage(from_step=9, weights={"s0": 1, "s1": 1, "s2": 1})]

@@ -456,6 +456,25 @@ def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -
     assert trainer.train().global_step == 4  # a run of its own
 
 
+def test_another_model_or_argument_is_not_resumed(folder: Path, tmp_path: Path) -> None:
+    def train(steps: int, allow: tuple[str, ...] = (), act: str = "silu", **changes: Any) -> None:
+        model = tiny_llama()
+        model.config.hidden_act = act
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps, **changes}
+        trainer = PackedTrainer(
+            model=model, args=arguments(tmp_path, **options), train_dataset=micro_batches(folder)
+        )
+        trainer.allow_change = allow
+        trainer.train(resume_from_checkpoint=steps > 1)
+
+    train(1)
+    with pytest.raises(ResumeError, match=r"model.hidden_act was 'silu' and is 'gelu'"):
+        train(2, act="gelu")
+    with pytest.raises(ResumeError, match=r"args.weight_decay was 0.0 and is 0.5"):
+        train(2, weight_decay=0.5)
+    train(2, ("args.weight_decay",), weight_decay=0.5, logging_steps=7)
+
+
 def test_wrong_numbers_are_corrected_in_the_message(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,19 @@ def test_spike_of_one_source_or_of_gradients_alone_is_found() -> None:
         assert (found[2].first, found[2].last) == (60, 62)
 
 
+def test_single_high_losses_far_apart_are_no_spike() -> None:
+    watch, high = SpikeWatch(CONFIG), range(40, 400, 2 * CONFIG.confirm + 1)
+    found = [watch.look(line(step, 9.0 if step in high else 1.0), "") for step in range(400)]
+    assert found == [None] * 400, "a step out of its band counts for twice `confirm` steps only"
+
+
+def test_levels_of_long_ago_are_forgotten() -> None:
+    watch, again = SpikeWatch(CONFIG), 40 + 40 * CONFIG.window
+    steps = [*range(40), *range(again, again + 40)]  # the bucket is rarely drawn
+    found = [watch.look(line(step, 1.0 if step < 40 else 9.0), "") for step in steps]
+    assert found == [None] * 80
+
+
 def test_spike_needs_no_second_step_where_a_loss_is_not_a_number() -> None:
     spike = SpikeWatch(CONFIG).look(line(7, None), "")
     assert spike is not None and (spike.first, spike.last) == (7, 7)

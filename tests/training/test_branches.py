@@ -233,6 +233,14 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     assert mirror.tags() == [] and others.exists()
 
 
+def test_checkpoints_of_a_mirror_are_ordered_by_tokens_seen(tmp_path: Path) -> None:
+    """Steps count anew where a run goes on with other tokens per step."""
+    tags = ["step_00000009_tokens_900", "step_00000002_tokens_1800", "step_00000010_tokens_10000"]
+    for tag in reversed(tags):
+        (tmp_path / f"{tag}.manifest.json").write_text("{}")
+    assert Mirror(f"file://{tmp_path}").tags() == tags
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

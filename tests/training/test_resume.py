@@ -203,7 +203,9 @@ def test_optimizer_is_that_of_the_configuration_after_a_resume_too(
 ) -> None:
     """Its state brings those of the run that saved it along."""
     run = copy(after=6, optimizer=changed)
-    run.succeed()
+    [(key, value)] = changed.items()
+    run.start(ranks=1).end_with(1, f"optimizer.{key} was ", f" and is {value}")
+    run.start("checkpoint.allow_change=[optimizer]").succeed(f"optimizer.{key} was ")
     ours, theirs = run.log, whole.log
     assert ours[6]["loss"] == pytest.approx(theirs[6]["loss"], rel=1e-9), "before an update"
     assert ours[7]["loss"] != pytest.approx(theirs[7]["loss"], rel=1e-5)
@@ -218,7 +220,7 @@ def test_nan_loss_ends_the_run(new_run: NewRun) -> None:
 
 def test_other_model_is_refused(copy: NewRun) -> None:
     model = {"preset": "llama_tiny", "overrides": {"num_hidden_layers": 3}}
-    copy(after=6, model=model).start().end_with(1, "does not fit this run")
+    copy(after=6, model=model).start().end_with(1, "model.num_hidden_layers was 2 and is 3")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +256,31 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
     assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
     assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
+
+
+@pytest.mark.parametrize("damage", [b"{", b"\xff\xfe", b"3", b"{}", b"[" * 5000], ids=str)
+def test_a_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    lines = [json.dumps({"step": i, "tokens_seen": 100 * (i + 1)}).encode() for i in range(6)]
+    lines[2] = damage
+    before = b"\n".join(lines) + b"\n"
+    run.log.write_bytes(before)
+    [problem] = run.forget_after(500)
+    assert "line 3 is damaged (1 in all)" in problem
+    assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 3, 4]
+    assert (tmp_path / "log.jsonl.damaged").read_bytes() == before, "nothing is lost"
+    assert run.forget_after(500) == []
+    [problem] = run.forget_after(800)
+    assert "ends after 500 tokens, and the checkpoint has seen 800" in problem
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused_before_ranks_meet(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    run = new_run()
+    output = run.start(f"run_dir={tmp_path / 'file' / 'run'}", ranks=1).end_with(1, "Not a dir")
+    assert "Traceback" not in output and len(output.splitlines()) == 1
 
 
 def test_checkpoint_is_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ A micro batch is one row of segments with the names that transformers' attention
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import operator
 import warnings
@@ -37,6 +38,8 @@ from megapack.attention.probe import probe
 from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.data.report import check_labels
+from megapack.data.resume import ORDER_FIELDS, content_digests
+from megapack.data.run_record import check_record, flatten, model_record, tokenizer_digest
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.options import check_options
@@ -151,39 +154,91 @@ def _check_windows(implementation: str, dataset: PackedDataset) -> None:
         )
 
 
+# TrainingArguments, by the beginning of their names, that do not determine a run's steps: outputs,
+# logs, evaluation, loading, and the division among ranks. All others are compared at a resume.
+_NO_EFFECT = (
+    *("output_dir", "overwrite_", "do_", "run_name", "report_to", "project", "trackio", "hub_"),
+    *("push_to_hub", "logging_", "log_", "disable_tqdm", "save_", "restore_", "resume_", "load_"),
+    *("metric_", "greater_", "eval_", "prediction_", "include_", "batch_eval_", "dataloader_"),
+    *("per_device_", "per_gpu_", "gradient_accumulation", "gradient_checkpointing", "max_steps"),
+    *("num_train_epochs", "ddp_", "fsdp", "deepspeed", "accelerator_config", "parallelism_config"),
+    *("local_rank", "use_cpu", "no_cuda", "torch_empty_cache", "skip_memory", "auto_find_batch"),
+    *("ignore_data_skip", "remove_unused", "length_column", "group_by_length", "train_sampling"),
+    *("past_index", "dataset_", "packing", "max_length", "jit_mode", "use_legacy", "tpu_", "debug"),
+)
+
+
 class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
-    """Which samples the steps of a run have, in its checkpoints (trainer_state.json), and held
-    against the schedule where the run goes on.
+    """Keep in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
+
+    Compared are the samples of the steps before, the configuration of the model with its attention
+    and dtype, the tokenizer, the bytes of the data, and the training arguments.
 
     Raises:
-        ResumeError: the steps before had others (``Schedule.check_state``).
+        ResumeError: something differs; names it with both values.
     """
 
     schedule: Schedule | None = None
+    record: dict[str, Any] | None = None
+    allow_change: tuple[str, ...] = ()
     step = 0
     saved: dict[str, Any] | None = None
+    saved_record: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes, and sets again where it restores callbacks."""
+        """Return what Trainer writes, and sets again where it restores callbacks."""
         saved = None if self.schedule is None else self.schedule.state_dict(self.step)
-        return {"args": {}, "attributes": {"saved": saved}}
+        return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any
     ) -> None:
-        del args, control, more
+        del control
         batches = getattr(train_dataloader, "dataset", None)
         self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
+        if self.schedule is not None and batches is not None:
+            self.record = _record(args, batches.dataset, more)
         # A checkpoint of another trainer has none, and the next one is to have it.
-        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        saved = kept["attributes"]["saved"]
-        if self.schedule is not None and saved and self.step:  # resumed
-            for change in self.schedule.check_state(saved):
-                logger.warning("%s", change)
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
+        if self.schedule is None or not kept["saved"] or not self.step:
+            return
+        of_order = [name for name in self.allow_change if name in ORDER_FIELDS]
+        changes = self.schedule.check_state(kept["saved"], of_order)
+        if self.record is not None and kept.get("saved_record"):
+            option = "PackedTrainer.allow_change"
+            saved, allowed = kept["saved_record"], self.allow_change
+            changes += check_record(self.record, saved, allowed, option=option)
+        for change in changes:
+            logger.warning("the run is changed: %s", change)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         del args, control, more
         self.step = state.global_step
+
+
+def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines a run besides the order of its samples; JSON.
+
+    Args:
+        args: TrainingArguments.
+        dataset: of the run.
+        run: ``model`` and ``processing_class`` of a callback.
+    """
+    model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
+    given = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
+    record = flatten(given, "args.")
+    if isinstance(model, transformers.PreTrainedModel):
+        text = model.config.get_text_config(decoder=True)
+        record |= model_record(model.config)
+        record["model.attention"] = text._attn_implementation
+        record["model.dtype"] = str(model.dtype)
+    tokenizer = run.get("processing_class")
+    if hasattr(tokenizer, "get_vocab"):
+        record["model.tokenizer"] = tokenizer_digest(tokenizer)
+    record |= {f"data.{name}": value for name, value in dataset._options.items()}
+    record["data.content"] = content_digests(dataset)
+    resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return resolved
 
 
 class PackedTrainerMixin:
@@ -192,15 +247,18 @@ class PackedTrainerMixin:
     The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
     as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
     ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples; a
-    corpus or schedule that has others at the steps before is a ResumeError.
+    corpus or schedule that has others at the steps before is a ResumeError, and so is another
+    model, tokenizer, content of the data or training argument.
 
     Attributes:
         probe: whether the model is tried on two early micro batches before it trains:
             seven forwards (``megapack.integrations.probe``), and one of its loss, which must take
             the labels of the batch; the log says the seconds of the seven.
+        allow_change: keys that may differ at a resume, as the error names them.
     """
 
     probe: bool = True
+    allow_change: tuple[str, ...] = ()
     args: Any
     model: Any
     train_dataset: Any
@@ -241,8 +299,12 @@ class PackedTrainerMixin:
                 f"{batches.num_micro_steps}"
             )
         self._to_probe = batches if self.probe else None
-        if not any(isinstance(one, ScheduleOfRun) for one in self.callback_handler.callbacks):  # type: ignore[attr-defined]
+        callbacks: list[Any] = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(one, ScheduleOfRun) for one in callbacks):
             self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
+        for one in callbacks:
+            if isinstance(one, ScheduleOfRun):
+                one.allow_change = tuple(self.allow_change)
         return self._loader(batches)
 
     def _try(self, model: Any, batch: Batch, longest: Batch) -> None:

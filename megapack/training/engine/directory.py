@@ -22,6 +22,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ import yaml
 import megapack
 from megapack.config import read_yaml, to_dict
 from megapack.errors import FormatError
+from megapack.records import parse_json
 from megapack.storage.files import atomic_write
 from megapack.storage.locks import WriterLock
 
@@ -147,13 +149,44 @@ class RunDirectory:
                 with (trunk / path.name).open("rb") as theirs, atomic_write(path) as ours:
                     shutil.copyfileobj(theirs, ours)
 
-    def forget_after(self, tokens: int) -> None:
-        """Drop what a run that continues after these tokens writes again."""
+    def forget_after(self, tokens: int) -> list[str]:
+        """Drop the lines that a run which continues after these tokens writes again.
+
+        Returns:
+            Sentences about damaged lines, which are dropped from a log that is kept under another
+            name, and about lines that are missing at the end. Nothing in a log decides a resume.
+        """
+        problems = []
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
-            if path.exists():
-                lines = [line for line in read_jsonl(path) if line["tokens_seen"] <= tokens]
-                with atomic_write(path, "w") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
+            if not path.exists():
+                continue
+            damaged: list[int] = []
+            seen = [(line["tokens_seen"], line) for line in read_jsonl(path, damaged)]
+            if damaged:
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.copyfile(path, aside)
+                numbers = ", ".join(map(str, damaged[:5]))
+                problems.append(
+                    f"{path}: line {numbers} is damaged ({len(damaged)} in all); the run continues "
+                    f"without, and the log as it was is {aside}"
+                )
+            last = max((count for count, _ in seen), default=0)
+            if path == self.log and last < tokens:
+                problems.append(
+                    f"{path} ends after {last:,} tokens, and the checkpoint has seen {tokens:,}: "
+                    "lines at its end are missing"
+                )
+            with atomic_write(path, "w") as file:
+                file.writelines(json.dumps(line) + "\n" for count, line in seen if count <= tokens)
+        return problems
+
+    def check_writable(self) -> None:
+        """Make the directory. Raises OSError: nothing can be written there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, self.checkpoints):
+            if folder.exists():
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
 
 
 def tags_in(directory: Path) -> list[str]:
@@ -192,21 +225,34 @@ def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
         raise OSError(error.errno, f"{text} while writing", str(path)) from error
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log. A last line cut short by a kill is left out.
+def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log. A last line cut short by a kill is left out.
+
+    Args:
+        path: of the log.
+        damaged: takes the numbers of lines that are no lines of a log, which are left out then.
 
     Raises:
-        FormatError: another line is not JSON.
+        FormatError: a line is damaged, and ``damaged`` is None.
         OSError: the file cannot be read.
     """
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+    remedy = "remove the line; a run that is started again does so itself"
+    with Path(path).open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise FormatError(f"{path}, line {number} is not JSON: {error}") from error
+                line = parse_json(text, f"{path}, line {number}", remedy=remedy)
+            except FormatError:
+                if damaged is None:
+                    raise
+                line = None
+            if damaged is not None and not (
+                isinstance(line, dict) and type(line.get("tokens_seen")) is int
+            ):
+                damaged.append(number)
+                continue
+            yield line
 
 
 def is_lost(line: Mapping[str, Any]) -> bool:

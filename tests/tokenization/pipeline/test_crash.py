@@ -191,7 +191,12 @@ def test_a_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Pa
 )
 def test_interrupt_ends_all(tmp_path: Path, corpus: Path, program: str, everybody: bool) -> None:
     """A terminal sends it to all processes; a scheduler may send it to the first alone."""
-    process = start(program, corpus, "--workers", "2", start_new_session=True)
+    # A script starts background jobs with SIGINT ignored, and children inherit that.
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = start(program, corpus, "--workers", "2", start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, usual)
     out, stuck = tmp_path / "out", "cli.py.*"
     wait_for(process, lambda: finished(out) or len(list(tmp_path.glob(stuck))) == 2)
     children = below(process.pid)

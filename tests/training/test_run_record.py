@@ -1,0 +1,208 @@
+"""A resume compares every key that determines a run: no key is forgotten by construction."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack.config import load_config, to_dict
+from megapack.data.run_record import check_record, flatten, tokenizer_digest
+from megapack.errors import ResumeError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset
+from megapack.training.config import PretrainConfig
+from megapack.training.engine.checkpoint import Resume
+from megapack.training.engine.inputs import check_run, open_inputs
+from megapack.training.engine.manifest import CheckpointManifest
+from megapack.training.engine.run_record import NO_EFFECT, run_record
+from megapack.training.engine.world import World
+from megapack.training.start import find_start
+from megapack.training.trainer import Trainer
+
+from .conftest import Corpus
+
+
+@pytest.fixture(scope="module")
+def path(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus.config(tmp_path_factory.mktemp("record") / "run")
+
+
+def _opened(path: Path, *overrides: str) -> tuple[PretrainConfig, Any, dict[str, Any]]:
+    config = load_config(PretrainConfig, path, overrides)
+    inputs = open_inputs(config)
+    architecture = check_run(config, inputs, 1)
+    return config, inputs, run_record(config, inputs, architecture, attention="sdpa")
+
+
+@pytest.fixture(scope="module")
+def found(path: Path) -> Resume:
+    """A checkpoint of the unchanged run."""
+    _, inputs, record = _opened(path)
+    state = {"data": inputs.schedule.state_dict(3), "run": record, "lr": 0.003}
+    manifest = CheckpointManifest(step=3, world_size=1, zero_stage=1, state=state, files={})
+    return Resume(tag="step_00000003_tokens_3072", manifest=manifest, universal=False)
+
+
+def _resumed(path: Path, found: Resume, *overrides: str) -> None:
+    config, inputs, record = _opened(path, *overrides)
+    find_start(config, inputs, found, record)
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Other values of a key, as JSON has them."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, (int, float)):
+        yield from (value + 1, None)
+    elif isinstance(value, str):
+        yield f"{value}x"
+    elif isinstance(value, list):
+        yield [*value, 1]
+    elif value is None:
+        yield from (1, "x", False)
+    else:
+        yield {"other": 1}
+
+
+def test_every_key_of_the_configuration_is_compared_or_listed(path: Path) -> None:
+    config, _, record = _opened(path)
+    keys = flatten(to_dict(config))
+
+    def is_listed(key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in NO_EFFECT)
+
+    assert {key for key in keys if not is_listed(key)} <= record.keys()
+    for name in NO_EFFECT:  # none is stale
+        assert any(key == name or key.startswith(f"{name}.") for key in keys), name
+    changes = [(key, other) for key, value in record.items() for other in _others(value)]
+    changes = [(key, other) for key, other in changes if key != "data.content"]
+    assert len(changes) >= 60
+    for key, other in [*changes, ("engine.deepspeed.new", 1), ("mixing.options.smoothing", 0.5)]:
+        with pytest.raises(ResumeError) as error:
+            check_record(record | {key: other}, record)
+        assert f"{key} was {record.get(key)!r:.200} and is {other!r}" in str(error.value)
+        assert f"checkpoint.allow_change=[{key}]" in str(error.value), "the remedy works at once"
+        [change] = check_record(record | {key: other}, record, [key])
+        assert change.startswith(key)
+    assert check_record(record, record) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=5", "seed was 0 and is 5"),
+        ("data.tokens_per_step=2048", "tokens_per_step was 1024 and is 2048"),
+        ("data.order=uniform", "order was "),
+        ("data.loss=sequence_mean", "loss was None and is 'sequence_mean'"),
+        ("data.attention=sample", "data.attention was 'document' and is 'sample'"),
+        ("data.label_boundary=sample", "data.label_boundary was 'document' and is 'sample'"),
+        ("data.positions=sample", "data.positions was 'segment' and is 'sample'"),
+        ("model.overrides={hidden_act: gelu}", "model.hidden_act was 'silu' and is 'gelu'"),
+        ("model.overrides={num_key_value_heads: 1}", "model.num_key_value_heads was "),
+        ("model.overrides={rms_norm_eps: 0.01}", "model.rms_norm_eps was "),
+        ("model.overrides={rope_theta: 123}", "rope_theta was "),
+        ("model.overrides={tie_word_embeddings: false}", "model.tie_word_embeddings was True"),
+        ("model.z_loss=0.001", "model.z_loss was 0.0 and is 0.001"),
+        ("engine.precision=bf16", "engine.precision was 'fp32' and is 'bf16'"),
+        ("optimizer.weight_decay=1", "optimizer.weight_decay was 0.1 and is 1.0"),
+        ("learning_rate.kind=wsd", "learning_rate.kind was 'cosine' and is 'wsd'"),
+    ],
+)
+def test_a_changed_run_is_not_resumed(override: str, named: str, path: Path, found: Resume) -> None:
+    with pytest.raises(ResumeError) as error:
+        _resumed(path, found, override)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["logging.every=1", "engine.zero_stage=2", "checkpoint.keep=9", "data.micro_batch_tokens=128"],
+)
+def test_what_has_no_effect_may_change(override: str, path: Path, found: Resume) -> None:
+    _resumed(path, found, override)
+
+
+def test_a_jump_of_the_learning_rate_is_reported(
+    path: Path, found: Resume, caplog: pytest.LogCaptureFixture
+) -> None:
+    found.manifest.state["lr"] = 0.00123
+    _resumed(path, found, "num_steps=20")
+    assert (
+        "the learning rate of step 3 is " in caplog.text and "would have had 0.00123" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("with_meta", [True, False])
+def test_other_bytes_of_the_same_lengths_are_refused(
+    corpus: Corpus, with_meta: bool, tmp_path: Path
+) -> None:
+    for file in corpus.directory.glob("*"):
+        if file.is_file() and (with_meta or not file.name.endswith(".meta.json")):
+            shutil.copy(file, tmp_path)
+    path = Corpus(tmp_path).config(
+        tmp_path / "run", model={"preset": "llama_tiny", "vocab_size": 64}
+    )
+    _, _, record = _opened(path)
+    tokens = np.fromfile(tmp_path / "train.bin", np.uint16)
+    tokens[len(tokens) // 2] ^= 1
+    other = tmp_path / "other.bin"
+    tokens.tofile(other)
+    other.rename(tmp_path / "train.bin")
+    with pytest.raises(ResumeError, match=r"data.content was .* and is "):
+        check_record(_opened(path)[2], record)
+    assert check_record(_opened(path)[2], record, ["data.content"])
+
+
+@pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
+def test_a_running_run_notices_files_that_change(
+    change: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    for file in corpus.directory.glob("train*"):
+        shutil.copy(file, tmp_path)
+    data = {"valid_prefix": str(corpus.valid)}
+    path = Corpus(tmp_path).config(tmp_path / "run", data=data)
+    config, inputs, record = _opened(path)
+    trainer: Any = object.__new__(Trainer)
+    trainer.config, trainer.inputs, trainer.record = config, inputs, record
+    trainer.decisions, trainer.stamps = None, inputs.file_stamps()
+    world = SimpleNamespace(gather=lambda value: [value])
+    trainer.here = SimpleNamespace(fail_together=partial(World.fail_together, world))
+    trainer.check_files()
+    target = tmp_path / "train.bin"
+    tokens = np.fromfile(target, np.uint16)
+    tokens[::7] ^= 1
+    if change == "rename":
+        tokens.tofile(tmp_path / "new.bin")
+        (tmp_path / "new.bin").rename(target)
+    elif change == "in place":
+        with target.open("r+b") as file:
+            file.write(tokens.tobytes())
+    elif change == "samples":
+        lengths = IndexedDataset(tmp_path / "train").document_lengths
+        pack(lengths, "bucket", buckets=[64, 128]).save(tmp_path / "train.samples", overwrite=True)
+    else:
+        target.touch()
+        return trainer.check_files()
+    for fresh in ((), (open_inputs(config),)):
+        with pytest.raises(ResumeError, match=r"the data changed while the run .*train\."):
+            trainer.check_files(*fresh)
+
+
+def test_tokenizers_are_told_apart() -> None:
+    from tokenizers import Tokenizer, models  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    def digest(vocab: dict[str, int], **special: str) -> str:
+        inner = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+        return tokenizer_digest(PreTrainedTokenizerFast(tokenizer_object=inner, **special))
+
+    digests = [digest({"a": 0, "b": 1}), digest({"a": 1, "b": 0})]
+    digests.append(digest({"a": 0, "b": 1}, eos_token="b"))
+    assert len(set(digests)) == 3 and digests[0] == digest({"a": 0, "b": 1})
