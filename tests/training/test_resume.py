@@ -374,13 +374,13 @@ def test_stages_are_edited_at_a_resume(new_run: NewRun, corpus: Corpus, tmp_path
     run.start("num_steps=6", ranks=1).end_with(1, said)
     back = {"from_step": 5, "tokens_per_step": 1024, "weights": {"math": 1}, "skip_steps": 1}
     write(grow, back)
-    change = "from step 5 on skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"
-    run.start("num_steps=6", ranks=1).succeed(f"the data order is changed: {change}")
+    change = "skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"
+    run.start("num_steps=6", ranks=1).succeed("the data order is changed: from step 5 on ", change)
 
     assert [line["tokens"] for line in run.log] == [1024, 1024, 2048, 2048, 2048, 1024]
     first, second = run.lines("starts")
     assert first["data_order_changes"] == [] and len(first["data_order"]["stages"]) == 1
-    assert second["data_order_changes"][0].startswith(change)
+    assert change in second["data_order_changes"][0]
     assert len(second["data_order"]["stages"]) == 2
     schedule = Schedule(open_blend(load_blend(manifest)), tokens_per_step=1024)
     expected = {step: sorted(schedule.step(step).sample_ids.tolist()) for step in range(6)}

@@ -1,0 +1,114 @@
+"""What PackedTrainer keeps in trainer_state.json, and compares when a run is resumed.
+
+``ScheduleOfRun`` is the callback. Its state is the schedule's ``state_dict`` and a record of model,
+tokenizer, data and training arguments (``megapack.data.run_record``):
+
+    {"saved": {"step": 3, "seed": 0, ...}, "saved_record": {"args.learning_rate": 0.001, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.trainer_callback import ExportableState
+
+from megapack.data import PackedDataset, Schedule
+from megapack.data.resume import ORDER_FIELDS, content_digests
+from megapack.data.run_record import check_record, flatten, model_record, tokenizer_digest
+
+logger = logging.getLogger("megapack")
+
+# TrainingArguments, by the beginning of their names, that do not determine a run's steps: outputs,
+# logs, evaluation, loading, and the division among ranks. All others are compared at a resume.
+_NO_EFFECT = (
+    *("output_dir", "overwrite_", "do_", "run_name", "report_to", "project", "trackio", "hub_"),
+    *("push_to_hub", "logging_", "log_", "disable_tqdm", "save_", "restore_", "resume_", "load_"),
+    *("metric_", "greater_", "eval_", "prediction_", "include_", "batch_eval_", "dataloader_"),
+    *("per_device_", "per_gpu_", "gradient_accumulation", "gradient_checkpointing", "max_steps"),
+    *("num_train_epochs", "ddp_", "fsdp", "deepspeed", "accelerator_config", "parallelism_config"),
+    *("local_rank", "use_cpu", "no_cuda", "torch_empty_cache", "skip_memory", "auto_find_batch"),
+    *("ignore_data_skip", "remove_unused", "length_column", "group_by_length", "train_sampling"),
+    *("past_index", "dataset_", "packing", "max_length", "jit_mode", "use_legacy", "tpu_", "debug"),
+)
+
+
+class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
+    """Keep in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
+
+    Compared are the samples of the steps before, the configuration of the model with its attention
+    and dtype, the tokenizer, the bytes of the data, and the training arguments.
+
+    Raises:
+        ResumeError: something differs; names it with both values.
+    """
+
+    schedule: Schedule | None = None
+    record: dict[str, Any] | None = None
+    allow_change: tuple[str, ...] = ()
+    step = 0
+    saved: dict[str, Any] | None = None
+    saved_record: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what Trainer writes, and sets again where it restores callbacks."""
+        saved = None if self.schedule is None else self.schedule.state_dict(self.step)
+        return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any
+    ) -> None:
+        del control
+        batches = getattr(train_dataloader, "dataset", None)
+        self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
+        if self.schedule is not None and batches is not None:
+            self.record = _record(args, batches.dataset, more)
+        # A checkpoint of another trainer has none, and the next one is to have it.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
+        if self.schedule is None or not kept["saved"] or not self.step:
+            return
+        of_order = [name for name in self.allow_change if name in ORDER_FIELDS]
+        changes = self.schedule.check_state(kept["saved"], of_order)
+        if self.record is not None and kept.get("saved_record"):
+            option = "PackedTrainer.allow_change"
+            saved, allowed = kept["saved_record"], self.allow_change
+            changes += check_record(self.record, saved, allowed, option=option)
+        for change in changes:
+            logger.warning("the run is changed: %s", change)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        del args, control, more
+        self.step = state.global_step
+
+
+def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines a run besides the order of its samples; JSON.
+
+    Args:
+        args: TrainingArguments.
+        dataset: of the run.
+        run: ``model`` and ``processing_class`` of a callback.
+    """
+    model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
+    given = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
+    record = flatten(given, "args.")
+    if isinstance(model, transformers.PreTrainedModel):
+        text = model.config.get_text_config(decoder=True)
+        record |= model_record(model.config)
+        record["model.attention"] = text._attn_implementation
+        record["model.dtype"] = str(model.dtype)
+    tokenizer = run.get("processing_class")
+    if hasattr(tokenizer, "get_vocab"):
+        record["model.tokenizer"] = tokenizer_digest(tokenizer)
+    record |= {f"data.{name}": value for name, value in dataset._options.items()}
+    record["data.content"] = content_digests(dataset)
+    resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return resolved
+
+
+def bare_model(model: Any) -> Any:
+    """What PEFT has adapted, where it has."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
