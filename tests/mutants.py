@@ -285,9 +285,9 @@ megapack/data/fim.py: tests/data/test_fim.py
 tables_by_size: tables of the same size are taken for the same
 - xxhash.xxh3_128_hexdigest(tables)
 + len(tables)
-labels_of_shards: chosen labels of a sharded source are turned round
-- if chosen is not None or (isinstance(dataset, ShardedDocuments) and dataset.has_labels):
-+ if chosen is not None:
+chosen_labels: documents with chosen labels are turned round
+- if dataset.has_labels:
++ if dataset.has_labels and not rate:
 largest_of_sentinels: ids of parts are not checked
 - return max(*self.sentinels, int(np.max(parts, initial=0)))
 + return max(self.sentinels)
