@@ -135,6 +135,10 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     missing = sorted(needed - model["vocab"].keys())
     _require(not missing, f"its vocabulary lacks the byte {missing[:1]}")
     tokens = tree.get("added_tokens") or []
+    if not plain_allowed:
+        # gigatoken searches added tokens after it has put a space before the text.
+        starts = {token["content"][:1] for token in tokens}
+        _require(not starts & {" ", _SPACE}, "it adds a token that begins with a space")
     contents = _guarded_contents(tokens, model["vocab"], bool(normalizers), plain_allowed)
     characters = _UNICODE_17 + (_NFC_MARKS if normalizers == [_NFC] else ())
     return Guard(contents, np.array(sorted(characters), np.int64).reshape(-1))
