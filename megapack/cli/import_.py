@@ -1,14 +1,17 @@
-"""Index other people's token files, without copying a token where the layout allows.
+"""Index other tools' token files, without copying a token where the layout allows.
 
   megapack-build import neox/data_text_document --output-prefix corpus
   megapack-build import fineweb_00000.ds --output-prefix corpus
   megapack-build import train.bin --output-prefix corpus --dtype uint16 --eod-token 50256
 
-Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed),
-datatrove (.ds with .ds.index), llm.c (.bin with a header), npy, and flat (nothing but tokens:
-nanoGPT's .bin, OLMo's headerless .npy). The .bin becomes a hard or symbolic link where the file
-holds plain tokens from its first byte on; an output prefix that names the file itself
-(train.bin -> train) only adds the .idx. PREFIX may be an address: then all of it is uploaded.
+Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed), datatrove (.ds with
+.ds.index), dolma (OLMo's headerless .npy with .csv.gz), llm.c (.bin with a header, also of
+modded-nanogpt), npy, and flat (nothing but tokens: nanoGPT's .bin). Bounds, widths, counts, loss
+masks and tokenizer names next to the file are read and compared with it. Contradictions are
+refused; formats that are not read are named, with a command that converts them. A loss mask becomes
+PREFIX.labels. The .bin becomes a hard or symbolic link where the file holds plain tokens from its
+first byte on; an output prefix that names the file itself (train.bin -> train) only adds the .idx.
+PREFIX may be an address.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from __future__ import annotations
 import argparse
 
 from megapack.cli.arguments import add_shared, token_id
-from megapack.storage.importing import KINDS, LINKS, import_dataset
+from megapack.storage.foreign import KINDS
+from megapack.storage.importing import LINKS, SEPARATED, import_dataset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(
         parser,
         "--eod-token",
-        help="needed by kinds without an index; a name needs --tokenizer",
+        help="separates documents in files without recorded bounds; a name needs --tokenizer",
     )
     parser.add_argument(
         "--eod-at",
-        choices=("end", "start"),
-        help="where that id stands (default: start for llm.c, else end)",
+        choices=SEPARATED,
+        help="where documents have that id (default: start for llm.c, else end)",
     )
     add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
     parser.add_argument(

@@ -32,7 +32,7 @@ from megapack import _core
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sample_index import Arranged, SourceIndex
-from megapack.storage.files import open_npy
+from megapack.storage.tokens import open_npy
 
 Ids = NDArray[np.int64]
 

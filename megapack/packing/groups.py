@@ -29,8 +29,8 @@ from numpy.typing import ArrayLike, NDArray
 from megapack.errors import ConfigError, DataError
 from megapack.packing.metrics import Lengths, checksum
 from megapack.storage import IndexedDataset
-from megapack.storage.files import open_npy
 from megapack.storage.index_file import GROUPS
+from megapack.storage.tokens import open_npy
 
 Ids = NDArray[np.int64]
 

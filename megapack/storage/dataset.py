@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
-from megapack.storage.files import identity_of, open_npy
+from megapack.storage.files import identity_of
 from megapack.storage.index_file import (
     LABELS,
     WEIGHTS,
@@ -43,7 +43,7 @@ from megapack.storage.index_file import (
 from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
 from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
-from megapack.storage.tokens import holds_weights
+from megapack.storage.tokens import holds_weights, open_npy
 
 
 class BinReader:

@@ -123,19 +123,6 @@ def files_below(directory: Path) -> Iterator[FileOnDisk]:
                 yield FileOnDisk(path, status.st_blocks * 512, status.st_mtime)
 
 
-def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
-    """The array of a .npy file, mapped for reading.
-
-    Raises:
-        FormatError: it is none: another kind of file, cut off, or of Python's objects.
-        OSError: it cannot be read.
-    """
-    try:
-        return np.lib.format.open_memmap(Path(path), mode="r")
-    except (ValueError, EOFError) as error:
-        raise FormatError(f"{path} is not a .npy file of numbers: {error}") from error
-
-
 def read_blocks(
     file: io.FileIO, dtype: DTypeLike, count: int, block: int = BLOCK
 ) -> Iterator[NDArray[Any]]:

@@ -1,15 +1,7 @@
 """Other tools' token files as datasets, without copying a token where the layout allows.
 
-- ``import_dataset``: from the file of another tool to a dataset
-- ``KINDS``: what is understood; ``detect`` tells them apart; ``open_foreign``: documents of a file
-
-===========  ==================================================================================
-mmididx      .bin/.idx of Megatron, Megatron-DeepSpeed, GPT-NeoX or DeepSpeed, damaged or not
-datatrove    ``<name>.ds`` with ``<name>.ds.index`` (uint64 document ends, in tokens)
-llm.c        .bin with a header of 256 int32; documents begin with the end-of-text token
-npy          a 1-D .npy; documents end with a token
-flat         nothing but tokens (nanoGPT's .bin, OLMo's headerless .npy); documents end with one
-===========  ==================================================================================
+- ``import_dataset``: from the file of another tool (``foreign.py`` reads it) to a dataset
+- ``Import``: what was imported, and what the bytes of the tokens say about it
 
 A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
 
@@ -19,11 +11,9 @@ A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
 
 from __future__ import annotations
 
-import contextlib
 import os
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +21,18 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
+from megapack.storage.builder import IndexedDatasetBuilder
 from megapack.storage.files import (
     AtomicFile,
     Publishable,
     create_temporary,
-    identity_of,
-    open_npy,
     open_regular,
+    read_blocks,
     remove_leftovers,
 )
-from megapack.storage.index_file import MAGIC, Tokens, path_of, pick_dtype, prefix_of
+from megapack.storage.foreign import KINDS, Foreign, as_lengths, detect, open_foreign
+from megapack.storage.index_file import BESIDE, LABELS, Tokens, path_of, prefix_of
 from megapack.storage.index_writer import (
-    MAX_SEQUENCE_LENGTH,
     ArrayLayout,
     DatasetContent,
     check_prefix,
@@ -50,246 +40,289 @@ from megapack.storage.index_writer import (
     publish_dataset,
 )
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import TokenFacts, check_metadata, read_meta
+from megapack.storage.metadata import TokenFacts, check_metadata, checksum, read_meta
 from megapack.storage.remote.copies import local_output
-from megapack.storage.survey import survey
-from megapack.storage.tokens import (
-    TokenLimits,
-    TokenWriter,
-    as_tokens,
-    holds_weights,
-    scan_tokens,
-)
+from megapack.storage.tokens import TokenLimits, TokenWriter, as_tokens, scan_tokens
 
-# First number of llm.c's header -> token type. Its uint32 ids are below 2^31: int32's bytes.
-LLM_C_DTYPES: dict[int, np.dtype[Any]] = {
-    20240520: np.dtype(np.uint16),
-    20240801: np.dtype(np.int32),
-}
-_LLM_C_HEADER_BYTES = 1024
 LINKS = ("auto", "hard", "symbolic", "copy")
+SEPARATED = ("end", "start", "both")
+MASKED = -100
+_LARGEST_VOCABULARY = 1 << 20  # no tokenizer has more ids; two uint16 ids read as one exceed it
+_SAMPLE_TOKENS = 1 << 16
+_LABEL_BLOCK = 1 << 20  # tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class Foreign:
-    """Somebody else's documents."""
-
-    tokens_path: Path
-    dtype: np.dtype[Any]
-    num_tokens: int
-    layout: ArrayLayout | None = None  # None: to be found by the token that ends documents
-    begin_byte: int = 0  # of the first token
-    # Byte of every sequence in tokens_path, when they are not stored in order.
-    pointers: NDArray[np.int64] | None = None
-    facts: TokenFacts | None = None  # when the tokens had to be read anyway
-    metadata: dict[str, Any] = field(default_factory=dict)
-    # Negative values are labels; False where a negative id would be an unsigned one too large.
-    allow_negative: bool = False
+# ---- One pass over the tokens --------------------------------------------------------------------
 
 
-def detect(path: str | os.PathLike[str]) -> str:
-    """The kind of a file or prefix, by what stands in it and beside it.
+class _Scan:
+    """Facts of all tokens, read once from end to end."""
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        FormatError: it is no regular file.
+    def __init__(self, foreign: Foreign, separator: int | None) -> None:
+        self.maxima = np.zeros(4, np.int64)  # of the positions 0, 1, 2 and 3 modulo 4
+        self.separators: NDArray[np.int64] = np.zeros(0, np.int64)
+        tokens = _mapped(foreign)
+        self.first = int(tokens[0]) if tokens.size else -1
+        self.last = int(tokens[-1]) if tokens.size else -1
+        self.num_first = self.num_last = 0
+        positions: list[NDArray[np.int64]] = []
+        begin = 0
+
+        def look(block: Tokens, *_: int) -> None:
+            nonlocal begin
+            # A block begins at a multiple of 4.
+            for k in range(min(4, block.size)):
+                self.maxima[k] = max(self.maxima[k], int(block[k::4].max()))
+            self.num_first += int(np.count_nonzero(block == self.first))
+            self.num_last += int(np.count_nonzero(block == self.last))
+            if separator is not None:
+                positions.append(np.flatnonzero(block == separator) + begin)
+            begin += block.size
+
+        self.facts = scan_tokens(
+            foreign.tokens_path,
+            foreign.dtype,
+            foreign.num_tokens,
+            look,
+            begin_byte=foreign.begin_byte,
+        )
+        if positions:
+            self.separators = np.concatenate(positions)
+
+
+def _mapped(foreign: Foreign) -> Tokens:
+    if not foreign.num_tokens:
+        return np.zeros(0, foreign.dtype)
+    shape = (foreign.num_tokens,)
+    return np.memmap(foreign.tokens_path, foreign.dtype, "r", foreign.begin_byte, shape)
+
+
+def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
+    """Whether ids can be of this width, by the largest at the positions 0 to 3 modulo 4.
+
+    Ids read at half their width have a high half at every second position: 0, or at most 15 for a
+    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
     """
-    idx_path = path_of(prefix_of(path), ".idx")
-    if idx_path.is_file():
-        with open_regular(idx_path) as file:
-            if file.read(len(MAGIC)) == MAGIC:
-                return "mmididx"
-    if path_of(path, ".index").is_file():
-        return "datatrove"
-    with open_regular(path) as file:
-        head = file.read(8)
-    if head.startswith(b"\x93NUMPY"):
-        return "npy"
-    if len(head) == 8 and struct.unpack("<ii", head)[0] in LLM_C_DTYPES:
-        return "llm.c"
-    return "flat"
+    if int(maxima.max(initial=0)) >= limit:
+        return False
+    if num_tokens < 8 or num_tokens % 2:
+        return True
+    low, high = sorted((max(maxima[0], maxima[2]), max(maxima[1], maxima[3])))
+    return not (low == 0 < high or (low <= 15 and high > 255 and num_tokens >= 64))
 
 
-def open_foreign(
+def _check_width(foreign: Foreign, scan: _Scan, vocab_size: int | None) -> None:
+    """Refuse a dtype that the ids contradict, and name the one that they fit."""
+    limit = max(_LARGEST_VOCABULARY, vocab_size or 0)
+    if _is_plausible(scan.maxima, foreign.num_tokens, limit):
+        return
+    likely = _likely_dtype(foreign, vocab_size or _LARGEST_VOCABULARY)
+    high = int(scan.maxima.max())
+    symptom = f"an id of {high}, beyond any vocabulary" if high >= limit else "0 or next to 0"
+    where = "" if high >= limit else " at every second position"
+    if likely is None or likely.startswith("big"):
+        likely = likely or "another type"
+        remedy = "convert the file with numpy"
+    else:
+        remedy = f"give --dtype {likely}, or write the file again where its header names the type"
+    raise DataError(
+        f"{foreign.tokens_path}: read as {foreign.dtype.name}, it has {symptom}{where}: the tokens "
+        f"are probably {likely}: {remedy}"
+    )
+
+
+def _likely_dtype(foreign: Foreign, limit: int) -> str | None:
+    """The type as which the first tokens look like ids."""
+    num_bytes = foreign.num_tokens * foreign.dtype.itemsize
+    with open_regular(foreign.tokens_path) as file:
+        file.seek(foreign.begin_byte)
+        sample = file.read(min(num_bytes, 8 * _SAMPLE_TOKENS))
+    for code, name in (
+        ("<u2", "uint16"),
+        ("<u4", "uint32"),
+        ("<u8", "uint64"),
+        (">u2", "big-endian uint16"),
+        (">u4", "big-endian uint32"),
+        (">u8", "big-endian uint64"),
+    ):
+        width = int(code[-1])
+        if np.dtype(code).newbyteorder("=") == foreign.dtype or num_bytes % width:
+            continue
+        ids = np.frombuffer(sample[: len(sample) // width * width], code)
+        maxima = np.array(
+            [min(int(ids[k::4].max(initial=0)), 2**62) for k in range(4)], dtype=np.int64
+        )
+        if _is_plausible(maxima, ids.size, limit):
+            return name
+    return None
+
+
+# ---- Documents -----------------------------------------------------------------------------------
+
+
+def _split(
+    foreign: Foreign, scan: _Scan, separator: int, at: str | None
+) -> tuple[ArrayLayout, dict[str, int]]:
+    """The documents between separators, and what the meta file may promise about them.
+
+    Args:
+        at: ``"end"``, ``"start"`` or ``"both"``; None: ``"end"``, refused where that is a guess.
+    """
+    path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
+    if num_tokens and not marks.size:
+        raise DataError(
+            f"{path}: token id {separator} never occurs; is it the one that ends documents, "
+            f"and are the tokens {foreign.dtype.name}?"
+        )
+    begins, ends = (
+        bool(num_tokens and marks[0] == 0),
+        bool(num_tokens and marks[-1] == num_tokens - 1),
+    )
+    if at is None and begins:
+        likely = "both" if ends and _unpaired(marks, num_tokens) is None else "start"
+        raise ConfigError(
+            f"{path} begins with the separator {separator}, so --eod-at end would make a document "
+            f"of it alone: give --eod-at {likely}, or --eod-at end if that document is meant"
+        )
+    if at == "both":
+        wrong = _unpaired(marks, num_tokens)
+        if wrong is not None:
+            raise DataError(
+                f"{path}: the documents around token {wrong} do not begin and end with "
+                f"{separator}: give --eod-at start or --eod-at end"
+            )
+        bounds = np.concatenate([[0], marks[1::2] + 1])
+    else:
+        bounds = marks if at == "start" else marks + 1
+        bounds = np.unique(np.concatenate([[0], bounds, [num_tokens]]))
+    promises = {}
+    if at != "start" and ends:
+        promises["document_end_token"] = separator
+    if at in ("start", "both") and begins:
+        promises["document_begin_token"] = separator
+    return ArrayLayout(as_lengths(np.diff(bounds))), promises
+
+
+def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
+    """The first token that contradicts documents with a separator at both ends, None: none does."""
+    begins, ends = marks[::2], marks[1::2]
+    expected = np.concatenate([[0], ends + 1])[: begins.size]
+    wrong = np.flatnonzero(begins != expected)
+    if wrong.size:
+        return int(expected[wrong[0]])
+    if marks.size % 2 or (num_tokens and ends[-1] != num_tokens - 1):
+        return num_tokens - 1
+    return None
+
+
+def _promises(foreign: Foreign, layout: ArrayLayout, scan: _Scan) -> dict[str, int]:
+    """Ids with which every document begins or ends and that occur nowhere else.
+
+    Two documents are the least that show it.
+    """
+    offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+    if layout.ends is not None:
+        offsets = offsets[np.concatenate([[0], layout.ends])]
+    begins, ends = offsets[:-1], offsets[1:]
+    begins, ends = begins[ends > begins], ends[ends > begins]
+    if begins.size < 2:
+        return {}
+    tokens, count = _mapped(foreign), begins.size
+    begin = scan.first >= 0 and bool((tokens[begins] == scan.first).all())
+    end = scan.last >= 0 and bool((tokens[ends - 1] == scan.last).all())
+    if scan.first == scan.last:
+        both = begin and end and scan.num_last == 2 * count and int((ends - begins).min()) > 1
+        begin = both or (begin and scan.num_first == count and not end)
+        end = both or (end and scan.num_last == count)
+    else:
+        begin, end = begin and scan.num_first == count, end and scan.num_last == count
+    found = {"document_begin_token": (begin, scan.first), "document_end_token": (end, scan.last)}
+    return {key: token for key, (holds, token) in found.items() if holds}
+
+
+def _separators_only(foreign: Foreign, layout: ArrayLayout, separators: list[int]) -> int:
+    """Number of documents that consist of separators alone: one, or one at each end."""
+    offsets = np.cumsum(layout.lengths, dtype=np.int64) - layout.lengths
+    tokens = _mapped(foreign)
+    alone = 0
+    for length in (1, 2):
+        begins = offsets[layout.lengths == length]
+        if length == 1 or len(separators) == 2:
+            held = [np.isin(tokens[begins + k], separators) for k in range(length)]
+            alone += int(np.count_nonzero(np.logical_and.reduce(held)))
+    return alone
+
+
+# ---- The import ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file with its documents found and its tokens checked."""
+
+    foreign: Foreign
+    layout: ArrayLayout
+    facts: TokenFacts
+    metadata: dict[str, Any]
+    notes: list[str]
+
+
+def _read(
     path: str | os.PathLike[str],
     kind: str,
     *,
-    dtype: DTypeLike | None = None,
-    eod_token: int | None = None,
-    eod_at: str = "end",
-) -> Foreign:
-    """Find the documents of a file.
-
-    Args:
-        path: file or prefix.
-        kind: one of ``KINDS``.
-        dtype: of the tokens, where the file does not say it.
-        eod_token: the id that ends documents, for kinds without an index.
-        eod_at: ``"end"`` of a document, or ``"start"`` where the token comes before it.
+    dtype: DTypeLike | None,
+    eod_token: int | None,
+    eod_at: str | None,
+    vocab_size: int | None,
+) -> _Source:
+    """Find the documents of a file and check its tokens.
 
     Raises:
-        FormatError: the file is damaged or not of that kind.
-        DataError: the token that ends documents never occurs.
-        ConfigError: an argument that this kind needs is missing, or contradicts what it says.
-        OSError: a file cannot be read.
+        FormatError, ConfigError, OSError: see ``open_foreign``.
+        DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
-    found = KINDS[kind](Path(path), dtype)
-    said = f"{path} is of kind {kind}, which says"
-    if dtype is not None and _token_dtype(dtype) != found.dtype:
-        raise ConfigError(f"{said} that its tokens are {found.dtype.name}: leave out --dtype")
-    if found.layout is None:
-        return _split(found, eod_token, eod_at)
-    if eod_token is not None:
+    foreign = open_foreign(path, kind, dtype=dtype)
+    name = foreign.tokens_path
+    if foreign.vocab_size is not None and vocab_size not in (None, foreign.vocab_size):
         raise ConfigError(
-            f"{said} where documents end: leave out --eod-token, or give --kind flat to read it "
-            "without its index"
+            f"--vocab-size is {vocab_size}; the file next to {name} says {foreign.vocab_size}: "
+            "leave out --vocab-size"
         )
-    return found
-
-
-def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
-    prefix = prefix_of(path)
-    with contextlib.suppress(FormatError):  # another tool's file of that name
-        if holds_weights(read_meta(prefix)):
-            raise ConfigError(
-                f"{prefix} holds loss weights, which stand beside the documents that they are of: "
-                "copy its three files"
-            )
-    facts = survey(path_of(prefix, ".idx"), path_of(prefix, ".bin"))
-    layout = facts.layout
-    dtype, text = facts.meaning()
-    if dtype is None:
-        raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
-    ends = None if layout.header.lacks_document_indices else layout.ends()
-    return Foreign(
-        tokens_path=facts.bin_path,
-        dtype=dtype,
-        num_tokens=facts.num_tokens,
-        layout=ArrayLayout(layout.lengths(), ends),
-        pointers=None if facts.widths else layout.pointers(),
-        allow_negative=dtype.kind == "i",
-    )
-
-
-def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
-    index_path = path_of(path, ".index")
-    with open_regular(index_path) as index, open_regular(path) as tokens:
-        ends_bytes, num_bytes = index.read(), identity_of(tokens).num_bytes
-    if len(ends_bytes) % 8:
-        raise FormatError(f"{index_path} has {len(ends_bytes)} bytes; it has 8 for each document")
-    ends = np.frombuffer(ends_bytes, np.uint64).astype(np.int64)
-    num_tokens = int(ends[-1]) if ends.size else 0
-    width = num_bytes // num_tokens if num_tokens else 2
-    if width not in (2, 4) or width * num_tokens != num_bytes:
-        raise FormatError(
-            f"{path} has {num_bytes} bytes, but {index_path.name} speaks of {num_tokens} tokens; "
-            "they are 2 or 4 bytes wide"
+    vocab_size = foreign.vocab_size if vocab_size is None else vocab_size
+    foreign = replace(foreign, vocab_size=vocab_size)
+    if foreign.layout is None and eod_token is None:
+        raise ConfigError(f"{name} has no index: say which id separates documents (--eod-token)")
+    if foreign.layout is not None and (eod_token is not None or eod_at is not None):
+        raise ConfigError(
+            f"{path} is of kind {kind}, whose files record where documents end: leave out "
+            "--eod-token and --eod-at, or give --kind flat to read it without its index"
         )
-    lengths = np.diff(ends, prepend=0)
-    if (lengths < 0).any():
-        raise FormatError(f"{index_path}: document {int((lengths < 0).argmax())} ends too early")
-    return Foreign(
-        tokens_path=path,
-        dtype=np.dtype(np.uint16 if width == 2 else np.int32),
-        num_tokens=num_tokens,
-        layout=ArrayLayout(_as_lengths(lengths)),
-    )
-
-
-def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
-    with open_regular(path) as file:
-        num_bytes, header = identity_of(file).num_bytes, np.fromfile(file, np.int32, 3)
-    dtype = LLM_C_DTYPES.get(int(header[0])) if header.size == 3 else None
-    if dtype is None:
-        raise FormatError(f"{path} does not begin with the header of llm.c")
-    num_tokens = int(header[2])
-    if num_bytes != _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize:
-        said = f"its header speaks of {num_tokens} tokens of {dtype.itemsize} bytes"
-        raise FormatError(f"{path} has {num_bytes} bytes, and {said}: fetch or write it again")
-    return Foreign(
-        tokens_path=path, begin_byte=_LLM_C_HEADER_BYTES, dtype=dtype, num_tokens=num_tokens
-    )
-
-
-def _npy(path: Path, _: DTypeLike | None) -> Foreign:
-    open_regular(path).close()
-    array = open_npy(path)
-    if array.ndim != 1:
-        raise FormatError(f"{path} has shape {array.shape}; tokens are 1-D")
-    dtype = _token_dtype(array.dtype)
-    return Foreign(tokens_path=path, begin_byte=array.offset, dtype=dtype, num_tokens=array.size)
-
-
-def _flat(path: Path, dtype: DTypeLike | None) -> Foreign:
-    with open_regular(path) as file:
-        num_bytes = identity_of(file).num_bytes
-    if dtype is None:
-        raise ConfigError(f"{path} has no header: say what its tokens are (--dtype uint16)")
-    chosen = _token_dtype(dtype)
-    num_tokens, rest = divmod(num_bytes, chosen.itemsize)
-    if rest:
-        raise FormatError(f"{path} does not hold a whole number of {chosen.name} tokens")
-    return Foreign(tokens_path=path, dtype=chosen, num_tokens=num_tokens)
-
-
-KINDS: dict[str, Callable[[Path, DTypeLike | None], Foreign]] = {
-    "mmididx": _mmididx,
-    "datatrove": _datatrove,
-    "llm.c": _llm_c,
-    "npy": _npy,
-    "flat": _flat,
-}
-
-
-def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Unsigned ids below the sign bit have the bytes of signed ones."""
-    for unsigned, signed in ((np.uint32, np.int32), (np.uint64, np.int64)):
-        if dtype == unsigned or dtype == np.dtype(unsigned).name:
-            return np.dtype(signed)
-    return pick_dtype(dtype)
-
-
-def _as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """As an .idx has them; DataError when one is too long."""
-    longest = int(lengths.max(initial=0))
-    if longest > MAX_SEQUENCE_LENGTH:
-        raise DataError(
-            f"a document has {longest} tokens; the format ends at {MAX_SEQUENCE_LENGTH}"
-        )
-    return lengths.astype(np.int32)
-
-
-def _split(found: Foreign, eod_token: int | None, eod_at: str) -> Foreign:
-    """The documents by the token that ends them, and what the meta file may promise of it."""
-    path, num_tokens = found.tokens_path, found.num_tokens
-    if eod_token is None:
-        raise ConfigError(f"{path} has no index: say which id ends documents (--eod-token)")
-    marked: list[NDArray[Any]] = [np.zeros(0, np.int64)]
-    position = 0
-
-    def look(block: Tokens, *_: int) -> None:
-        nonlocal position
-        marked.append(np.flatnonzero(block == eod_token) + position)
-        position += block.size
-
-    facts = scan_tokens(path, found.dtype, num_tokens, look, begin_byte=found.begin_byte)
-    marks = np.concatenate(marked)
-    if num_tokens and not marks.size:
-        raise DataError(
-            f"{path}: token id {eod_token} never occurs; is it the one that ends documents, "
-            f"and are the tokens {found.dtype.name}?"
-        )
-    bounds = marks + 1 if eod_at == "end" else marks
-    bounds = np.unique(np.concatenate([[0], bounds, [num_tokens]]))
-    metadata: dict[str, Any] = {}
-    if eod_at == "end" and marks.size and marks[-1] == num_tokens - 1:
-        metadata["document_end_token"] = eod_token
-    elif eod_at == "start" and marks.size and marks[0] == 0:
-        metadata["document_begin_token"] = eod_token
-    layout = ArrayLayout(_as_lengths(np.diff(bounds)))
-    return replace(found, layout=layout, facts=facts, metadata=metadata)
+    scan = _Scan(foreign, eod_token)
+    if kind != "mmididx":
+        _check_width(foreign, scan, vocab_size)
+    _check_ids(foreign, scan.facts)
+    promises: dict[str, int] = {}
+    if foreign.layout is None:
+        assert eod_token is not None
+        at = "start" if kind == "llm.c" and eod_at is None else eod_at
+        layout, promises = _split(foreign, scan, eod_token, at)
+        if (at or "end") in ("end", "start"):
+            promises = {**_promises(foreign, layout, scan), **promises}
+    else:
+        layout = foreign.layout
+        if foreign.pointers is None:
+            promises = _promises(foreign, layout, scan)
+    notes = []
+    separators = [*promises.values()] or ([] if eod_token is None else [eod_token])
+    if foreign.pointers is None and (alone := _separators_only(foreign, layout, separators)):
+        notes.append(f"{alone} of the documents are a separator alone")
+    metadata: dict[str, Any] = {**promises, **foreign.metadata}
+    if tokenizer := metadata.get("tokenizer", {}).get("name"):
+        notes.append(f"tokenizer {tokenizer}")
+    for key in sorted(promises):
+        notes.append(f"{key} {promises[key]}")
+    return _Source(foreign, layout, scan.facts, metadata, notes)
 
 
 def import_dataset(
@@ -309,14 +342,15 @@ def import_dataset(
 
     The .bin is a link to the file where that holds plain tokens from its first byte on; else
     tokens are copied. Documents keep their order and sequences. All tokens are read once, for
-    their checksum and range.
+    their checksum and range. A loss mask becomes labels, ``<output>.labels``.
 
     Args:
         path: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
         output: prefix of the dataset; at an address it is uploaded when it is complete.
         kind: of the file, one of ``KINDS``; found out by default.
-        dtype, eod_token: see ``open_foreign``.
-        eod_at: ``"end"`` of a document, or ``"start"`` (the default for llm.c).
+        dtype: of the tokens, where the file does not say it.
+        eod_token: the id that separates documents, for files without recorded bounds.
+        eod_at: ``"end"`` of a document, ``"start"`` (the default for llm.c), or ``"both"``.
         link: ``"hard"``, ``"symbolic"``, ``"copy"``; auto: the first of these that is possible.
         vocab_size: number of token ids; larger ids are refused, and the number is written down.
         metadata: JSON-able facts for the meta file.
@@ -326,81 +360,177 @@ def import_dataset(
         What was done, for people. When the same dataset stands there already, nothing is.
 
     Raises:
-        ConfigError: another dataset stands at ``output``, or its files cannot be written there.
+        ConfigError: another dataset stands at ``output``, or its files cannot be written there;
+            an argument is missing or contradicts the file.
         LockedError: another process writes ``output``.
-        DataError, FormatError, ConfigError: see ``open_foreign``.
+        FormatError: the file is damaged, of another format, or does not fit the files next to it.
+        DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
         OSError: a file cannot be read, linked or written; nothing has the output's name then.
     """
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
+    if eod_at is not None and eod_at not in SEPARATED:
+        raise ConfigError(f"eod_at is {eod_at!r}; it is one of {', '.join(SEPARATED)}")
     output = prefix_of(output)
     if kind == "auto":
         kind = detect(path)
         if prefix_of(path) == output:  # in place: beside it may stand the .idx of an import before
             before = (read_meta(output) or {}).get("imported_from")
             kind = before if before in KINDS else kind
-    eod_at = ("start" if kind == "llm.c" else "end") if eod_at is None else eod_at
-    if eod_at not in ("end", "start"):
-        raise ConfigError(f"eod_at is {eod_at!r}; it is 'end' or 'start'")
-    with local_output(output, overwrite=overwrite) as target, WriterLock(target, what="import"):
+    if kind == "mmididx" and prefix_of(path) != output:
+        _refuse_companions(prefix_of(path))
+    with (
+        local_output(output, [output, output + LABELS], overwrite=overwrite) as target,
+        WriterLock(target, what="import"),
+    ):
         bin_path = path_of(target, ".bin")
         theirs = path_of(prefix_of(path), ".bin") if kind == "mmididx" else Path(path)
         stays = bin_path.exists() and bin_path.samefile(theirs)
         check_prefix_names(target, keeps_bin=stays)
-        foreign = open_foreign(path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at)
-        if stays and foreign.begin_byte:
+        source = _read(
+            path,
+            kind,
+            dtype=dtype,
+            eod_token=eod_token,
+            eod_at=eod_at,
+            vocab_size=vocab_size,
+        )
+        source.metadata.update({"imported_from": kind, **(metadata or {})})
+        check_metadata(source.metadata)
+        if stays and source.foreign.begin_byte:
             raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
-        stays = stays and foreign.pointers is None
-        facts = {"imported_from": kind, **foreign.metadata, **(metadata or {})}
-        check_metadata(facts)
-        limits = TokenLimits(foreign.dtype, vocab_size, foreign.allow_negative)
-        layout, how = foreign.layout, "as it was"
-        assert layout is not None
-        bin_file: Publishable | None = None
-        try:
-            if foreign.pointers is None:
-                tokens = _checked(foreign, limits)
-            else:
-                tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path, limits)
-                how = "copied in order"
-            content = DatasetContent(
-                dtype=foreign.dtype,
-                layouts=[layout],
-                tokens=tokens,
-                vocab_size=vocab_size,
-                metadata=facts,
-            )
-            if not check_prefix(
-                target,
-                overwrite=overwrite,
-                difference=lambda: content.difference_from(target),
-                keeps_bin=stays,
-            ):
-                return f"nothing to do: {output} is there already"
-            if bin_file is None and not stays:
-                bin_file, how = _bring(foreign, bin_path, link)
-            publish_dataset(target, content, bin_file)
-        finally:
-            if bin_file is not None:
-                bin_file.discard()
-    return (
-        f"{output}: {layout.num_documents} documents, {foreign.num_tokens} "
-        f"{foreign.dtype.name} tokens ({kind}, .bin {how})"
+        how = _write(source, target, link, stays and source.foreign.pointers is None, overwrite)
+    if how is None:
+        return f"nothing to do: {output} is there already"
+    return "; ".join(
+        [
+            f"{output}: {source.layout.num_documents} documents, {source.foreign.num_tokens} "
+            f"{source.foreign.dtype.name} tokens ({kind}, .bin {how})",
+            *source.notes,
+        ]
     )
 
 
-def _checked(foreign: Foreign, limits: TokenLimits) -> TokenFacts:
-    """Facts of the tokens; DataError when an id is outside of the limits."""
-    path, begin = foreign.tokens_path, foreign.begin_byte
-    tokens = foreign.facts or scan_tokens(path, foreign.dtype, foreign.num_tokens, begin_byte=begin)
+def _refuse_companions(prefix: str) -> None:
+    for end in BESIDE:
+        if path_of(prefix + end, ".idx").exists():
+            raise ConfigError(
+                f"{prefix}{end} belongs to {prefix}, and import would leave it behind: copy the "
+                "files of both; datasets of megapack need no import"
+            )
+
+
+def _write(source: _Source, target: str, link: str, stays: bool, overwrite: bool) -> str | None:
+    """Write the dataset and its labels; how .bin got its tokens, None: all of it was there."""
+    foreign, layout, how = source.foreign, source.layout, "as it was"
+    bin_path, tokens = path_of(target, ".bin"), source.facts
+    labels = _write_labels_of(source, target, overwrite)
+    bin_file: Publishable | None = None
+    try:
+        if foreign.pointers is not None:
+            limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
+            tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path, limits)
+            how = "copied in order"
+        content = DatasetContent(
+            dtype=foreign.dtype,
+            layouts=[layout],
+            tokens=tokens,
+            vocab_size=foreign.vocab_size,
+            metadata=source.metadata,
+            multimodal=layout.modes is not None,
+        )
+        if not check_prefix(
+            target,
+            overwrite=overwrite,
+            difference=lambda: content.difference_from(target),
+            keeps_bin=stays,
+        ):
+            labels()
+            return None
+        labels()
+        if bin_file is None and not stays:
+            bin_file, how = _bring(foreign, bin_path, link)
+        publish_dataset(target, content, bin_file)
+    finally:
+        if bin_file is not None:
+            bin_file.discard()
+    return how
+
+
+def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[[], None]:
+    """Check the loss mask; the result writes ``<target>.labels`` if it masks anything."""
+    foreign, prefix = source.foreign, target + LABELS
+    if foreign.mask_path is None:
+        return lambda: None
+    num_masked = 0
+    with open_regular(foreign.mask_path) as file:
+        for block in read_blocks(file, np.uint8, foreign.num_tokens):
+            if block.max() > 1:
+                raise FormatError(
+                    f"{foreign.mask_path} has a byte of {int(block.max())}; a loss mask has 0 and "
+                    "1: restore it, or remove it to give every token loss"
+                )
+            num_masked += block.size - int(np.count_nonzero(block))
+    digest = checksum(foreign.mask_path)
+    source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
+    source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
+    facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
+    facts["mask_xxh3_128"] = digest
+
+    def write() -> None:
+        there = path_of(prefix, ".idx").exists()
+        if there and (read_meta(prefix) or {}).get("mask_xxh3_128") == digest:
+            return
+        _write_labels(foreign, source.layout, prefix, facts, overwrite)
+
+    return write
+
+
+def _write_labels(
+    foreign: Foreign, layout: ArrayLayout, prefix: str, facts: dict[str, Any], overwrite: bool
+) -> None:
+    assert foreign.mask_path is not None
+    dtype = np.int64 if foreign.dtype.itemsize == 8 else np.int32
+    offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+    tokens = _mapped(foreign)
+    mask = np.memmap(foreign.mask_path, np.uint8, "r") if tokens.size else np.zeros(0, np.uint8)
+    with IndexedDatasetBuilder(
+        prefix, dtype, allow_negative=True, metadata=facts, overwrite=overwrite
+    ) as builder:
+        first = 0
+        while first < layout.num_documents:
+            # As many whole documents as fit a block, at least one.
+            limit = int(offsets[first]) + _LABEL_BLOCK
+            end = max(first + 1, int(np.searchsorted(offsets, limit, "right")) - 1)
+            begin_token, end_token = int(offsets[first]), int(offsets[end])
+            block = slice(begin_token, end_token)
+            labels = np.where(mask[block] != 0, tokens[block].astype(dtype), MASKED)
+            builder.add_documents(labels, offsets[first : end + 1] - begin_token)
+            first = end
+
+
+def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
+    """Refuse ids outside of the limits, and tokens that their meta file does not describe."""
+    limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):
         low, high = tokens.token_range
         bits = foreign.dtype.itemsize * 8
         also = f" ({low % 2**bits} as uint{bits})" if low < 0 else ""
+        likely = _likely_dtype(foreign, foreign.vocab_size or _LARGEST_VOCABULARY)
+        hint = f"; read as {likely}, they are inside" if likely else ""
         raise DataError(
-            f"{path} has ids from {low}{also} to {high}, outside of {limits.describe()}"
+            f"{foreign.tokens_path} has ids from {low}{also} to {high}, outside of "
+            f"{limits.describe()}{hint}"
         )
-    return tokens
+    recorded = foreign.recorded
+    if recorded is not None and (
+        recorded.token_range != tokens.token_range
+        or (len(recorded.checksums) == 1 and recorded.checksums != tokens.checksums)
+    ):
+        raise FormatError(
+            f"{foreign.tokens_path} is not the file that its .meta.json describes: restore it, or "
+            "remove the .meta.json"
+        )
 
 
 def _in_order(

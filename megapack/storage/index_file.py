@@ -348,8 +348,33 @@ class IndexFile:
         return int(kind.unpack_from(self._buffer, at)[0])
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
-        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
+        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1.
+
+        Raises:
+            FormatError: pointers overflowed 32 bits, as old releases of Megatron wrote them.
+        """
+        self.check_overflow()
         return _core.document_lengths(self.bytes, self.name)
+
+    def check_overflow(self) -> None:
+        """Raise FormatError if pointers overflowed 32 bits.
+
+        Pointers grow, so if any overflowed, the last one did.
+        """
+        header, last = self.header, self.num_sequences - 1
+        dtype = DTYPE_OF_CODE.get(header.dtype_code)
+        if last < 0 or dtype is None:
+            return
+        at = header.lengths_at
+        lengths = self.bytes[at : at + 4 * self.num_sequences].view(np.int32)
+        expected = int(lengths.sum(dtype=np.int64) - lengths[-1]) * dtype.itemsize
+        pointer = self.pointer(last)
+        if pointer != expected and pointer == (expected + 2**31) % 2**32 - 2**31:
+            raise FormatError(
+                f"{self.name}: pointers overflowed 32 bits: sequence {last} points at byte "
+                f"{pointer} instead of {expected}; `megapack-build repair "
+                f"{prefix_of(self.name)}` recomputes them"
+            )
 
     def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
         """int64 (num_documents + 1,), token position of every document in .bin."""

@@ -105,7 +105,11 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     if dtype != facts.declared_dtype:
         done.append(f"dtype code {header.dtype_code} means {text}: now {dtype.name}")
     if not facts.widths:
-        _refuse_other_order(facts, dtype.itemsize)
+        if facts.names_another_order(dtype.itemsize):  # recomputing would scramble them
+            raise FormatError(
+                f"{name} is not damaged: its sequences stand in .bin in another order; "
+                "`megapack-build import` rewrites them in order"
+            )
         done.append(f"recomputed the pointers of {header.num_sequences} sequences")
     modes = None
     if facts.is_multimodal:
@@ -143,18 +147,6 @@ def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> N
         return ends
     done.append(f"made sequences {last} to {num_sequences} a document each; they had none")
     return np.concatenate([ends, np.arange(last + 1, num_sequences + 1)])
-
-
-def _refuse_other_order(facts: Survey, width: int) -> None:
-    """Pointers that only name another order are not damaged; recomputing them would scramble."""
-    lengths, pointers = facts.layout.lengths().astype(np.int64), facts.layout.pointers()
-    order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
-    expected = np.cumsum(lengths[order]) - lengths[order]
-    if np.array_equal(pointers[order], expected * width):
-        raise FormatError(
-            f"{facts.layout.path} is not damaged: its sequences stand in .bin in another order; "
-            "`megapack-build import` rewrites them in order"
-        )
 
 
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:

@@ -130,6 +130,13 @@ class Survey:
         same_bytes = {"uint16": "uint16", "uint64": "int64", "uint32": "int32"}  # not of floats
         return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
+    def names_another_order(self, width: int) -> bool:
+        """Whether the pointers name every byte of .bin once, in another order than the .idx."""
+        lengths, pointers = self.layout.lengths().astype(np.int64), self.layout.pointers()
+        order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
+        expected = np.cumsum(lengths[order]) - lengths[order]
+        return np.array_equal(pointers[order], expected * width)
+
     def findings(self) -> Iterator[Finding]:
         """Findings about the .idx and the size of .bin."""
         name, header = self.layout.path, self.layout.header

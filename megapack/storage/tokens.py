@@ -1,6 +1,7 @@
 """Tokens on their way into a .bin: checked, narrowed, buffered, summed, written.
 
 - ``as_tokens``: ids from whatever holds them; ``TokenLimits``: those that a dataset accepts
+- ``open_npy``: the array of a .npy file, for import, lists of documents, groups and weights
 - ``as_loss_weights``: factors on the loss of tokens, as a dataset of weights stores them
 - ``scan_tokens``: what a file of them holds
 - ``TokenWriter``: a .bin without its name yet
@@ -14,6 +15,7 @@ import io
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,30 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         except ValueError as error:
             raise TypeError(f"tokens are strings that are no numbers: {error}") from error
     return values
+
+
+def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
+    """The array of a .npy file, mapped for reading.
+
+    Raises:
+        FormatError: it is none: another kind of file, cut off, of Python's objects, or followed by
+            other bytes (a second array).
+        OSError: it cannot be read.
+    """
+    try:
+        array = np.lib.format.open_memmap(Path(path), mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy evaluates the header as Python, which raises anything
+        raise FormatError(f"{path} is not a .npy file of numbers: {error}") from error
+    num_bytes = Path(path).stat().st_size
+    if num_bytes != array.offset + array.nbytes:
+        raise FormatError(
+            f"{path} has {num_bytes - array.offset - array.nbytes} bytes behind its array of "
+            f"{array.size} numbers: .npy files cannot be concatenated; join the arrays with "
+            "numpy.concatenate"
+        )
+    return array
 
 
 LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata by which a dataset of them is known

@@ -301,7 +301,7 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
     assert (tmp_path / "ours.bin").samefile(path)
     with path.open("ab") as file:
         file.write(b"x")
-    with pytest.raises(FormatError, match="speaks of 9 tokens"):
+    with pytest.raises(FormatError, match="counts 9 tokens"):
         import_dataset(path, tmp_path / "no")
     os.truncate(index, 21)
     with pytest.raises(FormatError, match="has 21 bytes; it has 8 for each document"):
@@ -349,7 +349,7 @@ def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
     for count in (1000, 7):  # cut short; a count that wrapped round would lose the rest
         header[2] = count
         path.write_bytes(header.tobytes() + tokens.tobytes())
-        with pytest.raises(FormatError, match=f"1040 bytes, and .* of {count} tokens of 2"):
+        with pytest.raises(FormatError, match=f"1040 bytes, and .* counts {count} tokens of 2"):
             import_dataset(path, tmp_path / "no", eod_token=0)
 
 
@@ -392,7 +392,9 @@ def test_failed_import_is_clean(tmp_path: Path, options: dict, error: type, mess
 def test_what_an_index_says_is_not_said_otherwise(tmp_path: Path, options: dict) -> None:
     write(tmp_path / "theirs", SMALL)
     option = f"--{next(iter(options)).replace('_', '-')}"
-    with pytest.raises(ConfigError, match=f"is of kind mmididx, which says .*leave out {option}"):
+    with pytest.raises(
+        ConfigError, match=f"is of kind mmididx, whose files record .*leave out .*{option}"
+    ):
         imported(tmp_path / "theirs.bin", **options)
     assert not list(tmp_path.glob("ours*"))
 

@@ -59,9 +59,10 @@ def test_import_then_verify(tmp_path: Path) -> None:
     printed("verify", tmp_path / "data")
     there = f"nothing to do: {tmp_path}/data is there already\n"
     assert printed("import", *arguments, 0) == there
-    said = printed("import", *arguments, 1, status=2)
-    assert "is there already: its idx differs" in said
-    printed("import", *arguments, 1, "--overwrite")
+    assert "give --eod-at start" in printed("import", *arguments, 1, status=2)
+    said = printed("import", *arguments, 1, "--eod-at", "start", status=2)
+    assert "is there already: its num_sequences is 2, not 1" in said
+    printed("import", *arguments, 1, "--eod-at", "start", "--overwrite")
     said = printed("import", *arguments, "</s>", status=2)
     assert "is a name: add --tokenizer, or give its id" in said
     said = printed("import", *arguments, "<eod>", "--tokenizer", "bytes", status=1)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, first_line, is_foreign
-from megapack.storage.files import open_npy
-from megapack.storage.tokens import as_loss_weights
+from megapack.storage.tokens import as_loss_weights, open_npy
 from megapack.tokenization.corpus.documents import (
     Faults,
     TextBlock,

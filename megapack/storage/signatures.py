@@ -1,0 +1,249 @@
+"""Names of file formats by their first bytes, and what to do with those that import cannot read.
+
+- ``recognize``: the format of a file or folder that holds no plain tokens, and a remedy
+
+    recognize("corpus.tar")     # -> "a tar archive (webdataset): write its texts as ..."
+    recognize("train.bin")      # -> None: nothing contradicts plain tokens
+
+A magic number alone decides only where chance cannot produce it; shorter ones are confirmed by the
+structure behind them (sizes that add up, a stream that decompresses).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+from megapack.storage.files import identity_of, open_regular
+
+_HEAD_BYTES = 4096
+LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
+_LLM_C_OTHERS = {
+    20240522: "a multiple-choice evaluation file of llm.c",
+    20240326: "a model checkpoint of llm.c",
+    20240327: "a debug state of llm.c",
+    20240328: "a tokenizer of llm.c",
+    20240527: "an optimizer state of llm.c",
+}
+_NO_TOKENS = "it holds no plain token ids; import a file of tokens"
+_LITDATA = "read it with litdata, and add its documents to a megapack.IndexedDatasetBuilder"
+_TEXT = "it holds text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
+_UNPACK = "unpack it first: {tool} {path}"
+
+# First bytes, name, remedy. All are longer than chance: 4 bytes are one file in 4 billion.
+_MAGICS: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x93NUMPY", "a .npy file", "import it with --kind npy (the default finds it)"),
+    (b"MMIDIDX\0\0", "the .idx of a Megatron pair", "import the prefix: leave out the ending .idx"),
+    (
+        b"TNTIDX\0\0",
+        "the .idx of a fairseq dataset (not memory-mapped)",
+        "write it again with Megatron's --dataset-impl mmap",
+    ),
+    (b"\x28\xb5\x2f\xfd", "a zstd stream", _UNPACK.format(tool="zstd -d", path="{path}")),
+    (b"\xfd7zXZ\0", "an xz stream", _UNPACK.format(tool="xz -dk", path="{path}")),
+    (b"\x04\x22\x4d\x18", "an lz4 stream", _UNPACK.format(tool="lz4 -d", path="{path}")),
+    (b"PAR1", "a Parquet file", _TEXT),
+    (b"ARROW1\0\0", "an Arrow file", _TEXT),
+    (b"\xff\xff\xff\xff\x10", "an Arrow stream", _TEXT),
+    (b"FEA1", "a Feather file", _TEXT),
+    (
+        b"PK\x03\x04",
+        "a zip archive (.npz, torch.save)",
+        "save one array of it with numpy.save, and import that .npy",
+    ),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(tool="7z x", path="{path}")),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save its array with numpy.save, and import that .npy"),
+    (b"SQLite format 3\0", "an SQLite database", _NO_TOKENS),
+    (b"Obj\x01", "an Avro file", "write its texts as JSON Lines, and tokenize them"),
+    (b"ORC\x08", "an ORC file", "write its texts as Parquet, and tokenize them"),
+    (b"GGUF", "a GGUF model", _NO_TOKENS),
+    (b"\x7fELF", "a program", _NO_TOKENS),
+)
+
+_TOKENIZE = (
+    " > corpus.jsonl && megapack-build tokenize --input corpus.jsonl --output-prefix corpus "
+    "--tokenizer T"
+)
+_TAR_TEXT = (
+    'write its texts as JSON Lines: python -c "import json, sys, tarfile; [print({line}) for '
+    "t in map(tarfile.open, sys.argv[1:]) for m in t if m.name.endswith('{ending}')]\" {path}"
+    + _TOKENIZE
+)
+
+
+def recognize(path: str | os.PathLike[str]) -> str | None:
+    """Return "a NAME: REMEDY" of a file or folder of another format, None where none is recognized.
+
+    Raises:
+        FormatError: the path is neither a regular file nor a folder.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _recognize_folder(path)
+    with open_regular(path) as file:
+        size = identity_of(file).num_bytes
+        head = file.read(_HEAD_BYTES)
+        file.seek(max(0, size - 8))
+        tail = file.read(8)
+    for magic, name, remedy in _MAGICS:
+        # Parquet has its magic at both ends.
+        if head.startswith(magic) and (magic != b"PAR1" or tail.endswith(b"PAR1")):
+            return f"{name}: {remedy.format(path=path)}"
+    return (
+        _llm_c(head)
+        or _compressed(path, head)
+        or _tar(path, head)
+        or _safetensors(head, size)
+        or _pickle(head, tail)
+        or _shard(path, head, size)
+        or _text(path, head)
+    )
+
+
+def _llm_c(head: bytes) -> str | None:
+    if len(head) < 8:
+        return None
+    magic, version = struct.unpack("<ii", head[:8])
+    swapped, _ = struct.unpack(">ii", head[:8])
+    if swapped in LLM_C_MAGICS or swapped in _LLM_C_OTHERS:
+        return "a big-endian file of llm.c: swap its bytes with numpy, and import it again"
+    if magic in _LLM_C_OTHERS:
+        return f"{_LLM_C_OTHERS[magic]}: {_NO_TOKENS}"
+    if magic in LLM_C_MAGICS:
+        name = "a file of llm.c or modded-nanogpt with a header"
+        return f"{name} (version {version}): import it with --kind llm.c (the default finds it)"
+    return None
+
+
+def _compressed(path: Path, head: bytes) -> str | None:
+    """gzip, zlib and bzip2: 2 or 3 bytes are no proof, so the stream must decompress."""
+    if head.startswith(b"\x1f\x8b\x08"):
+        with contextlib.suppress(zlib.error):
+            zlib.decompressobj(31).decompress(head)
+            return f"a gzip stream: unpack it first: gunzip -k {path}"
+    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
+        return f"a bzip2 stream: unpack it first: bunzip2 -k {path}"
+    return None
+
+
+def _tar(path: Path, head: bytes) -> str | None:
+    if head[257:262] != b"ustar":
+        return None
+    names: list[str] = []
+    with contextlib.suppress(tarfile.TarError, OSError), tarfile.open(path) as archive:
+        for member in archive:
+            names.append(member.name)
+            if len(names) == 16:
+                break
+    kind = "a tar archive (webdataset)"
+    for ending, line in (
+        (".txt", "json.dumps({'text': t.extractfile(m).read().decode()})"),
+        (".json", "json.dumps(json.load(t.extractfile(m)))"),
+    ):
+        if any(name.endswith(ending) for name in names):
+            return f"{kind}: {_TAR_TEXT.format(line=line, ending=ending, path=path)}"
+    return f"{kind}: unpack it first: tar xf {path}"
+
+
+def _safetensors(head: bytes, size: int) -> str | None:
+    length = int.from_bytes(head[:8], "little")
+    if head[8:10] in (b'{"', b"{}", b"{ ") and 2 <= length <= size - 8:
+        return "a safetensors file: save one tensor of it with numpy.save, and import that .npy"
+    return None
+
+
+def _pickle(head: bytes, tail: bytes) -> str | None:
+    # After the protocol: a frame, or an object that is being built.
+    begins = len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2] in b"\x95\x8c}](cX"
+    if begins and tail.endswith(b"."):
+        return "a pickle: save its tokens with numpy.save, and import that .npy"
+    return None
+
+
+def _shard(path: Path, head: bytes, size: int) -> str | None:
+    """MDS (MosaicML streaming) and LitData begin with a count and the offsets of their samples."""
+    if len(head) < 12:
+        return None
+    count, first = struct.unpack("<II", head[:8])
+    table_end = 4 + 4 * (count + 1)
+    if not (0 < count < 1 << 30 and table_end <= first <= size):
+        return None
+    with open_regular(path) as file:
+        file.seek(table_end - 4)
+        last = file.read(4)
+        config = file.read(min(first - table_end, 1 << 16))
+    if len(last) < 4 or int.from_bytes(last, "little") != size:
+        return None
+    if first == table_end:
+        return f"a chunk of LitData: {_LITDATA}"
+    with contextlib.suppress(ValueError):
+        if "column_names" in (found := json.loads(config)):
+            return mds_remedy(path.parent, found)
+    return None
+
+
+def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
+    """Return name and remedy of an MDS folder by the columns that a shard of it names."""
+    names, encodings = shard.get("column_names"), shard.get("column_encodings")
+    listed = [*zip(names, encodings, strict=False)] if _lists(names, encodings) else []  # type: ignore[call-overload]
+    columns = {str(name): str(encoding) for name, encoding in listed}
+    about = ", ".join(f"{name} ({encoding})" for name, encoding in columns.items()) or "no columns"
+    name = f"a folder or shard of MDS (MosaicML streaming) with {about}"
+    read = f"streaming.StreamingDataset(local='{folder}', batch_size=1)"
+    for column, encoding in columns.items():
+        if encoding == "str":
+            return (
+                f'{name}: write its texts as JSON Lines: python -c "import json, streaming; '
+                f"[print(json.dumps({{'text': s['{column}']}})) for s in {read}]\"{_TOKENIZE}"
+            )
+    for column, encoding in columns.items():
+        if encoding == "bytes" or encoding.startswith("ndarray"):
+            value = f"s['{column}']"
+            if encoding == "bytes":  # LLM Foundry writes int64; the file does not say so
+                value = f"numpy.frombuffer({value}, 'int64')"
+            return (
+                f'{name}: write its tokens: python -c "import megapack, numpy, streaming; '
+                "b = megapack.IndexedDatasetBuilder('corpus'); "
+                f'[b.add_document({value}) for s in {read}]; b.finalize()"'
+            )
+    return f"{name}: none of them is text or tokens"
+
+
+def _lists(*values: object) -> bool:
+    return all(isinstance(value, list) for value in values)
+
+
+def _text(path: Path, head: bytes) -> str | None:
+    """JSON and JSON Lines. Token ids are no printable characters for dozens of bytes."""
+    start = head[:64]
+    if len(start) < 16 or start.lstrip()[:1] not in (b"{", b"["):
+        return None
+    if all(32 <= byte < 127 or byte in b"\t\r\n" or byte >= 0xC2 for byte in start):
+        return f"JSON text: {_TEXT.format(path=path)}"
+    return None
+
+
+def _recognize_folder(path: Path) -> str:
+    names = sorted(os.listdir(path))  # noqa: PTH208
+    if "index.json" in names:
+        with contextlib.suppress(ValueError, OSError, KeyError, IndexError, TypeError):
+            index = json.loads((path / "index.json").read_bytes())
+            if "chunks" in index:
+                return f"a folder of LitData: {_LITDATA}"
+            return mds_remedy(path, index["shards"][0])
+        return "a folder of MDS (MosaicML streaming) with a damaged index.json: fetch it again"
+    if "dataset_info.json" in names or "state.json" in names:
+        return (
+            "a folder of Hugging Face datasets: megapack-build tokenize --input "
+            f"{path}/*.arrow --output-prefix corpus --tokenizer T"
+        )
+    if any(name.endswith(".tar") for name in names):
+        first = next(name for name in names if name.endswith(".tar"))
+        return recognize(path / first) or "a folder with damaged .tar files: fetch them again"
+    return "a folder: name one of its files"
