@@ -1,7 +1,7 @@
 """Other tools' token files as datasets, without copying a token where the layout allows.
 
 - ``import_dataset``: from the file of another tool (``foreign.py`` reads it) to a dataset
-- ``Import``: what was imported, and what the bytes of the tokens say about it
+- ``LINKS``, ``SEPARATED``: how .bin gets the tokens, and where documents have their separator
 
 A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
@@ -30,8 +31,8 @@ from megapack.storage.files import (
     read_blocks,
     remove_leftovers,
 )
-from megapack.storage.foreign import KINDS, Foreign, as_lengths, detect, open_foreign
-from megapack.storage.index_file import BESIDE, LABELS, Tokens, path_of, prefix_of
+from megapack.storage.foreign import KINDS, Foreign, detect, open_foreign
+from megapack.storage.index_file import BESIDE, LABELS, path_of, prefix_of
 from megapack.storage.index_writer import (
     ArrayLayout,
     DatasetContent,
@@ -42,215 +43,21 @@ from megapack.storage.index_writer import (
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import TokenFacts, check_metadata, checksum, read_meta
 from megapack.storage.remote.copies import local_output
-from megapack.storage.tokens import TokenLimits, TokenWriter, as_tokens, scan_tokens
+from megapack.storage.token_scan import (
+    Scan,
+    check_width,
+    count_separators_only,
+    edge_tokens,
+    likely_dtype,
+    mapped_tokens,
+    split_documents,
+)
+from megapack.storage.tokens import TokenLimits, TokenWriter, as_tokens
 
 LINKS = ("auto", "hard", "symbolic", "copy")
 SEPARATED = ("end", "start", "both")
 MASKED = -100
-_LARGEST_VOCABULARY = 1 << 20  # no tokenizer has more ids; two uint16 ids read as one exceed it
-_SAMPLE_TOKENS = 1 << 16
 _LABEL_BLOCK = 1 << 20  # tokens
-
-
-# ---- One pass over the tokens --------------------------------------------------------------------
-
-
-class _Scan:
-    """Facts of all tokens, read once from end to end."""
-
-    def __init__(self, foreign: Foreign, separator: int | None) -> None:
-        self.maxima = np.zeros(4, np.int64)  # of the positions 0, 1, 2 and 3 modulo 4
-        self.separators: NDArray[np.int64] = np.zeros(0, np.int64)
-        tokens = _mapped(foreign)
-        self.first = int(tokens[0]) if tokens.size else -1
-        self.last = int(tokens[-1]) if tokens.size else -1
-        self.num_first = self.num_last = 0
-        positions: list[NDArray[np.int64]] = []
-        begin = 0
-
-        def look(block: Tokens, *_: int) -> None:
-            nonlocal begin
-            # A block begins at a multiple of 4.
-            for k in range(min(4, block.size)):
-                self.maxima[k] = max(self.maxima[k], int(block[k::4].max()))
-            self.num_first += int(np.count_nonzero(block == self.first))
-            self.num_last += int(np.count_nonzero(block == self.last))
-            if separator is not None:
-                positions.append(np.flatnonzero(block == separator) + begin)
-            begin += block.size
-
-        self.facts = scan_tokens(
-            foreign.tokens_path,
-            foreign.dtype,
-            foreign.num_tokens,
-            look,
-            begin_byte=foreign.begin_byte,
-        )
-        if positions:
-            self.separators = np.concatenate(positions)
-
-
-def _mapped(foreign: Foreign) -> Tokens:
-    if not foreign.num_tokens:
-        return np.zeros(0, foreign.dtype)
-    shape = (foreign.num_tokens,)
-    return np.memmap(foreign.tokens_path, foreign.dtype, "r", foreign.begin_byte, shape)
-
-
-def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
-    """Whether ids can be of this width, by the largest at the positions 0 to 3 modulo 4.
-
-    Ids read at half their width have a high half at every second position: 0, or at most 15 for a
-    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
-    """
-    if int(maxima.max(initial=0)) >= limit:
-        return False
-    if num_tokens < 8 or num_tokens % 2:
-        return True
-    low, high = sorted((max(maxima[0], maxima[2]), max(maxima[1], maxima[3])))
-    return not (low == 0 < high or (low <= 15 and high > 255 and num_tokens >= 64))
-
-
-def _check_width(foreign: Foreign, scan: _Scan, vocab_size: int | None) -> None:
-    """Refuse a dtype that the ids contradict, and name the one that they fit."""
-    limit = max(_LARGEST_VOCABULARY, vocab_size or 0)
-    if _is_plausible(scan.maxima, foreign.num_tokens, limit):
-        return
-    likely = _likely_dtype(foreign, vocab_size or _LARGEST_VOCABULARY)
-    high = int(scan.maxima.max())
-    symptom = f"an id of {high}, beyond any vocabulary" if high >= limit else "0 or next to 0"
-    where = "" if high >= limit else " at every second position"
-    if likely is None or likely.startswith("big"):
-        likely = likely or "another type"
-        remedy = "convert the file with numpy"
-    else:
-        remedy = f"give --dtype {likely}, or write the file again where its header names the type"
-    raise DataError(
-        f"{foreign.tokens_path}: read as {foreign.dtype.name}, it has {symptom}{where}: the tokens "
-        f"are probably {likely}: {remedy}"
-    )
-
-
-def _likely_dtype(foreign: Foreign, limit: int) -> str | None:
-    """The type as which the first tokens look like ids."""
-    num_bytes = foreign.num_tokens * foreign.dtype.itemsize
-    with open_regular(foreign.tokens_path) as file:
-        file.seek(foreign.begin_byte)
-        sample = file.read(min(num_bytes, 8 * _SAMPLE_TOKENS))
-    for code, name in (
-        ("<u2", "uint16"),
-        ("<u4", "uint32"),
-        ("<u8", "uint64"),
-        (">u2", "big-endian uint16"),
-        (">u4", "big-endian uint32"),
-        (">u8", "big-endian uint64"),
-    ):
-        width = int(code[-1])
-        if np.dtype(code).newbyteorder("=") == foreign.dtype or num_bytes % width:
-            continue
-        ids = np.frombuffer(sample[: len(sample) // width * width], code)
-        maxima = np.array(
-            [min(int(ids[k::4].max(initial=0)), 2**62) for k in range(4)], dtype=np.int64
-        )
-        if _is_plausible(maxima, ids.size, limit):
-            return name
-    return None
-
-
-# ---- Documents -----------------------------------------------------------------------------------
-
-
-def _split(
-    foreign: Foreign, scan: _Scan, separator: int, at: str | None
-) -> tuple[ArrayLayout, dict[str, int]]:
-    """The documents between separators, and what the meta file may promise about them.
-
-    Args:
-        at: ``"end"``, ``"start"`` or ``"both"``; None: ``"end"``, refused where that is a guess.
-    """
-    path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
-    if num_tokens and not marks.size:
-        raise DataError(
-            f"{path}: token id {separator} never occurs; is it the one that ends documents, "
-            f"and are the tokens {foreign.dtype.name}?"
-        )
-    begins, ends = (
-        bool(num_tokens and marks[0] == 0),
-        bool(num_tokens and marks[-1] == num_tokens - 1),
-    )
-    if at is None and begins:
-        likely = "both" if ends and _unpaired(marks, num_tokens) is None else "start"
-        raise ConfigError(
-            f"{path} begins with the separator {separator}, so --eod-at end would make a document "
-            f"of it alone: give --eod-at {likely}, or --eod-at end if that document is meant"
-        )
-    if at == "both":
-        wrong = _unpaired(marks, num_tokens)
-        if wrong is not None:
-            raise DataError(
-                f"{path}: the documents around token {wrong} do not begin and end with "
-                f"{separator}: give --eod-at start or --eod-at end"
-            )
-        bounds = np.concatenate([[0], marks[1::2] + 1])
-    else:
-        bounds = marks if at == "start" else marks + 1
-        bounds = np.unique(np.concatenate([[0], bounds, [num_tokens]]))
-    promises = {}
-    if at != "start" and ends:
-        promises["document_end_token"] = separator
-    if at in ("start", "both") and begins:
-        promises["document_begin_token"] = separator
-    return ArrayLayout(as_lengths(np.diff(bounds))), promises
-
-
-def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
-    """The first token that contradicts documents with a separator at both ends, None: none does."""
-    begins, ends = marks[::2], marks[1::2]
-    expected = np.concatenate([[0], ends + 1])[: begins.size]
-    wrong = np.flatnonzero(begins != expected)
-    if wrong.size:
-        return int(expected[wrong[0]])
-    if marks.size % 2 or (num_tokens and ends[-1] != num_tokens - 1):
-        return num_tokens - 1
-    return None
-
-
-def _promises(foreign: Foreign, layout: ArrayLayout, scan: _Scan) -> dict[str, int]:
-    """Ids with which every document begins or ends and that occur nowhere else.
-
-    Two documents are the least that show it.
-    """
-    offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-    if layout.ends is not None:
-        offsets = offsets[np.concatenate([[0], layout.ends])]
-    begins, ends = offsets[:-1], offsets[1:]
-    begins, ends = begins[ends > begins], ends[ends > begins]
-    if begins.size < 2:
-        return {}
-    tokens, count = _mapped(foreign), begins.size
-    begin = scan.first >= 0 and bool((tokens[begins] == scan.first).all())
-    end = scan.last >= 0 and bool((tokens[ends - 1] == scan.last).all())
-    if scan.first == scan.last:
-        both = begin and end and scan.num_last == 2 * count and int((ends - begins).min()) > 1
-        begin = both or (begin and scan.num_first == count and not end)
-        end = both or (end and scan.num_last == count)
-    else:
-        begin, end = begin and scan.num_first == count, end and scan.num_last == count
-    found = {"document_begin_token": (begin, scan.first), "document_end_token": (end, scan.last)}
-    return {key: token for key, (holds, token) in found.items() if holds}
-
-
-def _separators_only(foreign: Foreign, layout: ArrayLayout, separators: list[int]) -> int:
-    """Number of documents that consist of separators alone: one, or one at each end."""
-    offsets = np.cumsum(layout.lengths, dtype=np.int64) - layout.lengths
-    tokens = _mapped(foreign)
-    alone = 0
-    for length in (1, 2):
-        begins = offsets[layout.lengths == length]
-        if length == 1 or len(separators) == 2:
-            held = [np.isin(tokens[begins + k], separators) for k in range(length)]
-            alone += int(np.count_nonzero(np.logical_and.reduce(held)))
-    return alone
 
 
 # ---- The import ----------------------------------------------------------------------------------
@@ -298,24 +105,24 @@ def _read(
             f"{path} is of kind {kind}, whose files record where documents end: leave out "
             "--eod-token and --eod-at, or give --kind flat to read it without its index"
         )
-    scan = _Scan(foreign, eod_token)
+    scan = Scan(foreign, eod_token)
     if kind != "mmididx":
-        _check_width(foreign, scan, vocab_size)
+        check_width(foreign, scan, vocab_size)
     _check_ids(foreign, scan.facts)
     promises: dict[str, int] = {}
     if foreign.layout is None:
         assert eod_token is not None
         at = "start" if kind == "llm.c" and eod_at is None else eod_at
-        layout, promises = _split(foreign, scan, eod_token, at)
+        layout, promises = split_documents(foreign, scan, eod_token, at)
         if (at or "end") in ("end", "start"):
-            promises = {**_promises(foreign, layout, scan), **promises}
+            promises = {**edge_tokens(foreign, layout, scan), **promises}
     else:
         layout = foreign.layout
         if foreign.pointers is None:
-            promises = _promises(foreign, layout, scan)
+            promises = edge_tokens(foreign, layout, scan)
     notes = []
     separators = [*promises.values()] or ([] if eod_token is None else [eod_token])
-    if foreign.pointers is None and (alone := _separators_only(foreign, layout, separators)):
+    if foreign.pointers is None and (alone := count_separators_only(foreign, layout, separators)):
         notes.append(f"{alone} of the documents are a separator alone")
     metadata: dict[str, Any] = {**promises, **foreign.metadata}
     if tokenizer := metadata.get("tokenizer", {}).get("name"):
@@ -460,7 +267,13 @@ def _write(source: _Source, target: str, link: str, stays: bool, overwrite: bool
 def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[[], None]:
     """Check the loss mask; the result writes ``<target>.labels`` if it masks anything."""
     foreign, prefix = source.foreign, target + LABELS
+    there = read_meta(prefix) or {}
     if foreign.mask_path is None:
+        if "mask" in there:
+            raise ConfigError(
+                f"{prefix} holds labels of an earlier import, and {foreign.tokens_path} has no "
+                f"mask: remove {prefix}.*, or choose another output"
+            )
         return lambda: None
     num_masked = 0
     with open_regular(foreign.mask_path) as file:
@@ -475,13 +288,14 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
     source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
     source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
-    facts["mask_xxh3_128"] = digest
+    lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
+    # By these it is known that the labels belong to these documents.
+    facts["mask"] = " ".join([digest, lengths, *(each for _, each in source.facts.checksums)])
 
     def write() -> None:
-        there = path_of(prefix, ".idx").exists()
-        if there and (read_meta(prefix) or {}).get("mask_xxh3_128") == digest:
-            return
-        _write_labels(foreign, source.layout, prefix, facts, overwrite)
+        same = there.get("mask") == facts["mask"]
+        if not (same and path_of(prefix, ".idx").exists()):
+            _write_labels(foreign, source.layout, prefix, facts, overwrite or same)
 
     return write
 
@@ -492,7 +306,7 @@ def _write_labels(
     assert foreign.mask_path is not None
     dtype = np.int64 if foreign.dtype.itemsize == 8 else np.int32
     offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-    tokens = _mapped(foreign)
+    tokens = mapped_tokens(foreign)
     mask = np.memmap(foreign.mask_path, np.uint8, "r") if tokens.size else np.zeros(0, np.uint8)
     with IndexedDatasetBuilder(
         prefix, dtype, allow_negative=True, metadata=facts, overwrite=overwrite
@@ -516,7 +330,7 @@ def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
         low, high = tokens.token_range
         bits = foreign.dtype.itemsize * 8
         also = f" ({low % 2**bits} as uint{bits})" if low < 0 else ""
-        likely = _likely_dtype(foreign, foreign.vocab_size or _LARGEST_VOCABULARY)
+        likely = likely_dtype(foreign, foreign.vocab_size)
         hint = f"; read as {likely}, they are inside" if likely else ""
         raise DataError(
             f"{foreign.tokens_path} has ids from {low}{also} to {high}, outside of "
