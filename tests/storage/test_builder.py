@@ -172,7 +172,7 @@ def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
         merge([weights, tmp_path / "d"], tmp_path / "no")
     with pytest.raises(DataError, match="stay as they are"):
         merge([weights], tmp_path / "no", dtype=np.int32)
-    with pytest.raises(ConfigError, match="holds loss weights, which stand beside"):
+    with pytest.raises(ConfigError, match="holds loss weights, which belong next to"):
         import_dataset(weights, tmp_path / "no")
     builder = IndexedDatasetBuilder(tmp_path / "no", np.uint16)
     with pytest.raises(DataError, match="of two kinds"):
