@@ -75,6 +75,9 @@ class SourceDocuments(abc.ABC):
     """Whether tokens have labels of their own."""
     is_remote: bool
     """Whether some shard lies in an object store."""
+    prefixes: list[str]
+    """Of all shards, and of the labels and weights of a single dataset."""
+    num_shards: int = 1
     shard_index: SourceIndex | None = None
     """Samples of the shard manifest that names these documents."""
 
@@ -121,6 +124,7 @@ class DatasetDocuments(SourceDocuments):
         self.vocab_size, self.has_labels = dataset.vocab_size, labels is not None
         self.weights_identity = None if weights is None else weights_identity(weights)
         self.is_remote = is_remote(dataset.prefix)
+        self.prefixes = [file.prefix for file in (dataset, labels, weights) if file is not None]
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
@@ -176,6 +180,8 @@ class ShardedDocuments(SourceDocuments):
         self.num_documents, self.num_tokens = index.num_documents, index.num_tokens
         self.has_labels = with_labels and any(shard.labels for shard in index.shards)
         self.is_remote = any(is_remote(shard.prefix) for shard in index.shards)
+        self.prefixes = [str(shard.prefix) for shard in index.shards]
+        self.num_shards = len(index.shards)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:  # type: ignore[override]

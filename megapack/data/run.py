@@ -279,13 +279,8 @@ class OpenRun(PlannedRun):
 
     def file_stamps(self) -> dict[str, tuple[int, ...] | None]:
         """Return (inode, size, mtime) of every local file that the run reads; None: it is gone."""
-        prefixes = [
-            part.prefix
-            for parts in (self.data.datasets, self.data.label_datasets, self.data.weight_datasets)
-            for part in parts
-            if part is not None
-        ]
-        paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in ("", ".bin", ".idx")]
+        prefixes = [prefix for source in self.data.datasets for prefix in source.prefixes]
+        paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
         paths += [str(index.path) for index in self.schedule.samples.indices if index.path]
         stamps: dict[str, tuple[int, ...] | None] = {}
         for path in paths:

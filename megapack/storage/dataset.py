@@ -293,17 +293,20 @@ class IndexedDataset:
     @cached_property
     def content_digest(self) -> list[str | None]:
         """Identity of the token values: the ``sampled_checksum`` of .bin, and a checksum of what
-        the meta file says of it (None without one). Costs at most 1 MiB of reading."""
+        the meta file says of it (None without one). Costs at most 1 MiB of reading; a remote
+        dataset with a meta file is not read, and its first digest is None."""
         width = self.dtype.itemsize
 
         def read(begin: int, end: int) -> bytes:
             tokens = self.tokens[begin // width : -(-end // width)]
             return bytes(np.ascontiguousarray(tokens).tobytes())
 
-        sampled = sampled_checksum(self.num_tokens * width, read)
-        if self.meta is None:
-            return [sampled, None]
-        return [sampled, xxhash.xxh3_64_hexdigest(json.dumps(self.meta["bin"]).encode())]
+        stated = None
+        if self.meta is not None:
+            stated = xxhash.xxh3_64_hexdigest(json.dumps(self.meta["bin"]).encode())
+        if is_remote(self.prefix) and stated is not None:
+            return [None, stated]
+        return [sampled_checksum(self.num_tokens * width, read), stated]
 
     @property
     def idx_checksums(self) -> str:
