@@ -287,7 +287,7 @@ def test_links_of_pages_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     ("place", "limit"),
     [("README.md", 160), ("docs/quickstart.md", 80), ("docs/faq.md", 120),
-     ("docs/troubleshooting.md", 120), ("docs/guides/*.md", 120), ("CHANGELOG.md", 40)],
+     ("docs/troubleshooting.md", 120), ("docs/guides/*.md", 135), ("CHANGELOG.md", 60)],
 )  # fmt: skip
 def test_pages_are_short(place: str, limit: int) -> None:
     found = list(ROOT.glob(place))
