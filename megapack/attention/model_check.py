@@ -123,6 +123,7 @@ def check_architecture(
     with apart(device):
         try:
             tiny, reference = _tiny(configuration, build)
+            build(copy.deepcopy(tiny), attention)  # raises where it does not offer this attention
         except Exception as error:
             raise ConfigError(
                 f"{subject}: no tiny model to try packed rows on could be made of its "
