@@ -78,7 +78,7 @@ def capacity_order(buckets: Buckets, step_tokens: int, seed: int):
 
 
 def random_bits(key: int, *counters: int) -> int:
-    """Return 64 bits that depend on key and counters only: any step is computed by itself."""
+    """Return 64 bits that depend on key and counters only, so any step can be computed alone."""
     for counter in counters:
         key = mix(key ^ mix(counter))
     return key

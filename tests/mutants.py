@@ -227,7 +227,7 @@ ramp_mean: a ramp lags by half a piece
 - return (low + high) / (2 * length)
 + return low / length
 
-megapack/data/program.py: tests/data/test_window.py
+megapack/data/stage_settings.py: tests/data/test_window.py
 window_growth: an attention window grows a step early
 - grown = (self.last - self.first) * passed // (unit * self.steps)
 + grown = (self.last - self.first) * (passed + 1) // (unit * self.steps)

@@ -58,7 +58,7 @@ MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
 _TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
 _STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
 
-# Numbers that are no position threshold by what they are; to find that out would take time.
+# Fields with another known meaning: skipped, to save the time of trying them.
 _NO_THRESHOLD = r"layers?$|^rope_theta$|head_dim$"
 
 Build: TypeAlias = Callable[[Any, str], Any]
@@ -132,7 +132,7 @@ def check_architecture(
         try:
             found = _first_finding(tiny, reference, run)
             if found is not None and found.startswith(_OTHER_LOGITS):
-                # A position threshold of its own may lie between the documents.
+                # A position threshold of the model may lie between the lengths of the documents.
                 found = _first_finding(*_raised(tiny, reference, build), run)
         except Exception as error:
             raise ConfigError(
@@ -237,7 +237,7 @@ def _shapes(tiny: Any, build: Build) -> dict[str, torch.Size]:
 
 # ---- Position thresholds
 
-# Where a number stands in a configuration: ("rope_parameters", "original_max_position_embeddings").
+# Keys of a number in a configuration: ("rope_parameters", "original_max_position_embeddings").
 Path: TypeAlias = tuple[Any, ...]
 Moves: TypeAlias = dict[Path, float]
 
@@ -269,7 +269,7 @@ def _raised(tiny: Any, reference: Any, build: Build) -> tuple[Any, Any]:
 
 
 def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
-    """Those moves with which the model keeps the shapes of its parameters, and runs."""
+    """Return the moves with which the model still runs and keeps the shapes of its parameters."""
     shapes = _shapes(tiny, build) if groups else {}
 
     def keeps_shapes(group: Moves) -> bool:
@@ -298,7 +298,7 @@ def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
 
 
 def _depends_on_row(tiny: Any, run: _Run) -> bool:
-    """Whether documents have other logits in a row than alone, with the same attention."""
+    """Return whether documents have other logits in a row than alone, with the same attention."""
     model = run.build(copy.deepcopy(tiny), run.attention).train()
     randomize(model)
     model = model.to(run.device)

@@ -1,13 +1,13 @@
 """Check of the real model on its real path: does it keep the documents of a micro batch apart?
 
-``probe(forward, batch)`` runs a host's own forward six times without gradients: as it is, with the
+``probe(forward, batch)`` runs a host's own forward six times without gradients: unchanged, with the
 tokens of every other segment changed, with those of the rest changed, with one token of each
 segment changed, and twice with the documents shorter or alone. Marked outputs must stay equal:
 
     segments       | a a a a | b b b | c c c c c |
     odd changed    | a a a a | X X X | c c c c c |     a and c
     even changed   | X X X X | b b b | X X X X X |     b
-    middle changed | a a X a | b X b | c c X c c |     what stands before an X
+    middle changed | a a X a | b X b | c c X c c |     positions before an X
     cut in pieces  | a a|a a | b b|b | c c|c c|c |     the first piece of each
     one alone                          c c c           this beginning of a document
 
@@ -89,7 +89,7 @@ def probe(
             ``batch["tokens"]``, masked as the host masks them. Any float dtype and device. Called
             without gradients; modes (dropout off) are the caller's.
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or
-            per row; on the CPU. It stays as it is. Without a label, every token gets one for the
+            per row; on the CPU. It is not changed. Without a label, every token gets one for the
             probe: the next of its document, or else of its row.
         outputs: of ``forward``.
         counted: which losses of a batch count, bool ``(rows, R)``; None: those that ``loss_mask``
@@ -218,7 +218,7 @@ def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
 
 
 def _alone(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
-    """Take so many tokens from the begin of the longest segment for a batch of their own."""
+    """Return a batch of the first ``most`` tokens of the longest segment alone."""
     usable = segments.lengths.masked_fill(~_begins_at_0(batch, segments), 0)
     number = int(usable.argmax())
     before = int(segments.begins[number]) + torch.arange(most)

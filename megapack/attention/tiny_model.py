@@ -42,10 +42,10 @@ _LARGEST = {
     "width": 128,
 }
 
-# First match decides; the names are transformers' own. What matches nothing stays as it is.
+# The first match decides; names are those of transformers. Other fields keep their value.
 RULES = {
     r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
-    r"(aux|z)_loss_coef": "on",  # so that it matters beside the loss of the labels
+    r"(aux|z)_loss_coef": "on",  # large enough to matter next to the loss of the labels
     r"_token_(id|index)$": "last token",
     r"vocab_size": "vocabulary",
     r"(key_value|kv)_heads?$|n_head_kv$": "key heads",
@@ -74,7 +74,7 @@ def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = 
         heads: of attention; no more than the model has.
 
     Raises:
-        Exception: whatever the configuration's class says against the result.
+        Exception: the configuration's class refuses the result.
     """
     text = configuration.get_text_config(decoder=True)
     fields = text.to_dict()
@@ -114,7 +114,7 @@ def _num_layers(fields: dict[str, Any], layers: int) -> int:
 
 
 def _per_layer(name: str, value: Any, layers: int) -> bool:
-    """Whether a field says something of every layer: a list, or a pattern of letters."""
+    """Return whether a field has one entry per layer: a list, or a pattern of letters."""
     listed = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
     return listed and len(value) == layers
 

@@ -199,9 +199,9 @@ class Stage:
     micro_step_tokens: int | None = None
     """Tokens that all ranks take from one bucket at a time."""
     skip_steps: int = 0
-    """Skip exactly what steps ``from_step`` to ``from_step + skip_steps - 1`` draw in this run
-    without the skip, whatever stages lie among them, this stage's own settings included. Those
-    samples count as seen, and come again with the next epoch."""
+    """Skip exactly the samples that steps ``from_step`` to ``from_step + skip_steps - 1`` draw in
+    the run without this skip. Other stages may begin among these steps; the settings of this stage
+    apply to them. The samples count as seen and return in the next epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids, .npy of integers or text with one per line: masked from
     here to the end of the run (``megapack.data.sources``)."""
@@ -267,7 +267,7 @@ class BlendConfig:
     """Changes at later steps, in order."""
     attention_window: int | None = None
     """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
-    (``megapack.data.program.Window``). None: inside segments."""
+    (``megapack.data.stage_settings.Window``). None: inside segments."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``). None: documents are told as they are."""
 

@@ -68,13 +68,13 @@ class SourceDocuments(abc.ABC):
     meta: dict[str, Any] | None
     """``max_token_id``, ``document_end_token`` and other facts; None if a meta file is missing."""
     weights_identity: str | None
-    """Tells different loss weights apart; None: there are no weights."""
+    """Digest of the loss weights; None: there are no weights."""
     num_documents: int
     num_tokens: int
     has_labels: bool
-    """Whether tokens have labels of their own."""
+    """Labels are stored next to the tokens."""
     is_remote: bool
-    """Whether some shard lies in an object store."""
+    """Some shard lies in an object store."""
     prefixes: list[str]
     """Of all shards, and of the labels and weights of a single dataset."""
     num_shards: int = 1
@@ -91,8 +91,9 @@ class SourceDocuments(abc.ABC):
         """
 
     def document_tokens(self, fact: str) -> set[Any]:
-        """Return the tokens that the meta files name as ``fact``, one of ``PROMISES``: None where
-        there is none, "unknown" without a meta file.
+        """Return the tokens that the meta files name as ``fact``, one of ``PROMISES``.
+
+        None stands for a meta file without this fact, "unknown" for a missing meta file.
         """
         return {"unknown" if self.meta is None else self.meta.get(fact)}
 

@@ -3,7 +3,6 @@
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
 - ``skipped_pieces``: which stages drew the steps that a stage skips.
 - ``within_epochs``: the same with weights that repeat no source too often (UniMax).
-- ``Window``: an attention window, which may grow.
 
     resolve(config, Mixture(names=["web", "math"], weights=[1, 0], stages=[
         Stage(from_step=100, weights={"math": 1}, ramp=Ramp(until_step=200, pieces=2)),
@@ -22,25 +21,29 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 from megapack.config import check_positive, check_range
 from megapack.data.blend import Mixture, Ramp, Stage
 from megapack.data.bucket_streams import whole_weights
+from megapack.data.stage_settings import (
+    STAGE_FIELDS,
+    Program,
+    StageSettings,
+    Weights,
+    Window,
+    spans,
+    tokens_before,
+)
 from megapack.data.steps import MOST_TOKENS, ScheduleConfig, order_named
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
-
-
-# Of every source: a share of the tokens, 0 for none, None for its size.
-Weights = tuple[float | None, ...]
 
 
 def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
@@ -55,140 +58,7 @@ def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[in
     return {numbers[name]: value for name, value in given.items()}
 
 
-# ---- Stages in full ------------------------------------------------------------------------------
-
-
-class Window(NamedTuple):
-    """A window that goes from ``first`` tokens at step ``begin`` to ``last`` at ``begin + steps``.
-
-    With a window of w tokens a segment is cut at its positions w, 2 w, ...; attention stays inside
-    the pieces, so a token sees at most w others and a step costs less. Labels and position ids
-    stay, so the same tokens are learned. SkyLadder (Zhu et al. 2025, arXiv 2503.15450) begins with
-    short windows and lets them grow to the whole context: faster, and better at the same number of
-    tokens. Only boundaries differ (``cut_bounds`` in ``megapack.data.batch``). RoPE counts relative
-    positions, so it may start over at a boundary (as Megatron's does); layers that are no attention
-    but read the same boundaries (state space models) are cut, too.
-
-    Between its ends it is the line between both, rounded down to a multiple of their greatest
-    common divisor; ``steps`` 0: it is ``last``.
-    """
-
-    last: int
-    first: int = 0
-    begin: int = 0
-    steps: int = 0
-
-    def at(self, step: int) -> int:
-        """Tokens, of a step of the run."""
-        passed = step - self.begin
-        if passed >= self.steps:
-            return self.last
-        unit = math.gcd(self.first, self.last)
-        grown = (self.last - self.first) * passed // (unit * self.steps)
-        return self.first + unit * grown
-
-    def __str__(self) -> str:
-        if not self.steps:
-            return f"{self.last:,} tokens"
-        end = self.begin + self.steps
-        return f"{self.first:,} at step {self.begin:,} to {self.last:,} at step {end:,}"
-
-
-# What a stage may say of its draws; the rest of ScheduleConfig holds for the whole run.
-STAGE_FIELDS = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens")
-
-
-class StageSettings(NamedTuple):
-    """A stage in full: everything that decides its draws, beside what was drawn before it."""
-
-    begin: int
-    """Its first step."""
-    skip_steps: int
-    """Steps that are skipped before the stage begins: ``begin`` to ``begin + skip_steps`` of the
-    run as it was without this skip."""
-    config: ScheduleConfig
-    weights: Weights
-    num_lists: int = 0
-    """Lists of excluded documents in force."""
-    ramping: bool = False
-    """Whether it is a piece of a ramp, after which another one comes."""
-    loss_weights: tuple[float, ...] | None = None
-    """Loss weights, one per source; None: 1 for all."""
-    fim_rates: tuple[float, ...] | None = None
-    """Share of documents with their middle at the end, one per source; None: 0 for all."""
-    window: Window | None = None
-    skipped: tuple[StageSettings, ...] = ()
-    """The stages of that former run that drew the skipped steps; the first begins at ``begin``."""
-
-    def window_at(self, step: int) -> int | None:
-        """The attention window of a step of the stage, tokens; None: there is none."""
-        return None if self.window is None else self.window.at(step)
-
-    @property
-    def of_draws(self) -> dict[str, Any]:
-        """Settings of its draws, by name."""
-        fields = {name: getattr(self.config, name) for name in STAGE_FIELDS}
-        return {**fields, "weights": self.weights}
-
-    def same_draws(self, other: StageSettings) -> bool:
-        """Whether it goes on as the other one would have, but for what it skips."""
-        return drawn_by(self.of_draws) == drawn_by(other.of_draws)
-
-
-def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Settings of a stage's draws (``of_draws``), equal for stages that draw alike.
-
-    Weights count by their proportions; sources that are not drawn, at the end, by nothing; a step
-    of one micro step is one of none; an order has cycles of its own.
-    """
-    tokens, order = stage["tokens_per_step"], order_named(stage["order"])
-    rule = (order.times, tuple(order.odds(16)), stage["num_cycles"] or order.num_cycles)
-    return (
-        tokens,
-        stage["micro_step_tokens"] or tokens,
-        rule,
-        _proportions(tuple(stage["weights"])),
-    )
-
-
-@lru_cache(maxsize=4)  # a stage is compared with the one before it, and then with the next
-def _proportions(weights: Weights) -> tuple[int | None, ...]:
-    """Weights as the smallest whole numbers of their proportions, up to the last that is drawn."""
-    whole = whole_weights([weight or 0 for weight in weights])
-    unit = math.gcd(*whole) or 1
-    found = [
-        None if weight is None else w // unit for w, weight in zip(whole, weights, strict=True)
-    ]
-    while found and found[-1] == 0:
-        found.pop()
-    return tuple(found)
-
-
-# The stages of a run in order; the first begins at step 0, each later one changes something.
-Program = tuple[StageSettings, ...]
-
-
-class _HasBegin(Protocol):
-    @property
-    def begin(self) -> int: ...
-
-
-S = TypeVar("S", bound=_HasBegin)
-
-
-def spans(stages: Sequence[S], num_steps: int) -> Iterator[tuple[S, int]]:
-    """The first stage and all that begin before ``num_steps``, and the step at which each ends."""
-    ends = [stage.begin for stage in stages[1:]] + [num_steps]
-    for stage, end in zip(stages, ends, strict=True):
-        if stage.begin < max(1, num_steps):
-            yield stage, min(end, num_steps)
-
-
-def tokens_before(program: Program, step: int) -> int:
-    """Tokens of the steps before ``step``, padding included."""
-    return sum(
-        (end - stage.begin) * stage.config.tokens_per_step for stage, end in spans(program, step)
-    )
+# ---- A configuration and a mixture -> stages -----------------------------------------------------
 
 
 def resolve(
@@ -196,8 +66,8 @@ def resolve(
 ) -> Program:
     """Stages in full, in order; those that change nothing are left out.
 
-    A skip is an edit of the run as it was before: the steps that it skips are those that the former
-    run draws there, whatever stages lie among them. Edits are made one after the other: the skips
+    A skip edits the former run: it skips what the former run draws at these steps, also where other
+    stages begin among them. Edits are made one after the other: the skips
     of ``mixture.stages`` by rising step, then ``mixture.decided`` as listed. With weights a, and b
     from step 10 on, a skip of 4 steps at step 8 skips two steps of a and two of b. A second such
     skip skips steps 8 to 11 of the run that has the first one: again two of a and two of b.
@@ -248,16 +118,16 @@ def resolve(
 
 
 def _stage_at(program: Program, step: int) -> StageSettings:
-    """The settings of a step, as a stage that begins there and skips nothing of its own."""
+    """Return the settings of a step, as a stage that begins there and skips nothing."""
     stage = program[bisect_right(program, step, key=lambda stage: stage.begin) - 1]
     return stage if stage.begin == step else stage._replace(begin=step, skip_steps=0, skipped=())
 
 
 def _skip(former: Program, base: Program, begin: int, count: int) -> Program:
-    """The program that goes on at step ``begin`` where ``former`` is at ``begin + count``.
+    """Return the program that continues at step ``begin`` where ``former`` is at ``begin + count``.
 
     Args:
-        former: the run as it was.
+        former: the run before this skip.
         base: settings of every step from now on; they skip nothing.
     """
     end = begin + count
@@ -278,12 +148,12 @@ def _skip(former: Program, base: Program, begin: int, count: int) -> Program:
 
 
 def _skips_of(stage: StageSettings) -> list[int]:
-    """The skips that begin with a stage, the first one first."""
+    """Return the skips that begin with a stage, in the order in which they were made."""
     return [*_skips_of(stage.skipped[0]), stage.skip_steps] if stage.skipped else []
 
 
 def _with_settings(program: Program, before: Program, after: Program) -> Program:
-    """The program with other settings from some step on; skips up to that step stay as they are.
+    """Return the program with other settings from some step on; skips up to there do not change.
 
     Args:
         before, after: settings of every step, without skips.
@@ -309,8 +179,10 @@ def _with_settings(program: Program, before: Program, after: Program) -> Program
 
 
 def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
-    """(settings, number of steps) of all that is skipped before a stage, in the order of draws;
-    neighbors that draw alike are one."""
+    """Return (settings, number of steps) of what a stage skips, in the order of draws.
+
+    Neighboring pieces that draw alike are merged.
+    """
     pieces: list[tuple[StageSettings, int]] = []
     parts = spans(stage.skipped, stage.begin + stage.skip_steps) if stage.skipped else ()
     for part, end in parts:
@@ -328,7 +200,7 @@ def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
 def _without_skips(
     config: ScheduleConfig, mixture: Mixture, decided_weights: Sequence[Stage]
 ) -> tuple[Program, list[tuple[int, int]]]:
-    """Stages in full as if none skipped a step; and the skips, (first step, steps)."""
+    """Return the stages in full without their skips, and the skips as (first step, steps)."""
     names = mixture.names or ()
     weights: Weights = tuple(mixture.weights or [None] * len(names))
     drawn = [weight for weight in weights if weight != 0]

@@ -20,15 +20,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megapack.config import check_known, to_dict
-from megapack.data.program import (
-    STAGE_FIELDS,
-    Program,
-    StageSettings,
-    Weights,
-    drawn_by,
-    skipped_pieces,
-)
+from megapack.data.program import skipped_pieces
 from megapack.data.sources import SampleSource
+from megapack.data.stage_settings import STAGE_FIELDS, Program, StageSettings, Weights, drawn_by
 from megapack.data.steps import ScheduleConfig, order_named
 from megapack.errors import ResumeError
 

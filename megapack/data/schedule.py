@@ -52,15 +52,10 @@ from megapack.data.bucket_streams import (
     bucket_streams,
     shuffle_keys,
 )
-from megapack.data.program import (
-    Program,
-    StageSettings,
-    resolve,
-    spans,
-    tokens_before,
-)
+from megapack.data.program import resolve
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
+from megapack.data.stage_settings import Program, StageSettings, spans, tokens_before
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
@@ -117,7 +112,7 @@ class Step:
 
     @cached_property
     def view(self) -> StepView:
-        """What the step requires of its samples, in the order of ``sample_ids``."""
+        """Requirements of the step on its samples, in the order of ``sample_ids``."""
         return StepView.joined([draw.view for draw in self.draws])
 
     @cached_property
@@ -226,7 +221,7 @@ class StageDraws:
         self.view = StepView(num_lists=settings.num_lists, seed=settings.config.seed)
 
     def continued(self, settings: StageSettings, first: int) -> StageDraws:
-        """A stage that goes on with the draws of step ``first`` of this one."""
+        """Return a stage that continues with the draws of step ``first`` of this one."""
         result = copy.copy(self)
         result.settings, result.skipped = settings, []
         result.begin = settings.begin

@@ -273,7 +273,7 @@ def ranks_per_micro_batch(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepView:
-    """What a step requires of its samples, beyond which samples they are.
+    """Requirements of a step on its samples: how to read them, not which ones.
 
     The schedule creates one with each step, a micro batch has the part of its samples (``of``), and
     the gather reads it. The code in between only passes it on.

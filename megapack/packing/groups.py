@@ -1,7 +1,7 @@
 """Documents that belong together, packed as if a group of them was one document.
 
 - ``Units``: what a strategy packs instead of documents; ``Units.expand``: its samples in documents.
-- ``joined_segments``: which segments go on in the group of the one before them.
+- ``joined_segments``: which segments continue the group of the segment before them.
 - ``read_groups``: group ids of a dataset's documents.
 
 A strategy is given lengths, so lengths of groups will do: it makes segments of groups, and what
@@ -10,7 +10,7 @@ documents lie in them follows. Six documents in two groups and on their own, in 
     lengths    2 3 4 4 3 9      group ids    7 7 -1 5 7 5
     units      0 1 4 | 2 | 3 | 5             # 8, 4, 4 and 9 tokens; group 5 has 13, so it is cut
     expand: segment [0, 8) of unit 0         # -> documents 0, 1 and 4
-    joined: 1 and 4 go on in the group of the segment before them
+    joined: 1 and 4 continue the group of the segment before them
 
 A group longer than the largest bucket is cut at borders of documents, as late as they allow; a
 document that is longer itself is a unit alone, which the strategy cuts. Documents of a group need

@@ -172,7 +172,7 @@ class SourceIndex(Protocol):
 
     @property
     def has_groups(self) -> bool:
-        """Whether documents were packed in groups."""
+        """Documents were packed in groups."""
 
     @property
     def first_documents(self) -> NDArray[np.int64]:

@@ -263,7 +263,7 @@ def plan_step(
         groups: (documents,) integers: documents of one number stay on one rank, and in one micro
             batch where one holds them all (rollouts of a prompt, pairs of a preference). With
             `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro
-            batch. None: each by itself.
+            batch. None: no groups.
         balance: when ranks meet, which says what is made small. ``micro_batches``: after each
             (ZeRO-3, FSDP): the sum over micro batches of the busiest rank. ``step``: once: the
             busiest rank of the step. ``pipeline``: micro batches follow each other: the largest.

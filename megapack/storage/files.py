@@ -395,7 +395,7 @@ def naming(path: Path) -> Iterator[None]:
 def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
     """Create a file under a temporary name next to ``target`` that proves that megapack made it.
 
-    The name contains a hash of the file's inode, so no file of somebody else has such a name.
+    The name contains a hash of the file's inode, which the name of a foreign file does not.
 
     Args:
         make: creates the file (or link) at a path, and fails if the path exists.
@@ -454,7 +454,7 @@ def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process holds a temporary file, or the file system cannot tell."""
+    """Return whether a process holds a temporary file; True if the file system has no locks."""
     try:
         with _locked(path):
             return False

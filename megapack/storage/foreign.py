@@ -81,7 +81,7 @@ def detect(path: str | os.PathLike[str]) -> str:
     """Return the kind of a file or prefix, by its first bytes and the files next to it.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         FormatError: it is a folder, or no regular file.
     """
     if Path(path).is_dir():
@@ -267,7 +267,7 @@ def _read_bounds(path: Path) -> NDArray[np.int64]:
             for number, row in enumerate(csv.reader(text), 1):
                 if len(row) < 2 or not _is_number(row[0]) or not _is_number(row[1]):
                     raise FormatError(
-                        f"{path}, row {number}: {row[:2]} are no begin and end of a document"
+                        f"{path}, row {number}: {row[:2]} must be the begin and end of a document"
                     )
                 begin, end = int(row[0]), int(row[1])
                 if begin != position or end < begin:
@@ -280,7 +280,7 @@ def _read_bounds(path: Path) -> NDArray[np.int64]:
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise FormatError(f"{path} is no gzip file of rows ({error}): restore it") from error
+        raise FormatError(f"{path} is not a gzip file of rows ({error}): restore it") from error
     return np.array(lengths, np.int64)
 
 
@@ -383,8 +383,8 @@ def _nanogpt_vocab_size(path: Path) -> int | None:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle raises anything
-        raise FormatError(f"{meta_path} is no plain pickle ({error}): remove it") from error
-    raise FormatError(f"{meta_path} names no vocab_size as nanoGPT's does: restore or remove it")
+        raise FormatError(f"{meta_path} is not a plain pickle ({error}): remove it") from error
+    raise FormatError(f"{meta_path} has no vocab_size, which nanoGPT writes: restore or remove it")
 
 
 KINDS: dict[str, Callable[[Path, DTypeLike | None], Foreign]] = {
@@ -458,7 +458,9 @@ def _tokenizer_beside(path: Path) -> str | None:
     try:
         name = json.loads(config.read_bytes()).get("name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{config} is no JSON object ({error}): restore or remove it") from error
+        raise FormatError(
+            f"{config} is not a JSON object ({error}): restore or remove it"
+        ) from error
     return name if isinstance(name, str) and name else str(config.parent)
 
 

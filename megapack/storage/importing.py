@@ -167,7 +167,7 @@ def import_dataset(
         What was done, for people. When the same dataset stands there already, nothing is.
 
     Raises:
-        ConfigError: another dataset stands at ``output``, or its files cannot be written there;
+        ConfigError: ``output`` is another dataset, or its files cannot be written there;
             an argument is missing or contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.

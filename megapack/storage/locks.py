@@ -38,7 +38,7 @@ class WriterLock:
     """Lock on a path, held from construction until ``release()`` or the end of the process.
 
     The kernel locks the file ``<path>.lock``, which names host, process and purpose. It appears
-    complete and locked, and its holder removes it; a leftover of a killed process blocks nobody.
+    complete and locked, and its holder removes it; a leftover of a killed process locks nothing.
     A file of that name that does not begin with megapack's mark is never opened for writing,
     changed or removed. A forked child shares the lock and never removes the file.
 
@@ -94,7 +94,7 @@ def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None
                 raise
             warnings.warn(
                 f"{path.parent} is on a file system without locks ({error.strerror}); make "
-                f"sure that nobody else writes {name}",
+                f"sure that no other process writes {name}",
                 MegapackWarning,
                 stacklevel=4,
             )
@@ -172,8 +172,8 @@ def _not_our_lock(path: Path, name: str) -> ConfigError:
 
 def _release(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
-        with contextlib.suppress(OSError):  # others share it, or there are no locks
-            # Remove it only while nobody else holds it, and only if it is still this file.
+        with contextlib.suppress(OSError):  # it is shared, or the file system has no locks
+            # Remove it only while no other process holds it, and only if it is still this file.
             if lock_file(descriptor, path):
                 path.unlink(missing_ok=True)
     os.close(descriptor)

@@ -63,8 +63,8 @@ def merge(
         dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers, or of
-            which only some name one; also inputs whose documents begin or end with different
-            tokens (BOS, EOD).
+            which only some name one; also inputs with different
+            begin or end tokens (BOS, EOD).
         metadata: for the result's meta file, over what the inputs' meta files agree upon.
         remove_inputs: delete the inputs when the result has its name.
         overwrite: replace another dataset that stands at ``output``.

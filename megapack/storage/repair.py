@@ -107,7 +107,7 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     if not facts.widths:
         if facts.names_another_order(dtype.itemsize):  # recomputing would scramble them
             raise FormatError(
-                f"{name} is not damaged: its sequences stand in .bin in another order; "
+                f"{name} is not damaged: its sequences are in another order in .bin; "
                 "`megapack-build import` rewrites them in order"
             )
         done.append(f"recomputed the pointers of {header.num_sequences} sequences")

@@ -122,7 +122,7 @@ def _llm_c(head: bytes) -> str | None:
 
 
 def _compressed(path: Path, head: bytes) -> str | None:
-    """gzip, zlib and bzip2: 2 or 3 bytes are no proof, so the stream must decompress."""
+    """Recognize gzip, zlib and bzip2; 2 or 3 bytes prove little, so the stream must decompress."""
     if head.startswith(b"\x1f\x8b\x08"):
         with contextlib.suppress(zlib.error):
             zlib.decompressobj(31).decompress(head)
@@ -220,7 +220,7 @@ def _lists(*values: object) -> bool:
 
 
 def _text(path: Path, head: bytes) -> str | None:
-    """JSON and JSON Lines. Token ids are no printable characters for dozens of bytes."""
+    """Recognize JSON and JSON Lines: dozens of printable characters, which token ids never are."""
     start = head[:64]
     if len(start) < 16 or start.lstrip()[:1] not in (b"{", b"["):
         return None

@@ -131,7 +131,7 @@ class Survey:
         return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
     def names_another_order(self, width: int) -> bool:
-        """Whether the pointers name every byte of .bin once, in another order than the .idx."""
+        """Return whether the pointers cover every byte of .bin once, in another order than .idx."""
         lengths, pointers = self.layout.lengths().astype(np.int64), self.layout.pointers()
         order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
         expected = np.cumsum(lengths[order]) - lengths[order]

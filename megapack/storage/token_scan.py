@@ -1,4 +1,4 @@
-"""What the tokens of a file show: their width, where documents end, ids at the ends of all of them.
+"""Facts from the tokens of a file: their width, document ends, begin and end tokens.
 
 - ``Scan``: one pass over all tokens; ``check_width``, ``likely_dtype``: do the ids fit the dtype
 - ``split_documents``: documents between separators; ``count_separators_only``
@@ -65,6 +65,7 @@ class Scan:
 
 
 def mapped_tokens(foreign: Foreign) -> Tokens:
+    """Return the tokens of a file, memory-mapped."""
     if not foreign.num_tokens:
         return np.zeros(0, foreign.dtype)
     shape = (foreign.num_tokens,)
@@ -72,7 +73,7 @@ def mapped_tokens(foreign: Foreign) -> Tokens:
 
 
 def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
-    """Whether ids can be of this width, by the largest at the positions 0 to 3 modulo 4.
+    """Return whether ids can have this width, by the largest at the positions 0 to 3 modulo 4.
 
     Ids read at half their width have a high half at every second position: 0, or at most 15 for a
     vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.

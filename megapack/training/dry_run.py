@@ -17,10 +17,10 @@ import torch
 import yaml
 
 from megapack.config import to_dict
-from megapack.data.program import Window
 from megapack.data.report import describe_fim, often_repeated, plan_run, steps_without_labels
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
+from megapack.data.stage_settings import Window
 from megapack.data.steps import ranks_per_micro_batch
 from megapack.devices import peak_flops
 from megapack.training.config import PretrainConfig

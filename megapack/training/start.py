@@ -37,10 +37,15 @@ from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory, tags_in, tokens_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
-from megapack.training.engine.inputs import Inputs, check_run, open_inputs, verify_samples
+from megapack.training.engine.inputs import (
+    Inputs,
+    check_run,
+    open_inputs,
+    run_record,
+    verify_samples,
+)
 from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.engine.mirror import Mirror
-from megapack.training.engine.run_record import run_record
 from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import attention_needs
 from megapack.training.model.flops import ModelFlops
@@ -393,7 +398,7 @@ def find_start(
         config, inputs: of the run.
         found: the checkpoint, if there is one.
         record: ``run_record`` of the run.
-        tells: this rank logs the differences.
+        tells: log the differences (one rank does).
         is_branch: the checkpoint is another run's.
 
     Returns:

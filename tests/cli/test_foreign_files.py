@@ -1,4 +1,4 @@
-"""A file that megapack did not create is never written, truncated or removed, whatever its name."""
+"""Files that megapack did not create are never written, truncated or removed under any name."""
 
 from __future__ import annotations
 

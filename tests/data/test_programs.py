@@ -123,7 +123,7 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
 
 @st.composite
 def decided_stages(draw: st.DrawFn) -> list[tuple[int, int, tuple[float, float] | None]]:
-    """What a run of two sources decides: (first step, steps to skip, weights), in this order. A
+    """Decisions of a run of two sources: (first step, steps to skip, weights), in this order. A
     skip goes back, weights are of steps to come."""
     made: list[tuple[int, int, tuple[float, float] | None]] = []
     step = 1

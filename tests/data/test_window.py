@@ -22,7 +22,8 @@ from megapack.data import (
     plan_run,
 )
 from megapack.data.batch import Bounds, cut_bounds, cut_lengths
-from megapack.data.program import Window, ramp_pieces
+from megapack.data.program import ramp_pieces
+from megapack.data.stage_settings import Window
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack

@@ -1,4 +1,4 @@
-"""Files of other tools: whatever happens to them, they are imported right or refused.
+"""Files of other tools, intact or damaged: imported correctly or refused.
 
 An independent reader in plain Python decides what right is (``READERS``): it knows the published
 layouts and refuses every byte that they do not explain.

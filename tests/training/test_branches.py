@@ -234,7 +234,7 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
 
 
 def test_checkpoints_of_a_mirror_are_ordered_by_tokens_seen(tmp_path: Path) -> None:
-    """Steps count anew where a run goes on with other tokens per step."""
+    """Steps are counted again from a point where a run continues with other tokens per step."""
     tags = ["step_00000009_tokens_900", "step_00000002_tokens_1800", "step_00000010_tokens_10000"]
     for tag in reversed(tags):
         (tmp_path / f"{tag}.manifest.json").write_text("{}")

@@ -47,7 +47,7 @@ struct GivenCosts {
 //
 // Groups: a number per document. Documents of one number are held by one rank, and in one micro
 // batch where they fit into one; with max_context_parallel_size above 1 always in one micro batch,
-// by as many ranks as hold them all. None: each document by itself.
+// by as many ranks as hold them all. None: every document is its own group.
 //
 // The same for whoever computes it: whole numbers alone are compared, ties go to the smaller
 // document, rank and micro batch, and the search ends after a number of exchanges looked at.

@@ -156,9 +156,9 @@ class PackedTrainerMixin:
     model, tokenizer, content of the data or training argument.
 
     Attributes:
-        probe: whether the model is tried on two early micro batches before it trains:
-            seven forwards (``megapack.integrations.probe``), and one of its loss, which must take
-            the labels of the batch; the log says the seconds of the seven.
+        probe: check the model on two early micro batches before it trains: seven forwards
+            (``megapack.attention.probe``; the log has their seconds), and one of its loss, which
+            must use the labels of the batch.
         allow_change: keys that may differ at a resume, as the error names them.
     """
 

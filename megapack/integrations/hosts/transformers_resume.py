@@ -1,4 +1,4 @@
-"""What PackedTrainer keeps in trainer_state.json, and compares when a run is resumed.
+"""Resume of PackedTrainer: its part of trainer_state.json, compared when a run is resumed.
 
 ``ScheduleOfRun`` is the callback. Its state is the schedule's ``state_dict`` and a record of model,
 tokenizer, data and training arguments (``megapack.data.run_record``):
@@ -85,7 +85,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what determines a run besides the order of its samples; JSON.
+    """Return everything that determines a run, except the order of its samples; JSON.
 
     Args:
         args: TrainingArguments.
@@ -110,5 +110,5 @@ def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[s
 
 
 def bare_model(model: Any) -> Any:
-    """What PEFT has adapted, where it has."""
+    """Return the model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

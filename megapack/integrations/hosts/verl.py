@@ -360,7 +360,7 @@ _probing = Rebinding("verl")
 def install() -> None:
     """Bind verl's functions of these names to ours, in all of its modules; again does nothing.
 
-    Ray starts processes of its own: ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
+    Ray starts further processes: ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
     in their environment has verl import this module, which then installs itself.
 
     Raises:

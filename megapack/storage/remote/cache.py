@@ -541,16 +541,16 @@ class Cache:
 def make_room(cache: Cache) -> int:
     """Free an eighth of a cache with a limit if it is nearly full; return the bytes freed.
 
-    Entries that no process uses go first, oldest first. Then chunks that nobody requested or read
+    Entries that no process uses go first, oldest first. Then chunks that were not requested or read
     in the last ten minutes, newest first: the schedule needs those last, an epoch later. Then the
-    other chunks, some of which are still to be read, in the order in which they were requested.
+    other chunks, some of which are still to be read, in the order of their requests.
     """
     assert cache.limit is not None
     freed = 0
     with cache.locks.if_free("eviction") as free:
         if not free:
             return 0
-        # Only entries are counted and removed, whatever else lies in the directory.
+        # Other files in the directory are neither counted nor removed.
         entries = [path for path in cache.directory.glob("*") if is_own_folder(path)]
         files = {entry: list(files_below(entry)) for entry in entries}
         used = sum(file.num_bytes for found in files.values() for file in found)

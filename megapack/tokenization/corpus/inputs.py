@@ -504,8 +504,8 @@ def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
         )
 
 
-def content_digest(file: InputFile) -> str | None:
-    """Return xxh3-128 of the bytes of an input, None if it is no longer the file of the plan.
+def input_digest(file: InputFile) -> str | None:
+    """Return xxh3-128 of the bytes of an input; None if the file changed since it was planned.
 
     Finished builds are recognized by it: a path may be written in several ways, and copying or
     touching a file changes its time of modification.

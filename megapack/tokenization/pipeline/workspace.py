@@ -53,7 +53,7 @@ from megapack.tokenization.corpus.documents import (
     fault_lines,
     lacks_documents,
 )
-from megapack.tokenization.corpus.inputs import content_digest
+from megapack.tokenization.corpus.inputs import input_digest
 from megapack.tokenization.pipeline.plan import Plan, differences
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
@@ -225,7 +225,7 @@ class Workspace:
             if (file.size, file.format, file.compression) != (num_bytes, *kind):
                 return False
             unchanged = file.mtime_ns == mtime_ns and _same_path(file.path, path)
-            if not unchanged and (digest is None or digest != content_digest(file)):
+            if not unchanged and (digest is None or digest != input_digest(file)):
                 return False
         return True
 
@@ -322,7 +322,7 @@ class Workspace:
         if totals is not None:
             content |= dataclasses.asdict(totals)
             with ThreadPoolExecutor(self._config.workers) as threads:
-                digests = list(threads.map(content_digest, self._plan.inputs))
+                digests = list(threads.map(input_digest, self._plan.inputs))
             content["input_digests"] = digests
         with atomic_write(path, "w") as file:
             json.dump(content, file, indent=1)

@@ -54,7 +54,7 @@ _PASSING = frozenset(
     + ("safe", "select", "selectattr", "sort", "unique")
 )
 
-# Filters and tests that compare or hash values, which walks whatever lies in them.
+# Filters and tests that compare or hash values: their work grows with everything inside a value.
 _COMPARING = frozenset(
     ("dictsort", "groupby", "max", "min", "sort", "unique", "in", "eq", "equalto", "==", "ne", "!=")
     + ("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=")

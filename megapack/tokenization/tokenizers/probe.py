@@ -80,7 +80,7 @@ def choose_backend(
     return guarded.backend
 
 
-# ---- A tokenizer is tried in a process of its own -----------------------------------------------
+# ---- Trial of a tokenizer in a child process ----------------------------------------------------
 # Libraries abort the process, or run out of memory, on some damaged or hostile files.
 
 _TRIAL_SECONDS = 20  # of CPU

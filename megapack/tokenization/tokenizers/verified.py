@@ -1,6 +1,6 @@
 """Kinds of tokenizers for which gigatoken was verified to give the reference's token ids.
 
-- find_guard: the Guard of a tokenizer of a verified kind, or the reason why there is none
+- find_guard: the Guard of a tokenizer of a verified kind, or the reason why it is not verified
 - Guard: texts and characters by which a document is sent to the reference
 
     find_guard("hf", Path("tokenizer.json").read_bytes())

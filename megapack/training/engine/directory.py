@@ -168,7 +168,7 @@ class RunDirectory:
                 numbers = ", ".join(map(str, damaged[:5]))
                 problems.append(
                     f"{path}: line {numbers} is damaged ({len(damaged)} in all); the run continues "
-                    f"without, and the log as it was is {aside}"
+                    f"without them, and a copy of the damaged log is {aside}"
                 )
             last = max((count for count, _ in seen), default=0)
             if path == self.log and last < tokens:
@@ -230,7 +230,7 @@ def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[d
 
     Args:
         path: of the log.
-        damaged: takes the numbers of lines that are no lines of a log, which are left out then.
+        damaged: list to append the numbers of damaged lines to; these lines are left out.
 
     Raises:
         FormatError: a line is damaged, and ``damaged`` is None.

@@ -1,27 +1,33 @@
-"""What a run reads beside its configuration, and whether all of it goes together.
+"""Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``open_inputs`` opens training and validation data; ``check_run`` is everything that can be known
-before processes meet and a model is made; ``open_validation`` opens held-out documents for anybody;
-``steps_from_lengths`` plans a run whose corpus does not exist yet.
+``open_inputs`` opens training and validation data; ``check_run`` checks everything that is known
+before processes connect and a model is built; ``open_validation`` opens held-out documents;
+``steps_from_lengths`` plans a run whose corpus does not exist yet; ``run_record`` lists, for
+checkpoints, everything that determines a run.
 
     read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens in the mean
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.config import to_dict
 from megapack.data import PackedDataset, PackedLoader, build_loader, check_token_ids
 from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
 from megapack.data.report import check_labels
+from megapack.data.resume import content_digests
 from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
+from megapack.data.run_record import flatten, is_within, model_record, tokenizer_digest
+from megapack.data.steps import StepConfig
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sample_index import SourceIndex
@@ -349,3 +355,76 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
         values = np.random.default_rng(seed).lognormal(math.log(median), sigma, round(count))
         return np.maximum(np.rint(values), 1).astype(np.int64)
     return read_lengths_file(source)
+
+
+# ---- The record of a run -------------------------------------------------------------------------
+# A key of the configuration counts unless NO_EFFECT names it, so a new key is compared by default.
+
+# Keys, or sections, that do not determine what a step computes, and why:
+_LENGTH = "the learning rate depends on it; a jump is reported, and the length of a run may change"
+_ORDER = "compared as the order of samples, stage by stage (megapack.data.resume)"
+_RESOLVED = "the resolved model, tokenizer or data are compared"
+_OUTPUT = "decides what is written or checked, not what is trained"
+_LAYOUT = "divides the same computation among ranks, memory or time"
+NO_EFFECT = {
+    **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
+    **dict.fromkeys(("num_steps", "num_epochs"), _LENGTH),
+    **{f"data.{field.name}": _ORDER for field in fields(StepConfig)},
+    **dict.fromkeys(("seed", "data.loss", "data.fim"), _ORDER),
+    **{
+        f"model.{name}": _RESOLVED
+        for name in ("preset", "pretrained", "config", "overrides", "allow_missing")
+    },
+    **dict.fromkeys(("model.vocab_size", "model.vocab_multiple"), _RESOLVED),
+    **dict.fromkeys(("model.tokenizer", "model.attention_backend"), _RESOLVED),
+    **dict.fromkeys(("data.prefix", "data.index", "data.blend"), _RESOLVED),
+    **dict.fromkeys(("data.valid_prefix", "data.valid_index", "model.probe"), _OUTPUT),
+    **dict.fromkeys(("data.verify", "data.check_ranks_every", "optimizer.max_skipped"), _OUTPUT),
+    **dict.fromkeys(("data.micro_batch_tokens", "data.uneven", "engine.zero_stage"), _LAYOUT),
+    **dict.fromkeys(
+        (
+            "engine.activation_checkpointing",
+            "engine.offload_activations",
+            "engine.sequence_parallel_size",
+            "engine.timeout_minutes",
+            "engine.silence_seconds",
+            "engine.stall_seconds",
+        ),
+        _LAYOUT,
+    ),
+}
+
+
+def run_record(
+    config: PretrainConfig,
+    inputs: Inputs,
+    architecture: Any,
+    *,
+    tokenizer: Any = None,
+    attention: str | None = None,
+) -> dict[str, Any]:
+    """Return everything that determines a run, except the order of its samples; JSON.
+
+    Keys of the model and the data are replaced by what they resolve to: fields of the transformers
+    configuration, the attention backend, digests of the tokenizer and of the data's bytes. The
+    order of samples is compared by ``megapack.data.resume``.
+
+    Args:
+        config: of the run.
+        inputs: its open data.
+        architecture: transformers configuration of its model.
+        tokenizer: exported with the model.
+        attention: backend that was chosen; None: not known yet, and not compared.
+    """
+    record = {
+        key: value
+        for key, value in flatten(to_dict(config)).items()
+        if not is_within(key, NO_EFFECT)
+    }
+    record |= model_record(architecture)
+    if attention is not None:
+        record["model.attention_backend"] = attention
+    record["model.tokenizer"] = None if tokenizer is None else tokenizer_digest(tokenizer)
+    record["data.content"] = content_digests(inputs.data)
+    resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return resolved

@@ -220,7 +220,7 @@ def _losses(
     """Loss of every token of a batch, 0 where the script leaves it out.
 
     Args:
-        told: the batch as it was read; others differ in tokens, labels and boundaries.
+        told: the batch that the script read; other batches differ in tokens, labels, boundaries.
     """
     own_names = {its: batch[ours] for its, ours in _BRIDGE.items() if its in told}
     told = {key: {**batch, **own_names}[key] for key in told}
