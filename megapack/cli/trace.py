@@ -8,7 +8,7 @@ of fill-in-the-middle which were told with their middle last, how (PSM, SPM), an
 --document SOURCE:D shows in which steps document D of a source was or will be drawn.
 --excluded shows what each list of excluded documents masks: how often its documents were seen
 before, how often their samples are drawn since, and how often one of them is still shown (never).
---skipped shows what the run decided itself (autopilot, mixing) and the documents that it skipped;
+--skipped shows the documents that stages skip, and what the run decided itself (autopilot, mixing);
 with --tokenizer their text.
 --unseen SOURCE writes the documents of a source that are not seen yet in the present pass over it,
 as .npy, for `megapack-build pack --documents`: so a source goes on in another packing.
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,23 +72,25 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
         "num_label_tokens": content.num_label_tokens,
         **_weights(run, step),
         "samples": [
-            {
-                **place,
-                "source": data.samples.names[source],
-                "sample": int(data.samples.locate(np.array([sample]))[1][0]),
-                "capacity": data.samples.capacity_of(sample),
-                "segments": segments,
-                **(
-                    {"groups": data.samples.groups_of(sample, view)}
-                    if data.samples.attention == "group"
-                    else {}
-                ),
-                **({} if view.epochs is None else _fim(data, sample, view)),
-            }
+            {**place, **_sample_facts(data, sample, view)}
             for place, sample, view in _assigned(args, run, step)
-            for source, segments in [data.samples.segments(sample, view)]
         ],
     }
+
+
+def _sample_facts(data: PackedDataset, sample: int, view: StepView) -> dict[str, Any]:
+    """Return source, number, segments and groups of a sample, as JSON."""
+    samples = data.samples
+    source, segments = samples.segments(sample, view)
+    facts: dict[str, Any] = {
+        "source": samples.names[source],
+        "sample": int(samples.locate(np.array([sample]))[1][0]),
+        "capacity": samples.capacity_of(sample),
+        "segments": segments,
+    }
+    if samples.attention == "group":
+        facts["groups"] = samples.groups_of(sample, view)
+    return facts if view.epochs is None else facts | _fim(data, sample, view)
 
 
 def _fim(data: PackedDataset, sample: int, view: StepView) -> dict[str, Any]:
@@ -240,7 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unseen", metavar="SOURCE", help="write which documents of a source are not seen yet"
     )
     question.add_argument(
-        "--skipped", action="store_true", help="show what the run decided itself, and skipped"
+        "--skipped",
+        action="store_true",
+        help="show what stages skip, and decisions of the run itself",
     )
     parser.add_argument(
         "--until",
@@ -309,9 +314,18 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
         steps = [step_facts(args, then, step) for step in range(decision.begin, end)]
         facts.append({**decision.tree, "skipped": steps})
         before.append(then)
-    if printed_as_json(args, {"decisions": facts}):
+    written = _written_skips(opened, {decision.begin for decision in made})
+    if printed_as_json(args, {"decisions": facts, "written": written}):
         return
     console = Screen()
+    for skip in written:
+        console.write_line(
+            f"the stage from step {skip['from_step']:,} skips {len(skip['skipped']):,} steps",
+            style="bold",
+        )
+        for number, samples in enumerate(skip["skipped"], skip["from_step"]):
+            console.write_line(f"step {number:,} of the run without this skip")
+            _print_segments(samples)
     if not facts:
         console.write_line("the run has decided nothing itself")
     for fact, then in zip(facts, before, strict=True):
@@ -324,6 +338,29 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
         console.write_line(f"the stage: {', '.join(said)}")
         for step in fact["skipped"]:
             _print_step(args, then, step)
+
+
+def _written_skips(run: OpenRun, decided: Collection[int]) -> list[dict[str, Any]]:
+    """Return the skips of written stages: for every skipped step, its samples."""
+    return [
+        {
+            "from_step": stage.begin,
+            "skipped": [
+                [
+                    _sample_facts(run.data, sample, view)
+                    for draw in draws
+                    for sample, view in zip(
+                        draw.sample_ids.tolist(),
+                        draw.view.each(len(draw.sample_ids)),
+                        strict=True,
+                    )
+                ]
+                for draws in stage.skipped_steps()
+            ],
+        }
+        for stage in run.schedule.stages
+        if stage.settings.skip_steps and stage.begin not in decided
+    ]
 
 
 # --- in which steps does a document appear? ------------------------------------------------------

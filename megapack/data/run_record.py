@@ -52,7 +52,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_record(
     current: Record,
-    saved: Record,
+    saved: Record | None,
     allow_change: Collection[str] = (),
     *,
     is_branch: bool = False,
@@ -62,7 +62,7 @@ def check_record(
 
     Args:
         current: of this run.
-        saved: of the checkpoint.
+        saved: of the checkpoint; None: it has no record, which ``run`` in ``allow_change`` accepts.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
         is_branch: the run begins at another run's checkpoint, in order to differ from there on:
             only the model, the tokenizer and the data must be the same.
@@ -74,6 +74,13 @@ def check_record(
     Raises:
         ResumeError: naming every other difference with both values.
     """
+    if saved is None:
+        if "run" in allow_change:
+            return ["the checkpoint has no record of its run: nothing else was compared"]
+        raise ResumeError(
+            "the checkpoint has no record of the run that wrote it, so its configuration, model, "
+            f"tokenizer and data cannot be compared; set {option}=[run] to continue without that"
+        )
     refused, changes = {}, []
     for key in sorted(current.keys() | saved.keys()):
         then, now = saved.get(key), current.get(key)

@@ -216,7 +216,8 @@ class CheckpointConfig:
     allow_change: tuple[str, ...] = ()
     """Keys that may differ from the checkpoint's, as in ``[seed, optimizer.betas]``: of the order
     of samples, of this file, of the model (``model.rope_theta``), ``model.tokenizer``, and
-    ``data.content`` (the bytes of the data). A section's name allows all of its keys."""
+    ``data.content`` (the bytes of the data). A section's name allows all of its keys; ``run``
+    accepts a checkpoint without a record of its run."""
     fallback: bool = False
     """When the newest checkpoint is damaged: try the one before it instead of stopping."""
     verify: Literal["size", "checksum"] = "checksum"
@@ -494,7 +495,7 @@ class PretrainConfig:
     def _check_allow_change(self) -> None:
         """Refuse names in ``checkpoint.allow_change`` that nothing is compared by."""
         tree = to_dict(self)
-        known = {*ORDER_FIELDS, *tree, "data.content", "content", "tokenizer"}
+        known = {*ORDER_FIELDS, *tree, "run", "data.content", "content", "tokenizer"}
         for section, keys in tree.items():
             if isinstance(keys, dict):
                 known |= {*keys, *(f"{section}.{key}" for key in keys)}

@@ -413,7 +413,7 @@ def find_start(
     allowed = config.checkpoint.allow_change
     of_order = [name for name in allowed if name in ORDER_FIELDS]
     changes = inputs.schedule.check_state(saved, of_order)
-    others = check_record(record, before, allowed, is_branch=is_branch) if before else []
+    others = check_record(record, before, allowed, is_branch=is_branch)
     if tells:
         for change in others:
             logger.warning("the run is changed: %s", change)

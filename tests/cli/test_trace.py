@@ -197,6 +197,22 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
     assert "no stage excludes any" in printed("trace", config, "--excluded")
 
 
+def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> None:
+    """The skipped steps lie on both sides of a change of weights."""
+    blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
+    blend["stages"].insert(0, {"from_step": 4, "skip_steps": 5})
+    config.with_name("skipping.yaml").write_text(yaml.safe_dump(blend))
+    skipping = ("--set", f"data.blend={config.with_name('skipping.yaml')}")
+    answer = ask(config, *skipping, "--skipped")
+    assert answer["decisions"] == [] and ask(config, "--skipped")["written"] == []
+    [skip] = answer["written"]
+    assert skip["from_step"] == 4
+    assert skip["skipped"] == [ask(config, "--step", str(step))["samples"] for step in range(4, 9)]
+    assert {s["source"] for samples in skip["skipped"] for s in samples} == {*NAMES}
+    shown = printed("trace", config, *skipping, "--skipped")
+    assert "from step 4 skips 5 steps" in shown and "step 8 of the run without this skip" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -128,6 +128,14 @@ def test_what_has_no_effect_may_change(override: str, path: Path, found: Resume)
     _resumed(path, found, override)
 
 
+def test_a_checkpoint_without_a_record_is_resumed_on_request_only(found: Resume) -> None:
+    record = found.manifest.state["run"]
+    with pytest.raises(ResumeError, match=r"no record of the run .* set .*=\[run\]"):
+        check_record(record, None)
+    [change] = check_record(record, None, ["run"])
+    assert "nothing else was compared" in change
+
+
 def test_a_jump_of_the_learning_rate_is_reported(
     path: Path, found: Resume, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,9 +72,9 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             return
         of_order = [name for name in self.allow_change if name in ORDER_FIELDS]
         changes = self.schedule.check_state(kept["saved"], of_order)
-        if self.record is not None and kept.get("saved_record"):
+        if self.record is not None:
             option = "PackedTrainer.allow_change"
-            saved, allowed = kept["saved_record"], self.allow_change
+            saved, allowed = kept.get("saved_record"), self.allow_change
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run is changed: %s", change)
