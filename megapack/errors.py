@@ -119,17 +119,20 @@ def _escaped(character: str) -> str:
 
 
 class PrintableStream:
-    """Output stream that writes ``printable(text)``; all else is the stream's below.
+    """Output stream that writes ``printable(text)`` to another stream.
+
+    A carriage return at the start of a write stays: progress bars of libraries begin with one.
 
     Attributes:
-        unfiltered: the stream below, for text with styles that was made printable before.
+        unfiltered: the other stream, for text with styles that was made printable before.
     """
 
     def __init__(self, stream: Any) -> None:
         self.unfiltered = getattr(stream, "unfiltered", stream)
 
     def write(self, text: str) -> int:
-        self.unfiltered.write(printable(text))
+        start = "\r" if text.startswith("\r") else ""
+        self.unfiltered.write(start + printable(text[len(start) :]))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -142,7 +145,7 @@ class PrintableStream:
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Make all that the block prints to stdout and stderr printable, logs and warnings, too."""
+    """Make everything printable that the block writes to stdout and stderr, also logs."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(PrintableStream, before)
     try:

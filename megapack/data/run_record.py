@@ -25,9 +25,10 @@ Record = Mapping[str, Any]
 
 
 def model_record(architecture: Any) -> dict[str, Any]:
-    """Return every field of a transformers configuration as ``model.<field>``."""
+    """Return every field of a transformers configuration as ``model.<field>``; JSON."""
     tree = {name: v for name, v in architecture.to_dict().items() if name not in _ORIGIN}
-    return flatten(tree, "model.")
+    fields: dict[str, Any] = json.loads(json.dumps(flatten(tree, "model."), default=str))
+    return fields
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapack.config import load_config
+from megapack.data.run_record import check_record, model_record
 from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig
@@ -73,12 +74,20 @@ def export(
     scratch: Path,
     average: bool = False,
 ) -> str:
-    """Load a checkpoint into an engine as a resumed run would, and write its model, or the average
-    of its weights; its name."""
+    """Load a checkpoint as a resumed run would, and write its model; return the checkpoint's name.
+
+    Args:
+        average: write the average of the weights.
+
+    Raises:
+        ConfigError: the run keeps no average.
+        ResumeError: there is no such checkpoint, or it is of another model than the configuration.
+    """
     if average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
+    fields = model_record(architecture)
     zero_3 = zero_3_configuration(config, here.size)
     model, _ = open_model(
         config.model, config.engine, architecture, device=here.device, zero_3=zero_3
@@ -91,6 +100,9 @@ def export(
     if found is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (steps: {known or 'none'})")
+    # Same shapes do not mean the same model: another rope_theta or hidden_act would load, too.
+    saved = found.manifest.state.get("run")
+    check_record({**(saved or {}), **fields}, saved, config.checkpoint.allow_change)
     engine = start_engine(model, config, here)
     store.load(engine, found)
     end = end_token(inputs.data.datasets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -19,9 +20,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import PYTHON
+from tqdm import tqdm
 
 from megapack.cli.main import main
-from megapack.errors import printable
+from megapack.errors import PrintableStream, printable
 from megapack.storage import IndexedDatasetBuilder
 
 HOSTILE = "a\x1b[2J\x1b]0;t\x07b\x00\x7f\x9b31m\u202ec\u200b\ufeff\u2066\u2028d\re\bf\U000e0041g"
@@ -34,6 +36,16 @@ def visible(text: str) -> bool:
     """Return whether only line breaks and visible characters remain."""
     invisible = {"Cc", "Cf", "Cs", "Zl", "Zp"}
     return not any(unicodedata.category(c) in invisible and c != "\n" for c in text)
+
+
+def test_progress_bars_of_libraries_still_return_to_the_line_start() -> None:
+    below = io.StringIO()
+    stream = PrintableStream(below)
+    with tqdm(total=2, file=stream, ncols=40, mininterval=0) as bar:
+        bar.update(2)
+    stream.write("a\rb")  # anywhere else it would hide the text before it
+    assert below.getvalue().count("\r") > 1 and "\\u000d" not in below.getvalue()[:-9]
+    assert below.getvalue().endswith("a\\u000db")
 
 
 @given(st.text(st.characters(), max_size=40))
