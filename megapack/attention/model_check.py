@@ -123,17 +123,18 @@ def check_architecture(
     with apart(device):
         try:
             tiny, reference = _tiny(configuration, build)
-            build(copy.deepcopy(tiny), attention)  # raises where it does not offer this attention
+            model = build(copy.deepcopy(tiny), attention)  # raises if it does not offer this one
         except Exception as error:
             raise ConfigError(
                 f"{subject}: no tiny model to try packed rows on could be made of its "
                 f"configuration: {type(error).__name__}: {error}"
             ) from error
         try:
-            found = _first_finding(tiny, reference, run)
+            found = _first_finding(model, reference, run)
             if found is not None and found.startswith(_OTHER_LOGITS):
                 # A position threshold of the model may lie between the lengths of the documents.
-                found = _first_finding(*_raised(tiny, reference, build), run)
+                raised, reference = _raised(tiny, reference, build)
+                found = _first_finding(build(copy.deepcopy(raised), attention), reference, run)
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
@@ -374,10 +375,10 @@ def _moved(tiny: Any, groups: Sequence[Moves]) -> Any:
 # ---- A row against its documents
 
 
-def _first_finding(tiny: Any, reference: Any, run: _Run) -> str | None:
+def _first_finding(model: Any, reference: Any, run: _Run) -> str | None:
     """Compare a model with the run's attention with the same weights under ``eager``."""
     reference = copy.deepcopy(reference).to(run.device)
-    model = run.build(copy.deepcopy(tiny), run.attention).to(run.device).train()
+    model = model.to(run.device).train()
     model.load_state_dict(reference.state_dict())
     for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay exact
         parameter.data = parameter.data.to(run.dtype)
