@@ -17,7 +17,7 @@ from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.inputs import Inputs, open_inputs
+from megapack.training.engine.inputs import Inputs, check_run, open_inputs, run_record
 from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
@@ -165,8 +165,14 @@ def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
     newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
     newest.mkdir(parents=True)
-    state = {"data": open_inputs(config).schedule.state_dict(9)}
-    CheckpointManifest(step=9, world_size=1, zero_stage=1, state=state, files={}).write(newest)
+    inputs = open_inputs(config)
+    state: dict[str, Any] = {"data": inputs.schedule.state_dict(9)}
+    manifest = CheckpointManifest(step=9, world_size=1, zero_stage=1, state=state, files={})
+    manifest.write(newest)
+    with pytest.raises(ResumeError, match="has no record of the run that wrote it"):
+        dry_run(config)
+    state["run"] = run_record(config, inputs, check_run(config, inputs, 1))
+    manifest.write(newest)
     assert "steps: 10 " in dry_run(config)
     with pytest.raises(ResumeError, match="seed was 0 and is 3"):
         dry_run(replace(config, seed=3))
