@@ -49,8 +49,8 @@ from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, is_part, note, print_table, printed_as_json
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, how_it_differs, pack
-from megapack.packing.groups import identity_of, read_groups
-from megapack.packing.metrics import checksum
+from megapack.packing.groups import groups_checksum, read_groups
+from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
@@ -267,12 +267,12 @@ def run(args: argparse.Namespace) -> int:
         "buckets": method.buckets,
         "seed": args.seed,
         "dataset": documents.fingerprint,
-        "chosen": None if chosen is None else checksum(chosen),
+        "chosen": None if chosen is None else array_checksum(chosen),
     }
     ids = None
     if args.groups is not None:
         ids = read_groups(args.groups, prefix, documents.num_documents)
-        wanted["groups"] = identity_of(ids)
+        wanted["groups"] = groups_checksum(ids)
     with local_output_file(output) as file:
         difference = partial(how_it_differs, file, **wanted)
         if check_target(file, overwrite=args.overwrite, difference=difference, name=output):

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError, DataError
-from megapack.packing.metrics import Lengths, checksum
+from megapack.packing.metrics import Lengths, array_checksum
 from megapack.storage import IndexedDataset
 from megapack.storage.index_file import GROUPS
 from megapack.storage.tokens import open_npy
@@ -218,6 +218,6 @@ def _cut(ends: Ids, low: int, high: int, capacity: int) -> list[int]:
         found.append(begin)
 
 
-def identity_of(ids: Ids) -> str:
+def groups_checksum(ids: Ids) -> str:
     """Checksum of group ids, by which an index knows its groups."""
-    return checksum(np.ascontiguousarray(ids, "<i8"))
+    return array_checksum(np.ascontiguousarray(ids, "<i8"))

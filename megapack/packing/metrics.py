@@ -51,7 +51,7 @@ RATIOS = (
 )
 
 
-def checksum(array: NDArray[Any]) -> str:
+def array_checksum(array: NDArray[Any]) -> str:
     """xxh3_64 of an array's bytes, as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
 
@@ -59,7 +59,7 @@ def checksum(array: NDArray[Any]) -> str:
 def lengths_fingerprint(lengths: NDArray[Any]) -> str:
     """Identity of document lengths, whatever integer type they are held in."""
     wide = lengths.dtype.itemsize > 4 and len(lengths) and int(lengths.max()) > (1 << 31) - 1
-    return checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
+    return array_checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
 
 
 @dataclass(frozen=True, kw_only=True)

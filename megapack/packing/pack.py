@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError
-from megapack.packing.groups import Units, check_groups, identity_of, joined_segments
+from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
@@ -299,7 +299,7 @@ def pack(
     of_groups: dict[str, Any] | None = None
     if units is not None and ids is not None:
         arrays, counts = units.expand(arrays, with_room)
-        of_groups = {**counts, "ids": identity_of(ids)}
+        of_groups = {**counts, "ids": groups_checksum(ids)}
     if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     if step > 1 or room:

@@ -21,7 +21,7 @@ import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.executors import Counted, Report, carry_out
-from megapack.packing.groups import identity_of, read_groups
+from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.pack import pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs
 from megapack.packing.sharded import (
@@ -182,7 +182,7 @@ class ShardPacker:
             groups = None
             if self.plan.options.get("groups"):
                 groups = read_groups("auto", prefix, dataset.num_documents)
-                how["groups"] = identity_of(groups)
+                how["groups"] = groups_checksum(groups)
             difference = partial(how_it_differs, path, **how, dataset=dataset.fingerprint)
             if check_target(path, overwrite=self.overwrite, difference=difference, name=samples):
                 options = {**self.plan.options, "groups": groups}

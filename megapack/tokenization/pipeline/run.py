@@ -36,7 +36,7 @@ from megapack.tokenization.pipeline.workspace import (
     Workspace,
     check_space,
     directory_bytes,
-    estimate,
+    estimate_build,
     free_bytes,
     shard_prefix,
 )
@@ -218,8 +218,8 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
 
 
 def _estimated(plan: Plan, coder: Coder, note: Callable[[str], None]) -> Estimate:
-    """``estimate``; ``note`` is told of splits that ``assemble`` would refuse after all work."""
-    found = estimate(plan, coder)
+    """Call ``estimate_build``; pass ``note`` warnings of splits that ``assemble`` would refuse."""
+    found = estimate_build(plan, coder)
     if plan.split is None or plan.split_while_writing:
         return found
     cut = ordered_split(plan.split, found.num_documents)

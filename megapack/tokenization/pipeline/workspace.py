@@ -2,7 +2,7 @@
 
 - ShardRecord, Totals: what was counted of a shard, and of all; write_record, read_record
 - Workspace: the directory of a plan; what may be written, what is missing, what is left behind
-- estimate, check_space: does the disk hold what a build will write?
+- estimate_build, check_space: does the disk hold what a build will write?
 
     out.build/<digest>/plan.json                 the plan
     out.build/<digest>/shard-000000.bin, .idx    a shard's dataset
@@ -376,7 +376,7 @@ class Estimate:
     num_bytes: int  # on disk, .bin and .idx
 
 
-def estimate(plan: Plan, coder: Coder) -> Estimate:
+def estimate_build(plan: Plan, coder: Coder) -> Estimate:
     """From the beginnings of a few shards."""
     read = documents = tokens = 0
     for block in sample_blocks(plan.shards, plan.read):
