@@ -50,7 +50,7 @@ from tokenizers import Tokenizer
 
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import Piece, find_inputs
-from megapack.tokenization.corpus.readers import line_blocks, read_jsonl
+from megapack.tokenization.corpus.readers import line_blocks, read_jsonl_blocks
 
 CORPUS_MB = 200 if quick() else 800
 SLOW_MB = 16 if quick() else 200
@@ -132,7 +132,7 @@ def batches(texts: list[str], batch_bytes: int) -> Iterator[list[str]]:
 
 def reading_ours(corpus: str) -> float:
     [file] = find_inputs([corpus], format="jsonl")
-    blocks = read_jsonl(Piece(file, 0, file.size), ReadOptions(), Faults())
+    blocks = read_jsonl_blocks(Piece(file, 0, file.size), ReadOptions(), Faults())
     return timed(lambda: deque(blocks, maxlen=0))[0]
 
 

@@ -52,7 +52,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
     def batches() -> Iterator[Any]:  # in the thread, whose page faults are counted
         nonlocal waits
         if how == EXACTLY:
-            dataset.read_exactly()
+            dataset.disable_readahead()
         for item in sampler if depth is None else reading_ahead(sampler, dataset, depth):
             yield dataset.micro_batch(item.sample_ids, layout=layout, capacity=item.capacity)
             waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

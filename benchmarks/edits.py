@@ -48,7 +48,7 @@ from ports import free_port
 
 from megapack.config import load_config
 from megapack.data.run import open_run, read_decisions
-from megapack.storage.metadata import checksum
+from megapack.storage.metadata import file_checksum
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.directory import read_jsonl
 from tests.training.conftest import (
@@ -274,7 +274,7 @@ def branches(place: Place) -> Iterator[Found]:
     trunk_config = blend_config(blend, corpus, place.folder / "trunk", **sections)
     trunk = place.train(trunk_config, ranks=2)
     home = trunk_config.with_suffix("")
-    before = {path: checksum(path) for path in home.rglob("*") if path.is_file()}
+    before = {path: file_checksum(path) for path in home.rglob("*") if path.is_file()}
     (milestone,) = (home / "checkpoints").glob(f"step_{BRANCH_AT:08d}_*")
     other = [{"from_step": BRANCH_AT, "weights": {"web": 1, "math": 3}}]
     changed = write_blend(place.folder / "other.yaml", corpus, stages=other)
@@ -293,7 +293,7 @@ def branches(place: Place) -> Iterator[Found]:
         agree = "" if as_program == [line["samples"] for line in log] else "NOT "
         pairs = zip(log, trunk, strict=True)
         differ = (f"from step {a['step']} on" for a, b in pairs if a["samples"] != b["samples"])
-        same_files = before == {p: checksum(p) for p in home.rglob("*") if p.is_file()}
+        same_files = before == {p: file_checksum(p) for p in home.rglob("*") if p.is_file()}
         found = f"{agree}as the program says; other samples than the trunk "
         found += f"{next(differ, 'nowhere')}; trunk {'untouched' if same_files else 'CHANGED'}"
         row = {"what": f"branch from step {BRANCH_AT}: {name}"}

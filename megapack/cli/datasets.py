@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SUFFIX, is_shard_manifest
+from megapack.storage.address import is_remote, split_address
 from megapack.storage.index_file import BESIDE
-from megapack.storage.remote import is_remote
-from megapack.storage.remote.address import split
 from megapack.storage.remote.client import names_in
 
 _NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums")
@@ -100,7 +99,7 @@ def _expanded(names: Iterable[str]) -> Iterator[str]:
 
 
 def _matching_objects(pattern: str) -> list[str]:
-    folder, last = split(pattern)
+    folder, last = split_address(pattern)
     if glob.has_magic(folder) or folder.startswith("http"):
         raise ConfigError(
             f"{pattern}: at an address a pattern may stand behind the last / only, and web servers "

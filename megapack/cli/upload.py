@@ -22,8 +22,8 @@ from megapack.cli.datasets import documents_of, named_files
 from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
+from megapack.storage.address import is_below, is_remote
 from megapack.storage.index_file import BESIDE
-from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 

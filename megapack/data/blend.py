@@ -45,7 +45,7 @@ from megapack.data.steps import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
 from megapack.packing.sharded import is_shard_manifest, load_index
-from megapack.storage.remote.address import joined
+from megapack.storage.address import path_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Source:
         names += ["scores"]
         given = {name: getattr(self, name) for name in names}
         paths: dict[str, Any] = {
-            name: joined(folder, path)
+            name: path_in(folder, path)
             for name, path in given.items()
             if path is not None
             and not (name in ("labels", "token_weights") and path in ("auto", "none"))

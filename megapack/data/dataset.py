@@ -327,17 +327,18 @@ class PackedDataset(Dataset[Batch]):
         cuts = (tokens or layout.micro_batch_tokens) // window if window else 0
         return self._max_cu_seqlens[key] + cuts
 
-    def will_need(self, sample_ids: ArrayLike) -> int:
-        """Ask the system to read what ``micro_batch`` of these samples will read of the documents.
+    def prefetch(self, sample_ids: ArrayLike) -> int:
+        """Ask the system to read the tokens that ``micro_batch`` of these samples will need.
 
-        Returns at once; bytes that were asked for, in whole pages. Raises as ``micro_batch`` does.
+        Does not wait. Returns the number of bytes requested, in whole pages. Raises as
+        ``micro_batch`` does.
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
         return self._gatherer.will_need(ids)
 
-    def read_exactly(self) -> None:
-        """Have nothing read around what is asked for; in this process, from now on."""
+    def disable_readahead(self) -> None:
+        """Turn off the system's readahead for the tokens, in this process, from now on."""
         self._gatherer.read_exactly()
 
     def count_labels(self, sample_ids: ArrayLike, view: StepView = PLAIN) -> Ids:

@@ -29,6 +29,7 @@ from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
 from megapack.packing.sample_index import SourceIndex
 from megapack.packing.sharded import ShardedIndex, load_index
 from megapack.storage import IndexedDataset
+from megapack.storage.address import is_remote
 from megapack.storage.dataset import (
     LabelDocuments,
     label_list,
@@ -38,7 +39,6 @@ from megapack.storage.dataset import (
 )
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import PROMISES, common_metadata
-from megapack.storage.remote.address import is_remote
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently

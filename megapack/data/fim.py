@@ -39,7 +39,7 @@ from megapack.config import check_range
 from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
-from megapack.storage.remote.address import joined
+from megapack.storage.address import path_in
 
 if TYPE_CHECKING:
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
@@ -97,7 +97,7 @@ class FimConfig:
         if self.tokenizer in (None, "bytes"):
             return self
         parts = str(self.tokenizer).split(",")
-        return replace(self, tokenizer=",".join(joined(folder, part) for part in parts))
+        return replace(self, tokenizer=",".join(path_in(folder, part) for part in parts))
 
 
 # ---- With ids ------------------------------------------------------------------------------------

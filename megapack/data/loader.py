@@ -176,7 +176,7 @@ def reading_ahead(
     Between two of them the caller is to gather the first, in the thread that iterates: whether a
     disk was read meanwhile decides whether asking goes on.
     """
-    dataset.read_exactly()
+    dataset.disable_readahead()
     coming: deque[MicroBatch] = deque()
     items = iter(micro_batches)
     quiet = reach = 0
@@ -185,14 +185,14 @@ def reading_ahead(
         for item in islice(items, reach + 1 - len(coming)):
             coming.append(item)
             if quiet < _QUIET:
-                dataset.will_need(item.sample_ids)
+                dataset.prefetch(item.sample_ids)
         if not coming:
             return
         yield coming.popleft()
         was_read = _reads() > before
         if was_read and quiet >= _QUIET:
             for item in coming:
-                dataset.will_need(item.sample_ids)
+                dataset.prefetch(item.sample_ids)
         quiet = 0 if was_read else quiet + 1
         reach = min(depth, 2 * reach + 1)  # the first batch is not kept waiting for later ones
 

@@ -34,8 +34,8 @@ from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
 from megapack.packing.sharded import is_shard_manifest
 from megapack.records import read_record
+from megapack.storage.address import is_remote
 from megapack.storage.files import atomic_write
-from megapack.storage.remote import is_remote
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset

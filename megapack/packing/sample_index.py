@@ -30,9 +30,9 @@ from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import file_format as samples_format
 from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics, lengths_fingerprint
+from megapack.storage.address import is_remote
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
-from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import fetch_file
 
 # ---- Whether an index and what stands on disk already belong together, as sentences -------------

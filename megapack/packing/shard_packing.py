@@ -38,10 +38,10 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset
+from megapack.storage.address import is_below, split_address
 from megapack.storage.dataset import open_index, open_labels, open_weights, weights_identity
 from megapack.storage.files import check_target
 from megapack.storage.index_file import LABELS, WEIGHTS
-from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 
 
@@ -121,7 +121,7 @@ def plan_packing(
     if not wanted:
         raise ConfigError(f"there are no datasets to make {path} of; give their prefixes")
     if isinstance(path, str):
-        folder, _ = split(path)
+        folder, _ = split_address(path)
         elsewhere = [prefix for prefix in wanted if not is_below(folder, prefix)]
         if elsewhere:
             raise ConfigError(

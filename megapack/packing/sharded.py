@@ -44,10 +44,9 @@ from megapack.errors import ConfigError, FormatError, IndexMismatchError, redact
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import Arranged, SampleIndex, SourceIndex
 from megapack.records import parse_json
+from megapack.storage.address import is_below, is_remote, split_address
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.index_file import LABELS, WEIGHTS
-from megapack.storage.remote import is_remote
-from megapack.storage.remote.address import is_below, split
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
 
@@ -322,7 +321,7 @@ def manifest_path(path: str | os.PathLike[str]) -> Path | str:
 
 
 def _folder_of(path: Path | str) -> str:
-    return split(path)[0] if isinstance(path, str) else str(path.parent)
+    return split_address(path)[0] if isinstance(path, str) else str(path.parent)
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:

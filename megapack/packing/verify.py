@@ -17,7 +17,7 @@ from megapack.packing.sample_index import SampleIndex
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.remote import is_remote
+from megapack.storage.address import is_remote
 from megapack.storage.verify import Finding, has_errors, leftovers, verify
 
 _REMEDY = "pack the dataset again"

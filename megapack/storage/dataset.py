@@ -29,7 +29,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
-from megapack.storage.files import identity_of
+from megapack.storage.address import is_remote
+from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
     LABELS,
     WEIGHTS,
@@ -41,7 +42,6 @@ from megapack.storage.index_file import (
     prefix_of,
 )
 from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
-from megapack.storage.remote import is_remote
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
 from megapack.storage.tokens import holds_weights, open_npy
 
@@ -116,7 +116,7 @@ class IndexedDataset:
         self._index, bin_file = open_pair(self.prefix)
         with bin_file:
             self._take_index()
-            name, num_bytes = str(bin_file.name), identity_of(bin_file).num_bytes
+            name, num_bytes = str(bin_file.name), file_identity(bin_file).num_bytes
             count = self._count_tokens(name, num_bytes)
             # Nothing is mapped without tokens.
             mapped = map_file(bin_file) if count else np.zeros(0, np.uint8)

@@ -1,6 +1,6 @@
 """Files: opened, checked before they are replaced, renamed when they are complete.
 
-- ``open_regular``, ``read_blocks``: regular files only, read in blocks; ``Identity``, ``is_at``
+- ``open_regular``, ``read_array_blocks``: regular files only, in blocks; ``Identity``, ``is_at``
 - ``check_target``, ``target_of``: what may stand under a name before a file of ours takes it
 - ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
 - ``create_temporary``, ``remove_leftovers``: temporary names that prove who made the file
@@ -89,7 +89,7 @@ class Identity(NamedTuple):
     changed_ns: int
 
 
-def identity_of(file: io.FileIO) -> Identity:
+def file_identity(file: io.FileIO) -> Identity:
     """The identity of an open file."""
     status = os.fstat(file.fileno())
     return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -99,7 +99,7 @@ def is_at(identity: Identity, path: str | os.PathLike[str]) -> bool:
     """Whether that file stands at a name. Opened, not asked: so NFS asks its server, too."""
     try:
         with open_regular(path) as file:
-            return identity_of(file) == identity
+            return file_identity(file) == identity
     except FileNotFoundError:
         return False
 
@@ -123,7 +123,7 @@ def files_below(directory: Path) -> Iterator[FileOnDisk]:
                 yield FileOnDisk(path, status.st_blocks * 512, status.st_mtime)
 
 
-def read_blocks(
+def read_array_blocks(
     file: io.FileIO, dtype: DTypeLike, count: int, block: int = BLOCK
 ) -> Iterator[NDArray[Any]]:
     """``count`` numbers from the file's position on, ``block`` at a time.

@@ -39,13 +39,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.files import identity_of, open_regular
+from megapack.storage.files import file_identity, open_regular
 from megapack.storage.index_file import MAGIC, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import MAX_SEQUENCE_LENGTH, ArrayLayout
 from megapack.storage.metadata import (
     TokenFacts,
-    checksum,
     difference_from_files,
+    file_checksum,
     own_metadata,
     read_meta,
 )
@@ -150,7 +150,7 @@ def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any]
         if meta is not None and not difference_from_files(
             meta, dtype.name, facts.layout.header, facts.num_tokens
         ):
-            return meta if checksum(facts.layout.path) == meta["idx"]["xxh3_128"] else None
+            return meta if file_checksum(facts.layout.path) == meta["idx"]["xxh3_128"] else None
     return None
 
 
@@ -289,7 +289,7 @@ def _read_bounds(path: Path) -> NDArray[np.int64]:
 
 def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
     with open_regular(path) as file:
-        num_bytes, head = identity_of(file).num_bytes, file.read(_LLM_C_HEADER_BYTES)
+        num_bytes, head = file_identity(file).num_bytes, file.read(_LLM_C_HEADER_BYTES)
     header = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
     magic = int(header[0]) if header.size else 0
     if magic not in LLM_C_MAGICS:
@@ -342,7 +342,7 @@ def _npy(path: Path, _: DTypeLike | None) -> Foreign:
 
 def _flat(path: Path, dtype: DTypeLike | None) -> Foreign:
     with open_regular(path) as file:
-        num_bytes = identity_of(file).num_bytes
+        num_bytes = file_identity(file).num_bytes
     known = _datatrove_metadata(path)
     if dtype is None and known is not None and known.width is not None:
         dtype = _BY_WIDTH[known.width]
@@ -439,7 +439,7 @@ def _mask_of(foreign: Foreign) -> Path | None:
     for mask_path in candidates:
         if mask_path.exists():
             with open_regular(mask_path) as file:
-                num_bytes = identity_of(file).num_bytes
+                num_bytes = file_identity(file).num_bytes
             if num_bytes != foreign.num_tokens:
                 raise FormatError(
                     f"{mask_path} has {num_bytes} bytes, one for each token; {path.name} has "
@@ -469,7 +469,7 @@ def _proven_width(
 ) -> int | None:
     """Bytes per token, by the count that an index has; None without tokens."""
     with open_regular(path) as file:
-        num_bytes = identity_of(file).num_bytes
+        num_bytes = file_identity(file).num_bytes
     if num_tokens == 0 and num_bytes == 0:
         return None
     width = num_bytes // num_tokens if num_tokens else 0

@@ -28,7 +28,7 @@ from megapack.storage.files import (
     Publishable,
     create_temporary,
     open_regular,
-    read_blocks,
+    read_array_blocks,
     remove_leftovers,
 )
 from megapack.storage.foreign import KINDS, Foreign, detect, open_foreign
@@ -41,7 +41,7 @@ from megapack.storage.index_writer import (
     publish_dataset,
 )
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import TokenFacts, check_metadata, checksum, read_meta
+from megapack.storage.metadata import TokenFacts, check_metadata, file_checksum, read_meta
 from megapack.storage.remote.copies import local_output
 from megapack.storage.token_scan import (
     Scan,
@@ -277,14 +277,14 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
         return lambda: None
     num_masked = 0
     with open_regular(foreign.mask_path) as file:
-        for block in read_blocks(file, np.uint8, foreign.num_tokens):
+        for block in read_array_blocks(file, np.uint8, foreign.num_tokens):
             if block.max() > 1:
                 raise FormatError(
                     f"{foreign.mask_path} has a byte of {int(block.max())}; a loss mask has 0 and "
                     "1: restore it, or remove it to give every token loss"
                 )
             num_masked += block.size - int(np.count_nonzero(block))
-    digest = checksum(foreign.mask_path)
+    digest = file_checksum(foreign.mask_path)
     source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
     source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}

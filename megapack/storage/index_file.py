@@ -33,8 +33,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError, MegapackError
-from megapack.storage.files import Identity, identity_of, is_at, open_regular
-from megapack.storage.remote.address import is_remote
+from megapack.storage.address import is_remote
+from megapack.storage.files import Identity, file_identity, is_at, open_regular
 
 # ---- Whole files in memory, as the system maps them: read when touched, shared by all processes -
 # A file that is opened in a moment, whatever its size, cannot be compared with a checksum of all of
@@ -261,7 +261,7 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     """
     with open_regular(path) as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
-        return _parse_header(head, identity_of(file), os.fspath(path))
+        return _parse_header(head, file_identity(file), os.fspath(path))
 
 
 def _parse_header(head: NDArray[np.uint8], identity: Identity, name: str) -> IndexHeader:
@@ -279,7 +279,7 @@ class IndexFile:
             error.strerror = f"{error.strerror} (a dataset is named by its prefix, and has an .idx)"
             raise
         with file:
-            identity = identity_of(file)
+            identity = file_identity(file)
             mapped = map_file(file)
         self._mapped = mapped
         self._buffer = mapped.data  # for struct, to which an array is slow

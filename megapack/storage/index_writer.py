@@ -34,11 +34,11 @@ from megapack.storage.files import (
     Buffer,
     Publishable,
     check_target,
-    identity_of,
+    file_identity,
     is_at,
     open_regular,
     publish,
-    read_blocks,
+    read_array_blocks,
     target_of,
 )
 from megapack.storage.index_file import CODE_OF_DTYPE, MAGIC, path_of, read_header
@@ -47,7 +47,7 @@ from megapack.storage.metadata import (
     VERSION,
     Checksum,
     TokenFacts,
-    checksum,
+    file_checksum,
     meta_path,
     read_meta,
 )
@@ -140,10 +140,10 @@ class FileLayout:
 
     def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:
         with open_regular(self.path) as file:
-            if identity_of(file) != self.header.identity:
+            if file_identity(file) != self.header.identity:
                 raise FormatError(f"{self.path} was replaced while it was read; start again")
             file.seek(offset)
-            yield from read_blocks(file, dtype, count)
+            yield from read_array_blocks(file, dtype, count)
 
 
 Layout: TypeAlias = ArrayLayout | FileLayout
@@ -376,7 +376,7 @@ class DatasetContent:
             if old != new:
                 known = not isinstance(old, dict | list) and not isinstance(new, dict | list)
                 return f"its {key} is {old!r}, not {new!r}" if known else f"its {key} differs"
-        if idx_path.exists() and checksum(idx_path) != meta["idx"]["xxh3_128"]:
+        if idx_path.exists() and file_checksum(idx_path) != meta["idx"]["xxh3_128"]:
             return "its .idx is not the one its meta file speaks of"
         if bin_path.exists() and bin_path.stat().st_size != meta["bin"]["bytes"]:
             return "its .bin is not the one its meta file speaks of"

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
+from megapack.storage.address import is_remote
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.locks import WriterLock
@@ -31,7 +32,6 @@ from megapack.storage.metadata import (
     joined_range,
     read_meta,
 )
-from megapack.storage.remote import is_remote
 from megapack.storage.remote.copies import local_copy, local_output
 from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter
 

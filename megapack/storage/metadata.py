@@ -33,7 +33,7 @@ import xxhash
 
 from megapack.errors import FormatError
 from megapack.records import parse_json
-from megapack.storage.files import identity_of, open_regular, read_blocks
+from megapack.storage.files import file_identity, open_regular, read_array_blocks
 from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
 
@@ -132,18 +132,18 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     return content
 
 
-def checksum(path: Path, progress: Callable[[], object] = lambda: None) -> str:
+def file_checksum(path: Path, progress: Callable[[], object] = lambda: None) -> str:
     """xxh3_128 of a whole file, in hexadecimal; ``progress`` is called for every part of it."""
     with open_regular(path) as file:
-        return checksum_of(file, identity_of(file).num_bytes, progress)
+        return stretch_checksum(file, file_identity(file).num_bytes, progress)
 
 
-def checksum_of(
+def stretch_checksum(
     file: io.FileIO, num_bytes: int, progress: Callable[[], object] = lambda: None
 ) -> str:
     """xxh3_128 of the bytes from the file's position on. FormatError where it ends before."""
     digest = xxhash.xxh3_128()
-    for block in read_blocks(file, np.uint8, num_bytes, 1 << 20):
+    for block in read_array_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
         progress()
     return digest.hexdigest()
@@ -162,9 +162,9 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
     for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
         with open_regular(path_of(prefix, suffix)) as file:
-            num_bytes = identity_of(file).num_bytes
+            num_bytes = file_identity(file).num_bytes
             if num_bytes != sum(size for size, _ in stretches) or any(
-                checksum_of(file, size) != digest for size, digest in stretches
+                stretch_checksum(file, size) != digest for size, digest in stretches
             ):
                 return False
     return True

@@ -24,7 +24,7 @@ from megapack.errors import FormatError
 from megapack.storage.files import (
     AtomicFile,
     atomic_write,
-    identity_of,
+    file_identity,
     open_regular,
     publish,
     target_of,
@@ -32,7 +32,7 @@ from megapack.storage.files import (
 from megapack.storage.index_file import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
 from megapack.storage.index_writer import ArrayLayout, DatasetContent, publish_dataset, write_index
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import TokenFacts, checksum, own_metadata, read_meta
+from megapack.storage.metadata import TokenFacts, file_checksum, own_metadata, read_meta
 from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens
 
@@ -152,7 +152,7 @@ def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> N
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
     """An .idx that was cut behind its lengths, as a full disk leaves it; None for others."""
     with open_regular(idx_path) as file:
-        size = identity_of(file).num_bytes
+        size = file_identity(file).num_bytes
         head = file.read(HEADER_BYTES)
         if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
             return None
@@ -254,7 +254,7 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
     except FormatError:
         done.append("left the damaged meta file alone; delete it")
         return None
-    if meta is None or checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"]:
+    if meta is None or file_checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"]:
         return meta
     done.append("left the meta file alone: it describes another .idx; delete it")
     return None
@@ -270,5 +270,5 @@ def _keep_original(idx_path: Path) -> None:
     except OSError:  # another file system, or one without links
         copy = AtomicFile(original)
         with open_regular(old) as file:
-            copy.copy_from(file, identity_of(file).num_bytes)
+            copy.copy_from(file, file_identity(file).num_bytes)
         publish(copy)

@@ -19,7 +19,7 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from megapack.storage.files import identity_of, open_regular
+from megapack.storage.files import file_identity, open_regular
 
 _HEAD_BYTES = 4096
 LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
@@ -87,7 +87,7 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
     if path.is_dir():
         return _recognize_folder(path)
     with open_regular(path) as file:
-        size = identity_of(file).num_bytes
+        size = file_identity(file).num_bytes
         head = file.read(_HEAD_BYTES)
         file.seek(max(0, size - 8))
         tail = file.read(8)

@@ -23,7 +23,7 @@ import numpy as np
 
 from megapack import _core
 from megapack.errors import FormatError
-from megapack.storage.files import identity_of, open_regular, read_blocks
+from megapack.storage.files import file_identity, open_regular, read_array_blocks
 from megapack.storage.index_file import DTYPE_OF_CODE
 from megapack.storage.index_writer import FileLayout
 
@@ -184,7 +184,7 @@ class Survey:
 
     def _largest_uint32(self) -> int:
         with open_regular(self.bin_path) as file:
-            blocks = read_blocks(file, np.uint32, self.bin_bytes // 4)
+            blocks = read_array_blocks(file, np.uint32, self.bin_bytes // 4)
             return max((int(block.max()) for block in blocks), default=0)
 
 
@@ -199,7 +199,7 @@ def survey(
     """
     layout = FileLayout(idx_path, multimodal)
     with open_regular(bin_path) as file:
-        result = Survey(layout, Path(bin_path), identity_of(file).num_bytes)
+        result = Survey(layout, Path(bin_path), file_identity(file).num_bytes)
     declared = result.declared_dtype
     begin = sequence = 0
     result.widths = set(WIDTHS)

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.files import AtomicFile, open_regular, read_blocks
+from megapack.storage.files import AtomicFile, open_regular, read_array_blocks
 from megapack.storage.index_file import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
 from megapack.storage.metadata import (
     Checksum,
     TokenFacts,
-    checksum,
     difference_from_files,
+    file_checksum,
     read_meta,
 )
 from megapack.storage.survey import survey
@@ -162,7 +162,7 @@ def scan_tokens(
     lowest, highest = 2**63, -(2**63)
     with open_regular(path) as file:
         file.seek(begin_byte)
-        for block in read_blocks(file, dtype, num_tokens):
+        for block in read_array_blocks(file, dtype, num_tokens):
             digest.update(block.data)
             low, high = _core.token_range(block)
             lowest, highest = min(lowest, low), max(highest, high)
@@ -285,7 +285,7 @@ class InputDataset:
             meta, self.dtype.name, self.layout.header, self.num_tokens
         ):
             return None
-        return meta if checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None
+        return meta if file_checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None
 
 
 class TokenWriter:
@@ -369,7 +369,7 @@ class TokenWriter:
                 document, inside = dataset.document_at(position)
                 return self.limits.error(f"{document} of {dataset.prefix}", inside, token)
 
-            blocks = read_blocks(file, dataset.dtype, dataset.num_tokens, self._buffer.size)
+            blocks = read_array_blocks(file, dataset.dtype, dataset.num_tokens, self._buffer.size)
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:

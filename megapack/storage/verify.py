@@ -26,17 +26,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
-from megapack.storage.files import identity_of, is_being_written, open_regular, temporary_files
+from megapack.storage.address import is_remote
+from megapack.storage.files import file_identity, is_being_written, open_regular, temporary_files
 from megapack.storage.index_file import BESIDE, MAGIC, IndexFile, Tokens, path_of, prefix_of
 from megapack.storage.metadata import (
     Checksum,
     bin_checksums,
-    checksum,
     difference_from_files,
+    file_checksum,
     joined_range,
     read_meta,
 )
-from megapack.storage.remote import is_remote
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
 from megapack.storage.remote.reader import open_remote_pair
@@ -315,7 +315,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     if meta is None:
         text = "no meta file: checksums, tokenizer and vocabulary are unknown"
         return None, [Finding("note", "no-meta", text)]
-    if checksum(facts.layout.path) != meta["idx"]["xxh3_128"]:
+    if file_checksum(facts.layout.path) != meta["idx"]["xxh3_128"]:
         text = f"{facts.layout.path} does not have the checksum of the meta file"
         remedy = "restore it from a copy, or delete the meta file if the dataset was rewritten"
         return None, [Finding("error", "checksum", text, remedy)]
@@ -348,9 +348,9 @@ def _identities(prefix: str) -> Iterator[Any]:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     if not (idx_path.is_file() and bin_path.is_file()):
         return
-    digest = xxhash.xxh3_128(checksum(idx_path).encode())
+    digest = xxhash.xxh3_128(file_checksum(idx_path).encode())
     with open_regular(bin_path) as file:
-        identity = identity_of(file)
+        identity = file_identity(file)
         if identity.num_bytes == 0:
             return
         yield "inode", identity.device, identity.inode

@@ -22,7 +22,7 @@ from megapack.config import check_known, check_positive, check_range, nearest, t
 from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
-from megapack.storage.remote import is_remote
+from megapack.storage.address import is_remote
 from megapack.training.presets import PRESETS
 
 

@@ -66,12 +66,12 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
         for document, begin, length in index.sample(sample)[1]:
             first = int(cold.datasets[0].open(0)[0].document_offsets[document]) + begin
             wanted[first * 4 // PAGE : -(-(first + length) * 4 // PAGE)] = True
-    assert cold.will_need(samples) == wanted.sum() * PAGE
+    assert cold.prefetch(samples) == wanted.sum() * PAGE
     wait_for(lambda: bool(resident(tokens)[wanted].all()), "the pages")
     assert resident(tokens).sum() < 3 * wanted.sum() < len(wanted)
-    assert cold.will_need([]) == 0
+    assert cold.prefetch([]) == 0
     with pytest.raises(IndexError):
-        cold.will_need([cold.samples.num_samples])
+        cold.prefetch([cold.samples.num_samples])
 
 
 def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
     given = []
 
-    def will_need(ids: NDArray[np.int64]) -> None:
+    def prefetch(ids: NDArray[np.int64]) -> None:
         asked.extend(ids.tolist())
 
-    dataset: Any = SimpleNamespace(read_exactly=lambda: None, will_need=will_need)
+    dataset: Any = SimpleNamespace(disable_readahead=lambda: None, prefetch=prefetch)
     for item in read_ahead.reading_ahead(micro_batches(1000), dataset, depth):
         number = int(item.sample_ids[0])
         reach = min(depth, 2**number - 1)

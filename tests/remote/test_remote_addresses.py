@@ -32,8 +32,8 @@ from megapack.errors import ConfigError, FormatError, redacted
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import load_shards, save_shards
 from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage.address import is_below, is_remote
 from megapack.storage.remote import client
-from megapack.storage.remote.address import is_below, is_remote
 from megapack.storage.remote.client import (
     RemoteObject,
     find_object,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megapack.errors import FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.files import open_regular, read_blocks
+from megapack.storage.files import open_regular, read_array_blocks
 from megapack.storage.verify import verify
 from storage.strategies import SMALL, by_hand, corpora, files, flatten, index_bytes, write
 
@@ -105,7 +105,7 @@ def test_lengths_come_from_the_index_alone(tmp_path: Path) -> None:
 def test_disk_error_is_no_truncation() -> None:
     """Page 0 of this process is no memory: to read it is an error, as of a broken disk."""
     with open_regular("/proc/self/mem") as file, pytest.raises(OSError, match="Input/output"):
-        list(read_blocks(file, np.int32, 10))
+        list(read_array_blocks(file, np.int32, 10))
 
 
 def test_documents_beyond_2_31_tokens_have_64_bit_lengths(tmp_path: Path) -> None:

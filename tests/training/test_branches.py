@@ -12,7 +12,7 @@ import pytest
 
 from megapack.data.run import read_decisions
 from megapack.errors import ConfigError, ResumeError
-from megapack.storage.metadata import checksum
+from megapack.storage.metadata import file_checksum
 from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig
 from megapack.training.engine.directory import RunDirectory, step_of
@@ -37,7 +37,7 @@ def _steps(run: Run) -> list[int]:
 
 
 def _sums(run_dir: Path) -> dict[str, str]:
-    return {str(p): checksum(p) for p in sorted(run_dir.rglob("*")) if p.is_file()}
+    return {str(p): file_checksum(p) for p in sorted(run_dir.rglob("*")) if p.is_file()}
 
 
 def _written(directory: Path, **files: Any) -> None:
@@ -207,7 +207,7 @@ def test_manifest_of_the_mirror_is_the_last_of_its_objects(
     for tag, name in zip(tags, ("one.pt", "two.pt"), strict=True):
         path = directory / tag / name
         path.write_bytes(bytes(12 << 20))
-        _written(directory / tag, **{name: {"bytes": 12 << 20, "xxh3": checksum(path)}})
+        _written(directory / tag, **{name: {"bytes": 12 << 20, "xxh3": file_checksum(path)}})
         copy(tag)
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.metadata import checksum
+from megapack.storage.metadata import file_checksum
 from megapack.training.config import ModelConfig
 from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.export import end_token, open_tokenizer
@@ -296,7 +296,7 @@ def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path)
     progress = RankProgress()
     path = tmp_path / "large"
     path.write_bytes(bytes(3 << 20))
-    expected = FileFacts(bytes=3 << 20, xxh3=checksum(path))
+    expected = FileFacts(bytes=3 << 20, xxh3=file_checksum(path))
     read = partial(progress.inside, "the check")
     assert expected.problem(path, "checksum", read) is None
     assert progress.signs == 3

@@ -28,7 +28,7 @@ from megapack.integrations.rows.manifest import Manifest, Source, default_bucket
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.packing.sample_index import SourceIndex, describe_source
 from megapack.storage import IndexedDataset
-from megapack.storage.remote import is_remote
+from megapack.storage.address import is_remote
 
 # ---- The sample index of a source, built once and found again by content ------------------------
 # The name of a cached file holds a digest of everything that decides what is in it: the layout of

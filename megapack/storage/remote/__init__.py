@@ -1,12 +1,8 @@
 """Datasets in object stores, read through a local cache that all processes of a node share.
 
-- address: what is remote; client: one version of an object, read by ranges
+- client: one version of an object, read by ranges
 - checksums: ``<prefix>.checksums``, which tells that a range is right
 - cache: what is here already, shared by the processes of a node
 - reader: a dataset, opened; its .bin as an array
 - copies: whole datasets, for what works on local files, and uploads
 """
-
-from megapack.storage.remote.address import is_remote
-
-__all__ = ["is_remote"]

@@ -26,9 +26,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
-from megapack.storage.files import atomic_write, identity_of, open_regular, read_blocks
+from megapack.storage.files import atomic_write, file_identity, open_regular, read_array_blocks
 from megapack.storage.index_file import path_of
-from megapack.storage.metadata import checksum, has_its_checksums, read_meta
+from megapack.storage.metadata import file_checksum, has_its_checksums, read_meta
 from megapack.storage.remote.client import WrongBytesError
 
 SUFFIX = ".checksums"
@@ -105,10 +105,10 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
     for suffix in _SMALL:
         small = path_of(prefix, suffix)
         if small.exists() or suffix == ".idx":
-            files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": checksum(small)}
+            files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": file_checksum(small)}
     with open_regular(path_of(prefix, ".bin")) as file:
-        num_bytes = identity_of(file).num_bytes
-        each = read_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+        num_bytes = file_identity(file).num_bytes
+        each = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
         blocks = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in each), "<u8")
     sizes = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "bin_bytes": num_bytes}
     header = json.dumps({**sizes, "files": files}).encode()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from megapack.errors import ConfigError, FormatError, redacted
-from megapack.storage.remote.address import split
+from megapack.storage.address import split_address
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def put_object(
         ConfigError, ConnectionError: as of ``RemoteObject.read``.
     """
     if url.startswith("file:"):  # stores of other kinds have no directories
-        folder = unquote(urlsplit(split(url)[0]).path)
+        folder = unquote(urlsplit(split_address(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     with _Upload(path, progress) as file:
@@ -353,7 +353,7 @@ def _client() -> Any:
 
 
 def _store_of(url: str, parts: float = 0) -> tuple[Any, str]:
-    folder, name = split(url)
+    folder, name = split_address(url)
     refuse_fork()
     return _open_store(folder, retry_seconds(), parts), name
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megapack.errors import MegapackError
+from megapack.storage.address import is_remote, split_address
 from megapack.storage.index_file import path_of, prefix_of
-from megapack.storage.remote.address import is_remote, split
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, write_checksums
 from megapack.storage.remote.client import find_object, put_object, remove_object
@@ -102,7 +102,7 @@ def local_output(
     if not is_remote(prefix):
         yield prefix
         return
-    folder, name = split(prefix)
+    folder, name = split_address(prefix)
     cache = open_cache()
     with cache.locks.held(prefix):
         local = cache.entry(f"{name}.output", prefix)
@@ -136,7 +136,7 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield Path(path)
         return
     url = os.fspath(path)
-    _, name = split(url)
+    _, name = split_address(url)
     cache = open_cache()
     with cache.locks.held(url):
         found = find_object(url)
@@ -158,7 +158,7 @@ def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_re
     """Copy complete datasets and a build's manifest over what an earlier run left."""
     there = []
     for prefix in filter(exists, dict.fromkeys(prefixes)):
-        files, pair = str(local / split(prefix)[1]), open_remote_pair(prefix)
+        files, pair = str(local / split_address(prefix)[1]), open_remote_pair(prefix)
         for suffix in (".idx", ".bin", ".meta.json"):
             path_of(files, suffix).unlink(missing_ok=True)
         for suffix in (".idx", ".meta.json"):
@@ -168,7 +168,7 @@ def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_re
         _write_size(path_of(files, ".bin"), pair)
     plan = find_object(f"{prefixes[0]}.manifest.json") if there else None
     if plan is not None:
-        path = local / split(plan.url)[1]
+        path = local / split_address(plan.url)[1]
         path.unlink(missing_ok=True)
         open_cache().fetch(plan, path)
         there.append(path.stat())

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import FormatError, MegapackError
+from megapack.storage.address import split_address
 from megapack.storage.index_file import path_of
-from megapack.storage.metadata import checksum, read_meta
-from megapack.storage.remote.address import split
+from megapack.storage.metadata import file_checksum, read_meta
 from megapack.storage.remote.cache import (
     Blocks,
     Cache,
@@ -294,7 +294,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
     before, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
     if before is None or bin_object is None:
         raise missing(f"{prefix}{'.idx' if before is None else '.bin'}")
-    _, name = split(prefix)
+    _, name = split_address(prefix)
     entry = cache.entry(name, prefix, before, bin_object, meta, sums)
     local_prefix = str(entry / name)
     checksums, digests = None, dict[str, str]()
@@ -342,7 +342,7 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
     if found is None:
         raise missing(url)
     cache = open_cache()
-    _, name = split(url)
+    _, name = split_address(url)
     path = cache.entry(name, url, found) / name
     cache.fetch(found, path, check)
     return path
@@ -368,7 +368,7 @@ def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObjec
 
 def _has_checksum(expected: str | None) -> Callable[[Path], object]:
     def check(path: Path) -> None:
-        if expected is not None and checksum(path) != expected:
+        if expected is not None and file_checksum(path) != expected:
             raise FormatError(
                 f"{os.fspath(path.name)} came without the checksum that is written down for it: "
                 "the object is damaged, or was replaced by itself"

@@ -125,7 +125,7 @@ def read_blocks(
             yield from _read_texts([piece.file for piece in group], options, faults)
             continue
         for piece in group:
-            read = read_table if piece.file.format in TABLES else read_jsonl
+            read = read_table if piece.file.format in TABLES else read_jsonl_blocks
             yield from read(piece, options, faults)
 
 
@@ -192,7 +192,7 @@ _WANTED = "one object per line is wanted, as jq -c '.[]' writes an array"
 _SHOWN = 8  # keys, where the one that was asked for is not there
 
 
-def read_jsonl(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
+def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     """The documents of a piece, a block of lines at a time. Raises as ``read_blocks``."""
     # Inside a compressed file a byte position leads nowhere; count lines there instead.
     counts_lines = bool(piece.file.compression)

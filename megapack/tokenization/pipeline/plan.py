@@ -30,8 +30,8 @@ import xxhash
 
 from megapack.config import check_range
 from megapack.errors import ConfigError, require
+from megapack.storage.address import is_remote
 from megapack.storage.index_file import BESIDE, GROUPS, LABELS, WEIGHTS, prefix_of
-from megapack.storage.remote import is_remote
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards

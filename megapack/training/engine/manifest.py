@@ -17,7 +17,7 @@ from megapack.config import check_range
 from megapack.errors import ResumeError
 from megapack.records import check_inside, read_record
 from megapack.storage.files import atomic_write
-from megapack.storage.metadata import checksum
+from megapack.storage.metadata import file_checksum
 
 MANIFEST = "manifest.json"
 _REMEDY = (
@@ -49,7 +49,7 @@ class FileFacts:
             return "is missing"
         if size != self.bytes:
             return f"has {size} bytes instead of {self.bytes}"
-        if verify == "checksum" and checksum(path, progress) != self.xxh3:
+        if verify == "checksum" and file_checksum(path, progress) != self.xxh3:
             return "has another checksum than when it was written"
         return None
 

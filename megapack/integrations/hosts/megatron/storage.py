@@ -22,7 +22,7 @@ from megapack import storage
 from megapack.errors import DataError, FormatError
 from megapack.integrations.hosts.megatron.host import HOST
 from megapack.integrations.rebinding import Rebinding
-from megapack.storage.remote import is_remote
+from megapack.storage.address import is_remote
 
 # The modules of megatron-core that hold the two names.
 HOLDERS = tuple(

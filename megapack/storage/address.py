@@ -57,7 +57,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def joined(folder: Path, path: str) -> str:
+def path_in(folder: Path, path: str) -> str:
     """A path as it is meant in a folder; an address is the same everywhere."""
     return path if is_remote(path) else str(folder / path)
 
@@ -69,7 +69,7 @@ def is_below(folder: str, url: str) -> bool:
     return url.startswith(f"{folder}/") and plain
 
 
-def split(url: str) -> tuple[str, str]:
+def split_address(url: str) -> tuple[str, str]:
     """The address of the folder and the name in it. Raises ConfigError: there is no name."""
     folder, _, name = url.rpartition("/")
     if not name or folder.endswith(("/", ":")):
