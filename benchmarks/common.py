@@ -253,7 +253,7 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
         fcntl.flock(folder, fcntl.LOCK_EX)
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         with atomic_write(path, "w") as out:
-            out.write(json.dumps(joined(old, run), indent=1, default=str) + "\n")
+            out.write(json.dumps(merge_run(old, run), indent=1, default=str) + "\n")
     finally:
         os.close(folder)
     print(f"\nwritten: {path}")
@@ -262,7 +262,7 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
     return path
 
 
-def joined(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]:
+def merge_run(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]:
     """A run of some parts, and the rows that an older one, as quick, has of the others; any other
     run as it is."""
     part = run.get("parts")

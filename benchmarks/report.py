@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, joined
+from common import RESULTS, merge_run
 from tables import body, rounded, table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -69,7 +69,7 @@ def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     newest: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=says):
-        newest[run["benchmark"]] = joined(newest.get(run["benchmark"]), run)
+        newest[run["benchmark"]] = merge_run(newest.get(run["benchmark"]), run)
     return dict(sorted(newest.items()))
 
 
@@ -91,7 +91,7 @@ def log(runs: dict[str, dict[str, Any]]) -> None:
     kept = newest_runs(LOGGED)
     for name, run in runs.items():
         if name not in kept or says(run) >= says(kept[name]):
-            text = json.dumps(joined(kept.get(name), run), indent=1) + "\n"
+            text = json.dumps(merge_run(kept.get(name), run), indent=1) + "\n"
             (LOGGED / f"{name}.json").write_text(text, encoding="utf-8")
 
 

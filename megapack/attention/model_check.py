@@ -38,8 +38,8 @@ from megapack.attention.tiny_model import (
     WINDOW,
     Row,
     Trace,
+    concatenate_traces,
     difference,
-    joined,
     plain_arguments,
     randomize,
     tiny_configuration,
@@ -317,7 +317,9 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
     for lengths in rows:
         tokens_of_row = torch.arange(sum(lengths), device=run.device) % VOCABULARY
         documents = torch.split(tokens_of_row, list(lengths))
-        alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
+        alone = concatenate_traces(
+            trace(model, Row.of([tokens]).arguments()) for tokens in documents
+        )
         together = trace(model, Row.of(documents).arguments())
         if not difference(together[""], alone[""]) <= _TOLERANCE[torch.float32]:
             return True
@@ -418,9 +420,11 @@ def _findings(
         ):
             yield _compare(_at(after, rows), _at(traced, rows), what, _STRICT[dtype])
     # Whether logits of the row are those of its documents under the reference.
-    wanted = joined(trace(reference, plain_arguments(tokens)) for tokens in documents)
+    wanted = concatenate_traces(trace(reference, plain_arguments(tokens)) for tokens in documents)
     if not difference(traced[""], wanted[""]) <= tolerance:
-        alone = joined(trace(model, Row.of([tokens]).arguments()) for tokens in documents)
+        alone = concatenate_traces(
+            trace(model, Row.of([tokens]).arguments()) for tokens in documents
+        )
         what = f"even one document alone has other logits than with {REFERENCE!r}"
         yield _compare(alone, wanted, what, tolerance)
         yield _compare(traced, alone, _OTHER_LOGITS, tolerance)

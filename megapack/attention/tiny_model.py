@@ -3,7 +3,7 @@
 - ``tiny_configuration``: the configuration of a tiny model of the same architecture.
 - ``randomize``: weights with which every layer matters.
 - ``Row``: documents in one row, as a model in training gets them; ``plain_arguments``: one alone.
-- ``trace``, ``joined``, ``difference``: outputs of all modules, and how far two runs differ.
+- ``trace``, ``concatenate_traces``, ``difference``: outputs of all modules, compared.
 
     tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
 """
@@ -246,7 +246,7 @@ def trace(model: Any, arguments: dict[str, Any]) -> Trace:
     return {**found, "": logits[0].float()}
 
 
-def joined(traces: Iterable[Trace]) -> Trace:
+def concatenate_traces(traces: Iterable[Trace]) -> Trace:
     """Traces of single documents joined into the trace of one row."""
     listed = list(traces)
     names = [name for name in listed[0] if all(name in trace for trace in listed)]

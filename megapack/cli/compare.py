@@ -1,8 +1,8 @@
 """What each packing strategy would make of a dataset, before a GPU is asked.
 
 Packs the same documents with every strategy (or those you name), counts padding, truncation,
-concatenation, lost and repeated tokens and attention work, estimates the imbalance over the ranks,
-training time and cost, and recommends one with its reasons. Only lengths are read.
+concatenation, dropped and repeated tokens and attention work, estimates the imbalance over the
+ranks, training time and cost, and recommends one with its reasons. Only lengths are read.
 
 examples:
   megapack-build compare corpus_text_document --html report.html
@@ -40,7 +40,7 @@ from megapack.compare import (
 )
 from megapack.compare.charts import check_matplotlib
 from megapack.compare.evaluation import COLUMNS
-from megapack.compare.page import render, to_json
+from megapack.compare.page import comparison_page, to_json
 from megapack.errors import ConfigError, printable
 from megapack.packing.groups import read_groups
 from megapack.storage import read_document_lengths
@@ -74,7 +74,7 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
     for label, reason in comparison.left_out.items():
         print(f"left out: {label}: {reason}")
     print(
-        "pad: of the positions; split: of the documents; docs: per sample; lost, rep(eated): of\n"
+        "pad: of the positions; split: of the documents; docs: per sample; dropped, repeated: of\n"
         f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
         f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
         print_comparison(comparison, prefix)
     if args.html is not None:
         with atomic_write(args.html) as file:
-            file.write(printable(render(comparison)).encode())
+            file.write(printable(comparison_page(comparison)).encode())
         note(f"wrote {args.html}")
     return 0
 

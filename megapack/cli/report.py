@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    page = render(read_run(args.run))
+    page = run_page(read_run(args.run))
     target = Path(args.output or Path(args.run) / "report.html")
     with atomic_write(target, "w") as file:
         file.write(printable(page))
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def render(facts: RunFacts) -> str:
+def run_page(facts: RunFacts) -> str:
     """The page. Raises ConfigError: matplotlib is not installed."""
     found = list(checks(facts))
     reason = facts.end.get("reason", "unknown")

@@ -1,7 +1,7 @@
 """Many strategies on the same lengths: what each does, what it costs, which one to take.
 
-Lengths and cases in, a Comparison out; ``page.render`` turns it into a page. Stands on packing
-and planning.
+Lengths and cases in, a Comparison out; ``page.comparison_page`` writes it as a page. Imports
+packing and planning.
 """
 
 from megapack.compare.comparison import Comparison, Corpus, PlannedWork, compare, measure_plans
@@ -13,7 +13,7 @@ from megapack.compare.cost import (
     Gpu,
     Model,
     TrainingRun,
-    estimate,
+    estimate_cost,
     measure_work,
 )
 from megapack.compare.evaluation import (
@@ -41,7 +41,7 @@ __all__ = [
     "TrainingRun",
     "compare",
     "default_cases",
-    "estimate",
+    "estimate_cost",
     "measure_plans",
     "measure_work",
     "parse_case",

@@ -274,14 +274,14 @@ _MIDDLE: dict[str, Any] = {"ha": "center", "va": "center_baseline", "size": 8}
 
 
 def trade_off(comparison: Comparison) -> Plot:
-    """Padding, truncation, concatenation, and tokens lost or repeated, side by side."""
+    """Padding, truncation, concatenation, and tokens dropped or repeated, side by side."""
     plot = Plot.of_rows(comparison, panels=4)
     columns: tuple[tuple[str, str, Callable[[Evaluation], float]], ...] = (
         ("padding", "% of positions", lambda e: 100 * e.metrics["padding_ratio"]),
         ("truncation", "% of documents", lambda e: 100 * e.metrics["truncation_ratio"]),
         ("concatenation", "documents per sample", lambda e: e.metrics["concatenation_ratio"]),
         (
-            "lost or repeated",
+            "dropped or repeated",
             "% of tokens",
             lambda e: 100 * (e.metrics["dropped_ratio"] + e.metrics["repeated_ratio"]),
         ),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.compare.cost import NUM_STEPS, TrainingRun, estimate, measure_work
+from megapack.compare.cost import NUM_STEPS, TrainingRun, estimate_cost, measure_work
 from megapack.compare.evaluation import Case, Evaluation, Recommendation, recommend
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
@@ -327,7 +327,7 @@ def compare(
                 metrics=metrics,
                 decisions=index.decisions,
                 work=work,
-                breakdown=estimate(work, **counts, run=run),
+                breakdown=estimate_cost(work, **counts, run=run),
                 seconds=seconds,
             )
         )

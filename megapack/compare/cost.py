@@ -315,7 +315,7 @@ class Breakdown:
         return self.gpu_hours * self.price_per_gpu_hour
 
 
-def estimate(
+def estimate_cost(
     buckets: Sequence[BucketWork],
     *,
     num_tokens: int,

@@ -1,6 +1,6 @@
 """A comparison as one HTML page, and as JSON values.
 
-* ``render(comparison)``: a page that needs nothing else, no script, no network, no other file;
+* ``comparison_page(comparison)``: one self-contained HTML file, without scripts or network;
 * ``to_json(comparison)``: dicts and lists, what ``--json`` prints;
 * ``document``, ``tiles_of``: the parts that the page of a run has, too.
 """
@@ -68,7 +68,7 @@ PLOTS = (
 )
 
 
-def render(comparison: Comparison) -> str:
+def comparison_page(comparison: Comparison) -> str:
     """The page. Raises ConfigError: matplotlib is not installed."""
     corpus, recommendation = comparison.corpus, comparison.recommendation
     best = comparison.evaluations[recommendation.best]

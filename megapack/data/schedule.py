@@ -113,7 +113,7 @@ class Step:
     @cached_property
     def view(self) -> StepView:
         """Requirements of the step on its samples, in the order of ``sample_ids``."""
-        return StepView.joined([draw.view for draw in self.draws])
+        return StepView.concatenate([draw.view for draw in self.draws])
 
     @cached_property
     def label_counts(self) -> Ids:

@@ -305,7 +305,7 @@ class StepView:
         return [self.of(slice(i, i + 1)) if self._arrays() else self for i in range(count)]
 
     @staticmethod
-    def joined(views: Sequence[StepView]) -> StepView:
+    def concatenate(views: Sequence[StepView]) -> StepView:
         """Return the view of several draws of one step, one after the other."""
         arrays = [view._arrays() for view in views]
         changed: dict[str, Any] = {n: np.concatenate([a[n] for a in arrays]) for n in arrays[0]}

@@ -16,7 +16,7 @@ import yaml
 from html_pages import assert_stands_alone, words_of
 
 from megapack.cli.main import main
-from megapack.cli.report import checks, render, tiles
+from megapack.cli.report import checks, run_page, tiles
 from megapack.cli.report_charts import (
     NUM_BINS,
     Bins,
@@ -125,7 +125,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> str:
-    return render(read_run(run))
+    return run_page(read_run(run))
 
 
 def said(run: Path) -> dict[str, str]:
@@ -171,7 +171,7 @@ def test_names_of_sources_are_shown_as_they_are(tmp_path: Path) -> None:
     order = {"weights": [1] * 4, "stages": [{"from_step": 20, "weights": [1, 2, 1, 0]}]}
     begin = start(0, 2, sources=names, data_order=order)
     (path / "starts.jsonl").write_text(json.dumps(begin) + "\n")
-    page = render(read_run(path))
+    page = run_page(read_run(path))
     assert "R&D 25.0 %, _web 50.0 %, a$b$ 25.0 %, c$d_{$ 0.0 %" in words_of(page)
     legends = [len(re.findall(f">{re.escape(escape(name))}</text>", page)) for name in names]
     assert legends == [2, 2, 2, 2], "losses by source, and what was drawn"
@@ -191,7 +191,7 @@ def test_stages_say_what_they_change_and_nothing_else(tmp_path: Path) -> None:
     begin = start(0, 2, sources=["web", "code", "math"], data_order={**order, "stages": stages})
     path = write_log(tmp_path / "run", lines(60))
     (path / "starts.jsonl").write_text(json.dumps(begin) + "\n")
-    said = words_of(render(read_run(path)))
+    said = words_of(run_page(read_run(path)))
     assert "10 written skip_steps 7 20 written web 66.7 %, code 33.3 %, math 0.0 %, skip" in said
     assert "skip_steps 7 30 written fim_rates code 0.9, attention_window none 40" in said
     assert "40 written fim_rates web 0, code 0, attention_window [512, 0, 0, 0]" in said
@@ -241,7 +241,7 @@ def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_p
     for step, of_all, of_web in ((10, 2.5, math.nan), (20, math.inf, 2.0), (30, math.nan, 2.0)):
         line = {"step": step, "loss": of_all, "perplexity": math.inf}
         append_jsonl(path / "evaluation.jsonl", {**line, "source_loss": {"web": of_web}})
-    page = render(read_run(path))
+    page = run_page(read_run(path))
     assert "<section class='answer bad'>" in page
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
@@ -265,9 +265,9 @@ def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
 
 def test_losses_of_steps_that_mix_buckets_are_not_those_of_one(tmp_path: Path) -> None:
     path = write_log(tmp_path, lines(3))
-    assert "By bucket" in words_of(render(read_run(path)))
+    assert "By bucket" in words_of(run_page(read_run(path)))
     (path / "config.yaml").write_text("data: {mix: micro_step}")
-    assert "By the first bucket of the step" in words_of(render(read_run(path)))
+    assert "By the first bucket of the step" in words_of(run_page(read_run(path)))
 
 
 def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_long_names_of_sources_stand_in_the_chart(tmp_path: Path) -> None:
 def test_page_does_not_grow_with_the_run(tmp_path: Path) -> None:
     names = tuple(f"source{i}" for i in range(9))  # more than have a colour
     sizes = [
-        len(render(read_run(write_log(tmp_path / str(n), lines(n, sources=names)))))
+        len(run_page(read_run(write_log(tmp_path / str(n), lines(n, sources=names)))))
         for n in (500, 4_000)
     ]
     assert sizes[1] < 1.15 * sizes[0] and sizes[1] < 700_000

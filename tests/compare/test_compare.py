@@ -27,7 +27,7 @@ from megapack.compare import (
     recommend,
 )
 from megapack.compare.evaluation import duration, money
-from megapack.compare.page import render
+from megapack.compare.page import comparison_page
 from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES
 from megapack.units import percent
@@ -273,7 +273,7 @@ def test_rival_of_equal_time_is_told_what_it_lacks(worse: dict[str, float], word
 
 @pytest.fixture(scope="module")
 def page(comparison: Comparison) -> str:
-    return render(comparison)
+    return comparison_page(comparison)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def test_page_says_the_rule_that_was_followed(small: Comparison) -> None:
     rule = "fewer split documents, then less padding"
     for attention, says in (("document", False), ("sample", True)):
         run = replace(RUN, attention=attention)
-        text = words_of(render(replace(small, run=run)))
+        text = words_of(comparison_page(replace(small, run=run)))
         assert rule in text and (f"fewer documents per sample, then {rule}" in text) == says
 
 
@@ -342,7 +342,7 @@ def test_page_says_what_was_compared_without_markup_of_its_name(
     assert "random sample" not in page
     name = "<script>alert(1)</script> & co"
     corpus = replace(small.corpus, name=name, sampled_from=12_345)
-    other = render(replace(small, corpus=corpus))
+    other = comparison_page(replace(small, corpus=corpus))
     assert "random sample of 400 of 12,345 documents" in other
     assert "<script" not in other and escape(name) in other
 
@@ -350,7 +350,8 @@ def test_page_says_what_was_compared_without_markup_of_its_name(
 def test_one_document_and_one_strategy_make_a_page_too() -> None:
     """With a label that is cut in plots and whole in the table."""
     text = "seamless@64:r_max=0.25,extra_capacity=5,placement=published"
-    page = render(compare(np.array([5]), parse_case(text, buckets=[], capacities=[]), run=RUN))
+    case = parse_case(text, buckets=[], capacities=[])
+    page = comparison_page(compare(np.array([5]), case, run=RUN))
     assert Nesting(page).open == []
     assert "1</b> documents" in page
     whole = "seamless@64 r_max=0.25 extra_capacity=5 placement=published"
@@ -361,10 +362,10 @@ def test_one_document_and_one_strategy_make_a_page_too() -> None:
 def test_page_is_stable_and_needs_matplotlib(
     small: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert render(small) == render(small)
+    assert comparison_page(small) == comparison_page(small)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib, or do without the page"):
-        render(small)
+        comparison_page(small)
 
 
 def test_money_and_durations_are_short() -> None:

@@ -21,7 +21,7 @@ from megapack.compare.cost import (
     Gpu,
     Model,
     TrainingRun,
-    estimate,
+    estimate_cost,
     measure_work,
 )
 from megapack.errors import ConfigError, DataError
@@ -51,7 +51,7 @@ def bucket(**changes: float) -> BucketWork:
 def bill(
     run: TrainingRun, tokens: int = 34, dropped: int = 0, repeated: int = 0, **changes: float
 ) -> Breakdown:
-    return estimate(
+    return estimate_cost(
         [bucket(**changes)],
         num_tokens=tokens,
         dropped_tokens=dropped,
