@@ -9,10 +9,11 @@ is given again, as a scheduler does it. "noticed" are the seconds until every ra
 left. "same samples" and "loss differs" compare the log, steps that were taken again included, with
 a run that nothing happened to.
 
-Limits, which every row names: megapack's are its defaults (``engine.silence_seconds`` 300), the
-plain loop's what DeepSpeed sets (collectives wait for 30 minutes); both are looked at for 420
-seconds, and what has not left by then "waits on". That takes three quarters of an hour in all;
-QUICK=1 sets silence_seconds to 30 and looks for 120 seconds at both.
+Limits, which every row names: megapack's are its defaults
+(``engine.heartbeat_timeout_seconds`` 300), the plain loop's what DeepSpeed sets (collectives wait
+for 30 minutes); both are looked at for 420 seconds, and what has not left by then "waits on". That
+takes three quarters of an hour in all; QUICK=1 sets heartbeat_timeout_seconds to 30 and looks for
+120 seconds at both.
 
 `make faults` goes on with what a run does by itself (``edits.py``).
 """
@@ -48,7 +49,7 @@ from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_
 NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
 PATIENCE = 120.0 if quick() else 420.0  # seconds after which a rank that has not left waits on
 AT_MOST = 1200.0  # seconds that a run may take which ends by itself
-SILENCE = 30.0 if quick() else 300.0  # engine.silence_seconds, the default unless QUICK
+SILENCE = 30.0 if quick() else 300.0  # engine.heartbeat_timeout_seconds, the default unless QUICK
 LIMITS = {
     "megapack": f"silent for {SILENCE:.0f} s; looked at for {PATIENCE:.0f} s",
     "plain": f"none within {PATIENCE:.0f} s; looked at for {PATIENCE:.0f} s",
@@ -123,7 +124,7 @@ class Run:
         self.checkpoints = self.dir / "checkpoints"
         self.argv = [__file__, str(self.dir)]
         if side == "megapack":
-            engine = {"precision": "fp32", "zero_stage": 1, "silence_seconds": SILENCE}
+            engine = {"precision": "fp32", "zero_stage": 1, "heartbeat_timeout_seconds": SILENCE}
             often = {"checkpoint": {"every": EVERY}, "logging": {"every": 1}}
             config = corpus.config(self.dir, num_steps=NUM_STEPS, engine=engine, **often)
             self.argv = [str(PRETRAIN), "--config", str(config)]
@@ -351,7 +352,7 @@ FAULTS: dict[str, Callable[[Run], Found | None]] = {
 def main() -> None:
     chosen = only(FAULTS, others="bench-edits")
     setup = {"ranks": 2, "steps": NUM_STEPS, "save_every": EVERY, "fault_at": FAULT_AT}
-    setup |= {"engine.silence_seconds": SILENCE, "given_up_after_s": PATIENCE}
+    setup |= {"engine.heartbeat_timeout_seconds": SILENCE, "given_up_after_s": PATIENCE}
     zygote, rows = Zygote(), []
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "corpus").mkdir()

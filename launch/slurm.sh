@@ -57,7 +57,7 @@ newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
 before=$(newest)
 
 # Slurm must not kill the others when one rank ends: it would turn their 75 into 143. They notice a
-# lost rank by themselves (engine.silence_seconds); who has not left ten minutes later is killed.
+# lost rank by themselves (engine.heartbeat_timeout_seconds); who has not left ten minutes later is killed.
 srun --kill-on-bad-exit=0 --wait=600 ${container[@]+"${container[@]}"} \
     "$python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?

@@ -1,7 +1,7 @@
 """Shards built by whom one chose: this process, several of this machine, or a Ray cluster.
 
 - Worker: builds shards one by one, and reports what it does as Counted
-- carry_out: the records of shards, by the executor that was chosen
+- run_shards: the records of shards, by the executor that was chosen
 - prepare_processes: starts what will fork the workers, while there is other work
 
     class Squares:
@@ -11,7 +11,7 @@
             report(Counted(documents=1))
             return index * index
 
-    carry_out(Squares(), range(4), report=print, num_processes=2)    # -> [0, 1, 4, 9]
+    run_shards(Squares(), range(4), report=print, num_processes=2)    # -> [0, 1, 4, 9]
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Worker(Protocol[R_co]):
         """Build a shard, or find it finished; its record."""
 
 
-def carry_out(
+def run_shards(
     worker: Worker[R],
     indices: Sequence[int],
     report: Report,

@@ -10,7 +10,7 @@ import pytest
 
 from megapack import executors
 from megapack.errors import MegapackError
-from megapack.executors import Report, carry_out
+from megapack.executors import Report, run_shards
 
 
 class KilledWhileItCounts:
@@ -27,4 +27,4 @@ class KilledWhileItCounts:
 
 def test_worker_killed_while_it_counts_is_an_error_and_nobody_waits_for_it() -> None:
     with pytest.raises(MegapackError, match="a worker process was killed"):
-        carry_out(KilledWhileItCounts(), range(3), lambda _: None, num_processes=2)
+        run_shards(KilledWhileItCounts(), range(3), lambda _: None, num_processes=2)

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from papers.corpus import WORK, Corpus, prepare
 from papers.run import Run, Task
 
+from megapack.training.curves import Curve, read_curve
 from megapack.training.engine.directory import read_jsonl
-from megapack.training.evaluation.comparison import Curve, read_curve
 
 ROOT = Path(__file__).resolve().parents[2]
 # Everything that decides a number of a run.

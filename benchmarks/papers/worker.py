@@ -36,10 +36,10 @@ from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.export import export_model
 from megapack.training.engine.inputs import open_inputs, open_validation
 from megapack.training.engine.world import World, world
-from megapack.training.evaluation.validation import evaluate, perplexity_by_context
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.trainer import TimedBatches
+from megapack.training.validation import perplexity_by_context, validate
 
 _stack = ExitStack()
 _here: World | None = None
@@ -173,7 +173,7 @@ class _Training:
         positions = "document" if self.config.data.positions == "document" else "segment"
         how = {"buckets": [self.run_.valid_bucket], "positions": positions}
         data = open_validation(str(prepare(self.run_.validate[name]).valid), None, **how)
-        return evaluate(self.engine, data, **self._evaluation()).report()
+        return validate(self.engine, data, **self._evaluation()).report()
 
     def _evaluation(self) -> dict[str, Any]:
         tokens = self.config.data.micro_batch_tokens

@@ -17,11 +17,11 @@ None of them: what the run takes of every source until a step, in tokens and epo
 examples:
   megapack-build trace run/config.yaml --step 1200 --tokenizer tokenizer.json
   megapack-build trace run/config.yaml --step 1200 --ranks 64 --rank 3
-  megapack-build trace run/config.yaml --document code:81723 --until 20000
-  megapack-build trace run/config.yaml --excluded --until 20000
+  megapack-build trace run/config.yaml --document code:81723 --max-step 20000
+  megapack-build trace run/config.yaml --excluded --max-step 20000
   megapack-build trace run/config.yaml --skipped --tokenizer tokenizer.json
-  megapack-build trace run/config.yaml --unseen web --until 12000 --output rest.npy
-  megapack-build trace run/config.yaml --until 20000
+  megapack-build trace run/config.yaml --unseen web --max-step 12000 --output rest.npy
+  megapack-build trace run/config.yaml --max-step 20000
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what stages skip, and decisions of the run itself",
     )
     parser.add_argument(
-        "--until",
+        "--max-step",
         type=positive,
         metavar="N",
         help="look at the first N steps (default: those of the run)",
@@ -270,8 +270,8 @@ def run(args: argparse.Namespace) -> int:
     if args.step is None and not args.skipped:
         given = {"ranks": args.ranks, "rank": args.rank, "tokenizer": args.tokenizer}
         refuse_without("--step N (or --skipped)", **given)
-    elif args.until is not None:
-        raise ConfigError(f"--until {args.until} is for questions of many steps: leave it out")
+    elif args.max_step is not None:
+        raise ConfigError(f"--max-step {args.max_step} covers many steps: leave it out")
     if args.tokenizer is None:
         refuse_without("--tokenizer T", full=args.full)
     if args.unseen is None:
@@ -281,20 +281,22 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, run_dir=str(Path(args.config).parent))
     opened = open_run(config)
     schedule = opened.schedule
-    until = args.until or opened.num_steps
-    check_reach(schedule.program, "the question", max(until, args.step or 0), "ask of earlier ones")
+    max_step = args.max_step or opened.num_steps
+    check_reach(
+        schedule.program, "the question", max(args.step or 0, max_step), "ask of earlier ones"
+    )
     if args.step is not None:
         answer_step(args, opened)
     elif args.document is not None:
-        _answer_document(args, schedule, until)
+        _answer_document(args, schedule, max_step)
     elif args.unseen is not None:
-        _answer_unseen(args, schedule, until)
+        _answer_unseen(args, schedule, max_step)
     elif args.excluded:
-        _answer_excluded(args, schedule, until)
+        _answer_excluded(args, schedule, max_step)
     elif args.skipped:
         _answer_skipped(args, config, opened)
     else:
-        _answer_until(args, schedule, until)
+        _answer_steps(args, schedule, max_step)
     return 0
 
 
@@ -369,24 +371,24 @@ def _written_skips(run: OpenRun, decided: Collection[int]) -> list[dict[str, Any
 MOST_DRAWS = 100_000  # of a document that are listed: seconds, and megabytes of numbers
 
 
-def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+def _answer_document(args: argparse.Namespace, schedule: Schedule, max_step: int) -> None:
     from megapack.data.report import times_drawn  # noqa: PLC0415
 
     samples = schedule.samples
     source, document = _document(args.document, samples.names)
     masked_from = schedule.masked_from(source, document)
-    end = until if masked_from is None else min(until, masked_from)
+    end = max_step if masked_from is None else min(max_step, masked_from)
     holding = samples.samples_of(source, document)
     times = times_drawn(schedule.stage_at(end), source, np.array(holding, np.int64), end).sum()
     if times > MOST_DRAWS:
         raise ConfigError(
             f"--document {args.document}: its samples are drawn {times:,} times in {end:,} steps, "
-            f"and at most {MOST_DRAWS:,} are listed: look at fewer steps by --until"
+            f"and at most {MOST_DRAWS:,} are listed: look at fewer steps by --max-step"
         )
     facts: dict[str, Any] = {
         "source": samples.names[source],
         "document": document,
-        "until": until,
+        "max_step": max_step,
         "masked_from": masked_from,
         "samples": [
             {
@@ -403,7 +405,7 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, until: int) -
         return
     masked = "" if masked_from is None else f"; masked from step {masked_from:,} on"
     Screen().write_line(
-        f"document {document:,} of {facts['source']} in the first {until:,} steps{masked}",
+        f"document {document:,} of {facts['source']} in the first {max_step:,} steps{masked}",
         style="bold",
     )
     if not facts["samples"]:
@@ -430,13 +432,13 @@ def _document(text: str, names: list[str]) -> tuple[int, int]:
 # --- what do the lists of excluded documents mask? ----------------------------------------------
 
 
-def _answer_excluded(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+def _answer_excluded(args: argparse.Namespace, schedule: Schedule, max_step: int) -> None:
     from megapack.data import plan_exclusions  # noqa: PLC0415
 
-    found = plan_exclusions(schedule, until)
+    found = plan_exclusions(schedule, max_step)
     if printed_as_json(args, [dataclasses.asdict(item) for item in found]):
         return
-    Screen().write_line(f"excluded documents in the first {until:,} steps", style="bold")
+    Screen().write_line(f"excluded documents in the first {max_step:,} steps", style="bold")
     if not found:
         Screen().write_line("no stage excludes any")
         return
@@ -456,7 +458,7 @@ def _answer_excluded(args: argparse.Namespace, schedule: Schedule, until: int) -
 # --- what is not seen yet? -----------------------------------------------------------------------
 
 
-def _answer_unseen(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+def _answer_unseen(args: argparse.Namespace, schedule: Schedule, max_step: int) -> None:
     from megapack.data import unseen_documents  # noqa: PLC0415
 
     names = schedule.samples.names
@@ -465,7 +467,7 @@ def _answer_unseen(args: argparse.Namespace, schedule: Schedule, until: int) -> 
     if names.count(args.unseen) != 1:
         there = ", ".join(names[:20])
         raise ConfigError(f"--unseen {args.unseen!r} is none of the sources {there}")
-    documents, passes = unseen_documents(schedule, names.index(args.unseen), until)
+    documents, passes = unseen_documents(schedule, names.index(args.unseen), max_step)
     content = io.BytesIO()
     np.save(content, documents)
 
@@ -476,22 +478,27 @@ def _answer_unseen(args: argparse.Namespace, schedule: Schedule, until: int) -> 
     if check_target(args.output, overwrite=args.overwrite, difference=difference):
         with atomic_write(args.output) as file:
             file.write(content.getvalue())
-    facts = {"source": args.unseen, "steps": until, "passes": passes, "documents": len(documents)}
+    facts = {
+        "source": args.unseen,
+        "steps": max_step,
+        "passes": passes,
+        "documents": len(documents),
+    }
     if printed_as_json(args, facts):
         return
     Screen().write_line(
-        f"after {until:,} steps {len(documents):,} documents of {args.unseen} are not seen yet in "
-        f"pass {passes + 1:,} over it: {args.output}"
+        f"after {max_step:,} steps {len(documents):,} documents of {args.unseen} are not seen "
+        f"yet in pass {passes + 1:,} over it: {args.output}"
     )
 
 
 # --- what will be seen? ---------------------------------------------------------------------------
 
 
-def _answer_until(args: argparse.Namespace, schedule: Schedule, until: int) -> None:
+def _answer_steps(args: argparse.Namespace, schedule: Schedule, max_step: int) -> None:
     from megapack.data import plan_run  # noqa: PLC0415
 
-    plan = plan_run(schedule, until)
+    plan = plan_run(schedule, max_step)
     facts = {
         "num_steps": plan.num_steps,
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],

@@ -35,7 +35,7 @@ from megapack.data.documents import ShardedDocuments
 from megapack.data.sources import segments_of
 from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
-from megapack.executors import Counted, Report, carry_out
+from megapack.executors import Counted, Report, run_shards
 from megapack.packing import SampleIndex
 from megapack.packing.metrics import DocumentTotals
 from megapack.packing.sample_index import Arranged, describe_source
@@ -328,15 +328,15 @@ def arrange(
 
     Args:
         part: (i, n): only the i-th of n parts of the shards, and no manifest.
-        how: of ``carry_out``.
+        how: of ``run_shards``.
 
     Raises:
-        ConfigError, MegapackError, OSError: as of ``Arranger.build`` and ``carry_out``.
+        ConfigError, MegapackError, OSError: as of ``Arranger.build`` and ``run_shards``.
     """
     i, n = part or (0, 1)
     if not 0 <= i < n:
         raise ConfigError(f"part {i}/{n}: parts are counted from 0 to {n - 1}")
-    shards = carry_out(arranger, range(i, arranger.num_shards, n), report, **how)
+    shards = run_shards(arranger, range(i, arranger.num_shards, n), report, **how)
     if part is None:
         index = arranger.source
         plan = {name: plain(getattr(index, name)) for name in PLAN}

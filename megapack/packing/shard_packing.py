@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from megapack.errors import ConfigError, IndexMismatchError
-from megapack.executors import Counted, Report, carry_out
+from megapack.executors import Counted, Report, run_shards
 from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.pack import pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs
@@ -259,7 +259,7 @@ def pack_shards(
     indices = range(i, len(plan.prefixes), n)
     num_processes = max(1, min(workers, len(indices)))
     packer = ShardPacker(plan=plan, threads=max(1, threads // num_processes), overwrite=overwrite)
-    shards = carry_out(
+    shards = run_shards(
         packer,
         indices,
         report,

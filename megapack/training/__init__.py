@@ -1,6 +1,6 @@
 """Models, loss, engine, checkpoints and evaluation, in wings; each stands on those before it.
 
 ``model`` what is trained, its loss, what it costs; ``engine`` processes, inputs, DeepSpeed, files;
-``monitoring`` logs, signals, lost ranks; ``evaluation`` perplexity and comparisons. The commands
-``pretrain``, ``evaluate`` and ``export`` stand on all of them.
+``monitoring`` logs, signals, lost ranks. The commands ``pretrain``, ``evaluate`` and ``export`` use
+all of them; ``validation`` measures perplexity, ``curves`` compares runs.
 """

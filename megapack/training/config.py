@@ -381,9 +381,9 @@ class EngineConfig:
     of the whole micro batch."""
     timeout_minutes: float = 30.0
     """How long a collective waits for the other ranks before the job ends with an error."""
-    silence_seconds: float = 300.0
+    heartbeat_timeout_seconds: float = 300.0
     """How long a rank may show no sign of life before the job ends and names it."""
-    stall_seconds: float = 1800.0
+    hang_timeout_seconds: float = 1800.0
     """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
     those that are behind."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
@@ -396,8 +396,8 @@ class EngineConfig:
             sequence_parallel_size=self.sequence_parallel_size,
             loss_chunk_tokens=self.loss_chunk_tokens,
             mlp_chunk_tokens=self.mlp_chunk_tokens,
-            silence_seconds=self.silence_seconds,
-            stall_seconds=self.stall_seconds,
+            heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
+            hang_timeout_seconds=self.hang_timeout_seconds,
         )
         check_range("engine", above=0, at_most=2**24, timeout_minutes=self.timeout_minutes)
         if self.offload_activations and not self.activation_checkpointing:

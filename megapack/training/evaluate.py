@@ -32,23 +32,23 @@ from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, join, run_command
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.engine.export import open_tokenizer
-from megapack.training.engine.inputs import open_validation, open_validation_of_sources
-from megapack.training.engine.world import World, world
-from megapack.training.evaluation.comparison import (
+from megapack.training.curves import (
     compared,
     plot_contexts,
     plot_curves,
     read_curve,
     standings,
 )
-from megapack.training.evaluation.validation import evaluate_sources, perplexity_by_context
+from megapack.training.engine.export import open_tokenizer
+from megapack.training.engine.inputs import open_validation, open_validation_of_sources
+from megapack.training.engine.world import World, world
 from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
     register_architectures,
 )
 from megapack.training.model.opening import compute_dtype, open_model, try_positions
+from megapack.training.validation import perplexity_by_context, validate_sources
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
@@ -143,7 +143,7 @@ def score(directory: str, held: HeldOut, args: argparse.Namespace, here: World) 
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
-    result: dict[str, Any] = evaluate_sources(model, *held, **how).report()
+    result: dict[str, Any] = validate_sources(model, *held, **how).report()
     if args.contexts:
         found = perplexity_by_context(model, IndexedDataset(args.data), args.contexts, **how)
         result["contexts"] = {str(c): r.perplexity for c, r in found.items()}

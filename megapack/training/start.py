@@ -79,8 +79,8 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     ) as here:
         heart = Heartbeat(
             here,
-            silence=config.engine.silence_seconds,
-            stall=config.engine.stall_seconds,
+            heartbeat_timeout=config.engine.heartbeat_timeout_seconds,
+            hang_timeout=config.engine.hang_timeout_seconds,
             on_loss=run.fail,
         )
         with StopSignals() as signals, heart:

@@ -36,11 +36,11 @@ from megapack.training.engine.directory import RunDirectory, append_jsonl, read_
 from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, open_inputs
 from megapack.training.engine.world import World
-from megapack.training.evaluation.validation import evaluate_sources
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
+from megapack.training.validation import validate_sources
 
 logger = logging.getLogger("megapack")
 
@@ -151,9 +151,9 @@ class Trainer:
         self.agreement = Agreement(here.group)
         self.saved = self.begun = start  # steps in a checkpoint; in one on its way to the disk
         self.batches = TimedBatches(())
-        self.go_on(inputs, start)
+        self.resume(inputs, start)
 
-    def go_on(self, inputs: Inputs, start: int) -> None:
+    def resume(self, inputs: Inputs, start: int) -> None:
         """From a step on, with a program that may be another one from there on."""
         self.batches.close()
         self.inputs = inputs
@@ -161,9 +161,9 @@ class Trainer:
         self.batches = TimedBatches(inputs.loader(self.config, self.here, start, left))
         traced = self.config.logging.batches
         self.trace = BatchTrace(self.run_dir, self.here, inputs.schedule) if traced else None
-        self.note(start)
+        self.set_step(start)
 
-    def note(self, done: int) -> None:
+    def set_step(self, done: int) -> None:
         """So many optimizer steps are done."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
         self.run_dir.at = {"step": done, "saved": self.saved}
@@ -177,11 +177,11 @@ class Trainer:
             stopped = None
             while stopped is None:
                 try:
-                    stopped = self.take_steps(signals)
+                    stopped = self.train(signals)
                     self.save()
                 except SpikeFound as found:  # on all ranks alike
                     stopped = None
-                    self.go_back(found.spike)
+                    self.roll_back(found.spike)
             self.profiler.close()
             self.monitor.close()
             self.finish_save()
@@ -193,13 +193,13 @@ class Trainer:
             return "signal"
         return "stop_at" if self.done < self.inputs.num_steps else "done"
 
-    def take_steps(self, signals: StopSignals) -> bool:
+    def train(self, signals: StopSignals) -> bool:
         """All that are left; whether a signal ended them."""
         while True:
             self.mix()
             for step, micro_batches in self.batches.steps():
                 self.profiler.begin(step)
-                self.take(step, micro_batches)
+                self.step(step, micro_batches)
                 self.profiler.end(step)
                 said = self.agreement.any(signals.received is not None, not self.store.is_written)
                 stop, still_writing = said or (False, True)
@@ -217,7 +217,7 @@ class Trainer:
             else:
                 return False
 
-    def take(self, step: int, micro_batches: Iterable[Batch]) -> None:
+    def step(self, step: int, micro_batches: Iterable[Batch]) -> None:
         """One optimizer step."""
         inputs, config = self.inputs, self.config
         content = inputs.schedule.step(step)
@@ -230,7 +230,7 @@ class Trainer:
         result = train_step(
             self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
         )
-        self.note(step + 1)
+        self.set_step(step + 1)
         work = StepWork.of(inputs.schedule, content, self.flops)
         line = {
             "step": step,
@@ -353,7 +353,7 @@ class Trainer:
             return "other bytes of the same lengths"
         return None if fresh.blend == self.inputs.blend else "another manifest of the blend"
 
-    def go_back(self, spike: Spike) -> None:
+    def roll_back(self, spike: Spike) -> None:
         """To the last good checkpoint of before a spike, and on from there without its steps."""
         self.finish_save()
         decided = self.decisions or Decisions(num_epochs=1, num_steps=1)
@@ -382,7 +382,7 @@ class Trainer:
         self.begin_again(state, start)
         self.here.on_first(lambda: self.run_dir.forget_after(inputs.schedule.tokens_before(start)))
         self.saved = self.begun = start
-        self.go_on(inputs, start)
+        self.resume(inputs, start)
 
     def begin_again(self, state: Mapping[str, Any], start: int) -> None:
         """Bring what looks at steps to where a checkpoint was taken."""
@@ -424,7 +424,7 @@ class Trainer:
             *(self.done - 1, ", ".join(f"{n} {w:.4g}" for n, w in weights.items())),
             decision.reason,
         )
-        self.go_on(self.decide(decision), self.done)
+        self.resume(self.decide(decision), self.done)
         self.monitor.skip_time()
 
     @property
@@ -444,8 +444,8 @@ class Trainer:
         if not self.inputs.held_out:
             return
         self.monitor.flush()
-        evaluate = partial(
-            evaluate_sources,
+        score = partial(
+            validate_sources,
             self.engine,
             self.inputs.valid,
             self.inputs.valid_sources,
@@ -454,11 +454,11 @@ class Trainer:
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
         )
-        result = evaluate()
+        result = score()
         report = result.report()
         if (average := self.engine.weight_average) is not None:
             with average.in_model():
-                report["average"] = evaluate().report()
+                report["average"] = score().report()
         named = [f"{name} {part.perplexity:.4f}" for name, part in result.sources.items()]
         logger.info(
             "after step %d: validation perplexity %.4f%s",
@@ -510,7 +510,7 @@ class Trainer:
         if tag is None:
             return
         self.saved = self.begun
-        self.note(self.done)
+        self.set_step(self.done)
         logger.info(
             "saved %s: training waited %.2f s, on the disk after %.2f s",
             *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),

@@ -153,11 +153,11 @@ def test_the_steps_of_a_document(config: Path) -> None:
     for source, document in ((0, 0), (0, 59), (1, 8), (1, 31)):
         found = ask(config, "--document", f"{NAMES[source]}:{document}")
         assert {i for s in found["samples"] for i in s["steps"]} == held[source, document]
-        assert found["until"] == 40
-    many = ask(config, "--document", "web:0", "--until", "99999")["samples"][0]["steps"]
+        assert found["max_step"] == 40
+    many = ask(config, "--document", "web:0", "--max-step", "99999")["samples"][0]["steps"]
     last = f" {many[-2]:,} {many[-1]:,}\n"
-    assert printed("trace", config, "--document", "web:0", "--until", "99999").endswith(last)
-    few = ask(config, "--document", "code:8", "--until", "6")
+    assert printed("trace", config, "--document", "web:0", "--max-step", "99999").endswith(last)
+    few = ask(config, "--document", "code:8", "--max-step", "6")
     assert [s["steps"] for s in few["samples"]] == [[] for _ in few["samples"]]
     assert "no sample holds it" in printed("trace", config, "--document", "web:60")
     said = printed("trace", config, "--document", "web:7000", status=2)
@@ -165,10 +165,10 @@ def test_the_steps_of_a_document(config: Path) -> None:
 
 
 def test_tokens_of_every_source(config: Path) -> None:
-    before, after = (ask(config, "--until", n)["datasets"] for n in ("6", "40"))
+    before, after = (ask(config, "--max-step", n)["datasets"] for n in ("6", "40"))
     assert [d["name"] for d in after] == list(NAMES)
     assert before[1]["tokens"] == 0 and sum(d["tokens"] for d in after) == 40 * 256
-    other = ask(config, "--until", "6", "--set", "data.tokens_per_step=512")["datasets"]
+    other = ask(config, "--max-step", "6", "--set", "data.tokens_per_step=512")["datasets"]
     assert other[0]["tokens"] == 2 * before[0]["tokens"]
 
 
@@ -222,9 +222,15 @@ def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> Non
         (["--ranks", "2"], "--ranks 2 is for --step N"),
         (["--output", "x.npy"], "--output x.npy is for --unseen SOURCE"),
         (["--step", "1", "--full"], "--full is for --tokenizer T: give it, too"),
-        (["--skipped", "--until", "3"], "--until 3 is for questions of many steps: leave it out"),
-        (["--document", "web:3", "--until", f"{10**12}"], "at most 100,000 are listed: look"),
-        (["--until", f"{10**16}"], "reaches to step 10000000000000000, and a run has at most 2^53"),
+        (
+            ["--skipped", "--max-step", "3"],
+            "--max-step 3 covers many steps: leave it out",
+        ),
+        (["--document", "web:3", "--max-step", f"{10**12}"], "at most 100,000 are listed: look"),
+        (
+            ["--max-step", f"{10**16}"],
+            "reaches to step 10000000000000000, and a run has at most 2^53",
+        ),
         (["--step", "-1"], "steps are counted from 0"),
         (["--step", "1", "--rank", "0"], "--rank 0 is for --ranks N: give it, too"),
         (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),

@@ -85,7 +85,7 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
     """Half an epoch in samples of 16 and 32, the rest in samples of 64: each document once."""
     plain, rest = run_of(), tmp_path / "rest.npy"
     half = plain.num_steps() // 2
-    trace = ["trace", str(tmp_path / "run.yaml"), "--unseen", "web", "--until", str(half)]
+    trace = ["trace", str(tmp_path / "run.yaml"), "--unseen", "web", "--max-step", str(half)]
     facts = json.loads(printed(*trace, "--output", rest, "--json"))
     documents = np.load(rest)
     assert facts["documents"] == len(documents) > 100 and facts["passes"] == 0

@@ -80,7 +80,7 @@ def hang_before_step(victim: int) -> None:
 
 
 def stall_limit_from_step(first: int, seconds: float) -> None:
-    """A short ``engine.stall_seconds`` once all ranks have started, which may take its time."""
+    """Set a short ``engine.hang_timeout_seconds`` after all ranks have started."""
     original, hearts = Heartbeat.__init__, []
 
     def __init__(self: Heartbeat, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -88,7 +88,7 @@ def stall_limit_from_step(first: int, seconds: float) -> None:
         hearts.append(self)
 
     Heartbeat.__init__ = __init__  # type: ignore[method-assign]
-    _before_step(first, lambda: setattr(hearts[0], "stall", seconds))
+    _before_step(first, lambda: setattr(hearts[0], "hang_timeout", seconds))
 
 
 def nan_gradients(steps: list[int]) -> None:

@@ -319,7 +319,8 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
     skipped = range(BEGIN - 2 * PER_STEP, BEGIN + 60)
     assert all(d.by == "autopilot" and d.begin in skipped for d in decided.decisions)
 
-    killed, begin = noisy("killed", engine={"silence_seconds": 30}), decided.decisions[0].begin
+    killed = noisy("killed", engine={"heartbeat_timeout_seconds": 30})
+    begin = decided.decisions[0].begin
     codes = killed.start(faults={0: {"kill_before_step": [begin - 6]}}).wait()
     assert codes == [-signal.SIGKILL, LOST_CONTACT]
     # On one rank from a checkpoint of two, and killed where it has decided and not gone back yet,

@@ -292,7 +292,7 @@ def test_rewriting_that_is_left_ends_its_converter(
 
 
 def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path) -> None:
-    """A healthy run ended where its check or its export took longer than engine.stall_seconds."""
+    """Regression: a check or an export longer than the hang timeout ended a healthy run."""
     progress = RankProgress()
     path = tmp_path / "large"
     path.write_bytes(bytes(3 << 20))

@@ -20,13 +20,13 @@ from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
 from megapack.training.engine.inputs import open_validation, read_lengths
 from megapack.training.engine.world import World
-from megapack.training.evaluation.validation import (
-    ValidationResult,
-    evaluate,
-    perplexity_by_context,
-)
 from megapack.training.model.training_model import TrainingModel
 from megapack.training.trainer import TimedBatches
+from megapack.training.validation import (
+    ValidationResult,
+    perplexity_by_context,
+    validate,
+)
 
 from .conftest import BUCKETS, Corpus
 from .packing_helpers import tiny_model
@@ -77,7 +77,7 @@ def evaluated(corpus: Corpus, model: TrainingModel, world: World) -> Callable[..
     def run(index: str | None = None, micro_batch_tokens: int = 256, **more: Any) -> Any:
         data = open_validation(str(corpus.valid), index, buckets=BUCKETS)
         options = {"micro_batch_tokens": micro_batch_tokens, **more}
-        return evaluate(model, data, world=world, config=CONFIG, **options)
+        return validate(model, data, world=world, config=CONFIG, **options)
 
     return run
 

@@ -131,12 +131,12 @@ def test_stall_is_of_the_rank_that_is_behind_whoever_has_written_more(
     world: Any = SimpleNamespace(
         rank=0, size=2, host="here", is_first=True, progress=mine, gather=lambda value: [value] * 2
     )
-    heart = Heartbeat(world, stall=0.0, on_loss=lambda _: None)
+    heart = Heartbeat(world, hang_timeout=0.0, on_loss=lambda _: None)
 
     def look() -> str | None:
         for world.rank, world.progress in enumerate((mine, other)):
             heart._beat()
-        heart._decide(silence=1e9)
+        heart._decide(timeout=1e9)
         return heart._lost
 
     mine.at("the end of step 1")

@@ -21,9 +21,9 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from megapack.errors import ConfigError, DataError
 from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig
+from megapack.training.curves import Curve, read_curve, smooth, standings
 from megapack.training.engine.inputs import open_validation
 from megapack.training.evaluate import build_parser, check_model, evaluate
-from megapack.training.evaluation.comparison import Curve, read_curve, smooth, standings
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import build_model

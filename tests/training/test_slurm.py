@@ -22,7 +22,7 @@ SECTIONS: dict[str, Any] = {
     "num_steps": 60,
     "learning_rate": {"kind": "constant", "warmup_steps": 2},
     "checkpoint": {"every": 5, "keep": 2, "export": False},
-    "engine": {"silence_seconds": 10},
+    "engine": {"heartbeat_timeout_seconds": 10},
 }
 SIZE = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 

@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 SECTIONS: dict[str, object] = {
     "learning_rate": {"kind": "constant", "warmup_steps": 2},
     "checkpoint": {"every": 3, "keep": 2, "export": False},
-    "engine": {"silence_seconds": 15},
+    "engine": {"heartbeat_timeout_seconds": 15},
 }
 
 

@@ -18,9 +18,9 @@ from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.inputs import open_inputs, open_validation
 from megapack.training.engine.world import world
-from megapack.training.evaluation.validation import evaluate_sources
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
+from megapack.training.validation import validate_sources
 
 SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is no multiple of a group's size
 
@@ -55,7 +55,7 @@ def main() -> None:
         found = {}
         for size in (1, shared):
             for max_tokens in (None, 128):
-                result = evaluate_sources(
+                result = validate_sources(
                     engine,
                     inputs.valid,
                     sources,

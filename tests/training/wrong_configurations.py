@@ -114,8 +114,8 @@ engine.sequence_parallel_size: 0 2
 engine.loss_chunk_tokens: 0
 engine.mlp_chunk_tokens: 0
 engine.timeout_minutes: 0 .nan 1e300
-engine.silence_seconds: -1
-engine.stall_seconds: .inf
+engine.heartbeat_timeout_seconds: -1
+engine.hang_timeout_seconds: .inf
 # names of which there are a few
 preset | model.preset=llama_tny | model.preset=null | model.pretrained=x
 config | model.config=x | model.preset=null model.config.hidden_size=64

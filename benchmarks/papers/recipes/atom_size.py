@@ -27,7 +27,7 @@ from papers.runs import Result, Scale, by_name, paired, scores
 from papers.settings import WHOLE, engine
 
 from megapack.packing import pack
-from megapack.training.evaluation.comparison import Curve, plot_curves, standings
+from megapack.training.curves import Curve, plot_curves, standings
 
 TITLE = "Atom size (Chen et al.)"
 EQUAL = "documents, one epoch, tokens per step, learning rate (constant after its warmup), weights"

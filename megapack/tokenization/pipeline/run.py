@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megapack.errors import DataError, MegapackError
-from megapack.executors import Counted, carry_out, prepare_processes
+from megapack.executors import Counted, prepare_processes, run_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.index_file import WEIGHTS, path_of, read_header
 from megapack.storage.merge import merge
@@ -206,7 +206,7 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
     if config.executor == "ray" or num_processes > 1:
         worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
-    return carry_out(
+    return run_shards(
         worker,
         indices,
         progress.advance,

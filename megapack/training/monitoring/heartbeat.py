@@ -4,9 +4,9 @@ A collective that waits for a dead process says at best that a connection was cl
 nothing for the whole timeout. Here every rank writes to a small store once in a while how far it
 is, in a thread of its own; the first rank reads them.
 
-    lost contact to rank 5 on node7                # no beat for engine.silence_seconds
+    lost contact to rank 5 on node7                # no beat for engine.heartbeat_timeout_seconds
     no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7 of step 12, the
-    furthest at the end of step 12                 # nobody got on for engine.stall_seconds
+    furthest at the end of step 12                 # nobody got on for engine.hang_timeout_seconds
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Heartbeat:
 
     Args:
         interval: seconds between beats.
-        silence, stall: of ``EngineConfig``, seconds; longer than anything that may stop a process
-            for a while, as slow storage does.
+        heartbeat_timeout, hang_timeout: of ``EngineConfig``, in seconds. Longer than any pause of
+            a healthy process, such as slow storage.
         on_loss: called with the reason before this process is ended.
     """
 
@@ -45,11 +45,12 @@ class Heartbeat:
         world: World,
         *,
         interval: float = 2.0,
-        silence: float = 300.0,
-        stall: float = 1800.0,
+        heartbeat_timeout: float = 300.0,
+        hang_timeout: float = 1800.0,
         on_loss: Callable[[str], None],
     ) -> None:
-        self.world, self.interval, self.silence, self.stall = world, interval, silence, stall
+        self.world, self.interval = world, interval
+        self.heartbeat_timeout, self.hang_timeout = heartbeat_timeout, hang_timeout
         self._on_loss = on_loss
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -91,19 +92,20 @@ class Heartbeat:
         Returns:
             A sentence that names them; None when all ranks still beat.
         """
-        silence = 3 * self.interval
-        deadline = time.monotonic() + silence + 3 * self.interval
+        timeout = 3 * self.interval
+        deadline = time.monotonic() + timeout + 3 * self.interval
         while self._lost is None and time.monotonic() < deadline:
-            self._look(silence)
+            self._look(timeout)
             time.sleep(self.interval / 4)
         return self._lost
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
             self._attempt(self._beat)
-            self._look(self.silence)
+            self._look(self.heartbeat_timeout)
             # The first rank may simply be done before us: give the main thread time to leave.
-            if self._lost is not None and not self._stop.wait(min(30.0, self.silence, self.stall)):
+            patience = min(30.0, self.heartbeat_timeout, self.hang_timeout)
+            if self._lost is not None and not self._stop.wait(patience):
                 sys.stderr.write(f"megapack: {self._lost}; this job ends\n")
                 sys.stderr.flush()
                 self._on_loss(self._lost)
@@ -114,18 +116,18 @@ class Heartbeat:
         beat = {"time": time.time(), "count": at.count, "signs": at.signs, "place": at.place}
         self._store.set(f"beat/{self.world.rank}", json.dumps(beat))
 
-    def _look(self, silence: float) -> None:
+    def _look(self, timeout: float) -> None:
         """The first rank decides, by its own clock alone; the others read what it says."""
-        self._attempt(lambda: self._decide(silence) if self.world.is_first else self._read())
+        self._attempt(lambda: self._decide(timeout) if self.world.is_first else self._read())
 
-    def _decide(self, silence: float) -> None:
+    def _decide(self, timeout: float) -> None:
         with self._lock:
             beats = [self._store.get(f"beat/{rank}") for rank in range(self.world.size)]
             now = time.monotonic()
             for rank, beat in enumerate(beats):
                 if rank not in self._seen or self._seen[rank][0] != beat:
                     self._seen[rank] = (beat, now)
-            silent = [r for r in range(1, len(beats)) if now - self._seen[r][1] > silence]
+            silent = [r for r in range(1, len(beats)) if now - self._seen[r][1] > timeout]
             stalled = self._stalled([json.loads(beat) for beat in beats], now)
         if silent:
             self._lost = f"lost contact to {', '.join(map(self._name, silent))}"
@@ -138,7 +140,7 @@ class Heartbeat:
         reached = [(beat["count"], beat["signs"]) for beat in beats]
         if reached != self._reached[0]:
             self._reached = reached, now
-        if now - self._reached[1] <= self.stall:
+        if now - self._reached[1] <= self.hang_timeout:
             return None
         counts = [beat["count"] for beat in beats]
         furthest = max(counts)
@@ -148,7 +150,7 @@ class Heartbeat:
             if beat["count"] < furthest
         ]
         others = f"the furthest at {beats[counts.index(furthest)]['place']}"
-        return f"no progress for {self.stall:g} seconds: {', '.join([*behind[:8], others])}"
+        return f"no progress for {self.hang_timeout:g} seconds: {', '.join([*behind[:8], others])}"
 
     def _read(self) -> None:
         if self._store.check(["lost"]):

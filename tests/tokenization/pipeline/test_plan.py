@@ -23,7 +23,7 @@ from programs import ended
 
 from megapack import IndexedDataset, executors
 from megapack.errors import ConfigError, DataError, MegapackError
-from megapack.executors import Counted, Report, carry_out
+from megapack.executors import Counted, Report, run_shards
 from megapack.storage.locks import WriterLock, make_own_folder
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import build, preview
@@ -425,10 +425,10 @@ def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(FileNotFoundError, match=rf"'gone' \(on {socket.gethostname()}\)"):
-        carry_out(Missing(), [0], lambda _: None, executor="ray")
+        run_shards(Missing(), [0], lambda _: None, executor="ray")
     with monkeypatch.context() as patch, pytest.raises(MegapackError, match="was tried 1 times; "):
         patch.setattr(executors, "_RETRIES", 0)
-        carry_out(Killed(), [0], lambda _: None, executor="ray")
+        run_shards(Killed(), [0], lambda _: None, executor="ray")
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     progress = KillsANode(cluster, node)

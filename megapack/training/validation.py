@@ -77,7 +77,7 @@ class ValidationResult:
         }
 
 
-def evaluate(
+def validate(
     model: Any,
     data: PackedDataset,
     *,
@@ -122,20 +122,20 @@ def evaluate(
     )
 
 
-def evaluate_sources(
+def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
     """Score some documents and those of every source; collective.
 
     Args:
-        model, data: as of ``evaluate``, like ``how``. Without data the result is that of all
+        model, data: as of ``validate``, like ``how``. Without data the result is that of all
             sources together.
         sources: held-out documents by source; at least one where there are no data.
     """
-    found = {name: evaluate(model, of_source, **how) for name, of_source in sources.items()}
+    found = {name: validate(model, of_source, **how) for name, of_source in sources.items()}
     if data is None:
         return replace(ValidationResult.together(found.values()), sources=found)
-    return replace(evaluate(model, data, **how), sources=found)
+    return replace(validate(model, data, **how), sources=found)
 
 
 def perplexity_by_context(
@@ -145,7 +145,7 @@ def perplexity_by_context(
     **how: Any,
 ) -> dict[int, ValidationResult]:
     """The same documents seen through contexts of different length (BucketLLM, Figure 3); ``how``
-    as of ``evaluate``.
+    as of ``validate``.
 
     With context C, a document longer than C is scored in chunks of C tokens that do not see each
     other; the tokens scored are the same for every C.
@@ -153,7 +153,7 @@ def perplexity_by_context(
     result = {}
     for context in contexts:
         samples = pack(dataset.document_lengths, "bucket", buckets=[context])
-        result[context] = evaluate(model, PackedDataset(dataset, samples), **how)
+        result[context] = validate(model, PackedDataset(dataset, samples), **how)
     return result
 
 

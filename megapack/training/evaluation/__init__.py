@@ -1,1 +1,0 @@
-"""How good a model is: perplexity, benchmarks, comparisons of runs."""
