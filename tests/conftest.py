@@ -42,8 +42,11 @@ LONGEST = (  # tests, by their names
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long begins, so that in the end nobody waits for it alone."""
+    """Start the longest tests first; give tests outside the gate two hours instead of minutes."""
     items.sort(key=lambda item: not any(name in item.name for name in LONGEST))
+    for item in items:
+        if item.get_closest_marker("pages") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(7200))
 
 
 @pytest.hookimpl(trylast=True)
