@@ -15,7 +15,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megapack.attention import check_architecture, register
-from megapack.attention.model_check import tell_recurrent_layers
 from megapack.attention.tiny_model import (
     VOCABULARY,
     Row,
@@ -23,6 +22,7 @@ from megapack.attention.tiny_model import (
     randomize,
     tiny_configuration,
 )
+from megapack.attention.transformers_interface import tell_recurrent_layers
 from megapack.errors import ConfigError
 
 THRESHOLD, LONGEST_POSITION = 64, 256
