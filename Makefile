@@ -27,7 +27,7 @@ help: ## this list of targets
 # torch first and alone (constraints.txt: the CPU build), then deepspeed, whose setup.py imports it.
 $(VENV)/.train: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=2.12"
+	$(PIP) --upgrade "pip>=24" wheel ninja "setuptools>=77" "pybind11>=3"
 	$(INSTALL) torch numpy
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
 	MEGAPACK_NO_EXTENSION=1 $(INSTALL) --no-build-isolation -e '.[train,plot,gigatoken]'
@@ -54,7 +54,7 @@ style: $(VENV)/.dev ## format and lint alone
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
-types: $(VENV)/.dev ## types alone (mypy)
+types: build $(VENV)/.dev ## types alone (mypy)
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## repair formatting

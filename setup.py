@@ -1,29 +1,31 @@
-"""Builds the C++ extension; everything else about the package stands in pyproject.toml."""
+"""Build the C++ extension and its type stub; pyproject.toml holds all other package metadata."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-# Sorted, so that the same tree gives the same binary wherever it is built.
+# Sorted: the binary must not depend on the order in which a file system lists files.
 SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
 
 # No -march=native: a wheel built on one node of a cluster must run on the others.
 COMPILE_ARGS = ["-O3", "-Wall", "-Wextra", "-Wconversion", "-fvisibility=hidden", "-pthread"]
-# Sizes and positions are signed, also those that index a vector, which clang would warn of.
+# Sizes and positions are signed throughout; clang would warn where one indexes a vector.
 COMPILE_ARGS.append("-Wno-sign-conversion")
 if os.environ.get("MEGAPACK_WERROR") == "1":
     COMPILE_ARGS.append("-Werror")
 
 
 def is_outdated(object_file: Path, flags: Path) -> bool:
-    """Whether something that the object was made from has changed since, or the flags have.
+    """Return True if a source or header of the object, or the flags, changed after it was compiled.
 
-    The compiler wrote what it read beside the object (-MMD), as a rule of make:
+    The compiler lists the files that it read next to the object (-MMD), as a rule of make:
     ``a.o: a.cpp b.hpp \\<newline> c.hpp``, spaces in names escaped.
     """
     rule = object_file.with_suffix(".d")
@@ -31,26 +33,30 @@ def is_outdated(object_file: Path, flags: Path) -> bool:
         return True
     names = re.split(r"(?<!\\)\s+", rule.read_text().replace("\\\n", " ").strip())[1:]
     files = [flags, *(Path(name.replace("\\ ", " ")) for name in names)]
-    made = object_file.stat().st_mtime_ns
-    return any(not file.exists() or file.stat().st_mtime_ns >= made for file in files)
+    compiled = object_file.stat().st_mtime_ns
+    return any(not file.exists() or file.stat().st_mtime_ns >= compiled for file in files)
 
 
 class BuildOutdated(build_ext):
-    """Compiles the objects that are outdated, in parallel, and links if there were any."""
+    """Compile the outdated objects in parallel, link if there were any, write megapack/_core.pyi."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         flags = Path(self.build_temp) / "flags"
-        told = " ".join([*self.compiler.compiler_so_cxx, *ext.extra_compile_args])
-        if not flags.exists() or flags.read_text() != told:
+        command = " ".join([*self.compiler.compiler_so_cxx, *ext.extra_compile_args])
+        if not flags.exists() or flags.read_text() != command:
             flags.parent.mkdir(parents=True, exist_ok=True)
-            flags.write_text(told)
-        self.force = True  # look at every object; setuptools would compile all of them or none
+            flags.write_text(command)
+        # setuptools compiles all objects or none: force it, and let needs_recompile decide for each.
+        self.force = True
         with ParallelCompile(
             "MEGAPACK_BUILD_JOBS",
             default=os.cpu_count() or 1,
             needs_recompile=lambda object_file, _: is_outdated(Path(object_file), flags),
         ):
             super().build_extension(ext)
+        # In a process of its own: the next build must not find this module loaded.
+        compiled = self.get_ext_fullpath(ext.name)
+        subprocess.run([sys.executable, "csrc/bindings/stubs.py", compiled], check=True)
 
 
 EXTENSION = Pybind11Extension(
@@ -62,7 +68,7 @@ EXTENSION = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
-# The Makefile installs an editable package first and then builds in place, once.
+# The Makefile installs an editable package first and builds the extension in place later.
 IN_PLACE = os.environ.get("MEGAPACK_NO_EXTENSION") == "1"
 
 setup(ext_modules=[] if IN_PLACE else [EXTENSION], cmdclass={"build_ext": BuildOutdated})

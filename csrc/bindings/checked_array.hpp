@@ -12,20 +12,19 @@ namespace megapack {
 // One dimension, contiguous, of any type; what the core reads of it is compared first.
 class CheckedArray {
   public:
-    CheckedArray(const py::array& array, const Array<std::uint64_t>& checksums,
-                 const py::object& name, const py::object& remedy)
-        : array_(array),
-          checks_(bytes_of(array), listed(checksums), file_name(name), text(remedy, "remedy")) {}
+    CheckedArray(const py::array& array, const Array<std::uint64_t>& checksums, const py::str& name,
+                 const std::string& remedy)
+        : array_(array), checks_(bytes_of(array), listed(checksums), file_name(name), remedy) {}
 
     const py::array& array() const { return array_; }
     const BlockChecks& checks() const { return checks_; }
 
     // Elements [begin, end) may be read from now on.
-    void require(const py::object& begin, const py::object& end) const {
-        const std::int64_t last = integer(end, "end", 0, array_.size());
-        const std::int64_t first = integer(begin, "begin", 0, last);
+    void require(std::int64_t begin, std::int64_t end) const {
+        check(begin >= 0 && begin <= end && end <= array_.size(), "elements [", begin, ", ", end,
+              ") of an array of ", array_.size());
         const py::gil_scoped_release unlocked;
-        checks_.require(first * width(), last * width());
+        checks_.require(begin * width(), end * width());
     }
     // The same of elements at positions; negative ones count from the end, others are passed over.
     void require_at(const Array<std::int64_t>& positions) const {
@@ -55,6 +54,16 @@ class CheckedArray {
     BlockChecks checks_;
 };
 
+// A numpy array or a CheckedArray.
+class AnyArray : public py::object {
+  public:
+    PYBIND11_OBJECT_DEFAULT(AnyArray, py::object, is_array)
+
+    static bool is_array(PyObject* object) {
+        return py::isinstance<py::array>(object) || py::isinstance<CheckedArray>(object);
+    }
+};
+
 // The caller keeps the object that it is a view of.
 struct ArrayView {
     py::array array;
@@ -66,8 +75,7 @@ inline ArrayView array_view(const py::object& object, const char* name) {
         const auto& checked = object.cast<const CheckedArray&>();
         return {checked.array(), &checked.checks()};
     }
-    if (!py::isinstance<py::array>(object))
-        throw py::type_error(concat_message(name, " must be a numpy array"));
+    check<py::type_error>(py::isinstance<py::array>(object), name, " must be a numpy array");
     return {py::reinterpret_borrow<py::array>(object)};
 }
 
@@ -84,16 +92,15 @@ inline Integers integers(const py::object& object, const char* name) {
 }
 
 // An .idx, of which is compared what is asked for.
-inline IndexView index_view(const py::object& bytes, const py::object& name) {
+inline IndexView index_view(const py::object& bytes, const py::str& name) {
     const auto [array, checks] = array_view(bytes, "bytes");
-    const auto checked = Array<std::uint8_t>::check_(array);
-    if (!checked) throw py::type_error("bytes must be contiguous uint8");
+    check<py::type_error>(Array<std::uint8_t>::check_(array), "bytes must be contiguous uint8");
     return {
         {static_cast<const std::uint8_t*>(array.data()), array.size()}, file_name(name), checks};
 }
 
 // The same, all of it compared.
-inline IndexView whole_index(const py::object& bytes, const py::object& name) {
+inline IndexView whole_index(const AnyArray& bytes, const py::str& name) {
     IndexView index = index_view(bytes, name);
     const py::gil_scoped_release unlocked;
     index.require_all();
@@ -101,3 +108,10 @@ inline IndexView whole_index(const py::object& bytes, const py::object& name) {
 }
 
 }  // namespace megapack
+
+namespace pybind11::detail {
+template <>
+struct handle_type_name<megapack::AnyArray> {
+    static constexpr auto name = handle_type_name<array>::name;
+};
+}  // namespace pybind11::detail

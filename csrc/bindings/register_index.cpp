@@ -5,9 +5,9 @@
 namespace megapack {
 namespace {
 
-SampleView sample_view(const py::object& bucket_sample_offsets,
-                       const py::object& sample_segment_offsets, const py::object& segment_document,
-                       const py::object& segment_begin, const py::object& segment_length) {
+SampleView sample_view(const AnyArray& bucket_sample_offsets,
+                       const AnyArray& sample_segment_offsets, const AnyArray& segment_document,
+                       const AnyArray& segment_begin, const AnyArray& segment_length) {
     return {integers(bucket_sample_offsets, "bucket_sample_offsets"),
             integers(sample_segment_offsets, "sample_segment_offsets"),
             integers(segment_document, "segment_document"),
@@ -15,7 +15,7 @@ SampleView sample_view(const py::object& bucket_sample_offsets,
 }
 
 // The arrays that tell what samples cost, and nothing else.
-SampleView cost_view(const py::object& sample_segment_offsets, const py::object& segment_length) {
+SampleView cost_view(const AnyArray& sample_segment_offsets, const AnyArray& segment_length) {
     SampleView result;
     result.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
     result.segment_length = integers(segment_length, "segment_length");
@@ -23,17 +23,17 @@ SampleView cost_view(const py::object& sample_segment_offsets, const py::object&
 }
 
 // Not negative.
-py::object python_int(Wide value) {
+py::int_ python_int(Wide value) {
     const auto high = static_cast<std::uint64_t>(value >> 64);
     return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));
 }
 
-py::dict measure_samples(const py::object& buckets, const py::object& samples,
-                         const py::object& document, const py::object& begin,
-                         const py::object& length, const py::object& num_documents) {
+py::dict measure_samples(const AnyArray& buckets, const AnyArray& samples, const AnyArray& document,
+                         const AnyArray& begin, const AnyArray& length,
+                         std::int64_t num_documents) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
-    const std::int64_t documents = integer(num_documents, "num_documents", 0);
-    const SegmentTotals totals = unlocked([&] { return measure(arrays, documents); });
+    check(num_documents >= 0, "num_documents is ", num_documents);
+    const SegmentTotals totals = unlocked([&] { return measure(arrays, num_documents); });
     py::dict result;
     result["tokens_per_bucket"] = totals.tokens_per_bucket;
     result["cut_documents"] = totals.cut_documents;
@@ -42,9 +42,9 @@ py::dict measure_samples(const py::object& buckets, const py::object& samples,
     return result;
 }
 
-void check_laws_of(const Array<std::int64_t>& capacities, const py::object& buckets,
-                   const py::object& samples, const py::object& document, const py::object& begin,
-                   const py::object& length, const py::object& lengths) {
+void check_laws_of(const Array<std::int64_t>& capacities, const AnyArray& buckets,
+                   const AnyArray& samples, const AnyArray& document, const AnyArray& begin,
+                   const AnyArray& length, const AnyArray& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const auto sizes = view(capacities, "bucket_capacity");
     const Integers documents = integers(lengths, "lengths");
@@ -52,38 +52,35 @@ void check_laws_of(const Array<std::int64_t>& capacities, const py::object& buck
     check_laws(arrays, sizes, documents);
 }
 
-std::int64_t count_whole(const py::object& buckets, const py::object& samples,
-                         const py::object& document, const py::object& begin,
-                         const py::object& length, const py::object& lengths) {
+std::int64_t count_whole(const AnyArray& buckets, const AnyArray& samples, const AnyArray& document,
+                         const AnyArray& begin, const AnyArray& length, const AnyArray& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const Integers documents = integers(lengths, "lengths");
     const py::gil_scoped_release unlocked;
     return whole_documents(arrays, documents);
 }
 
-py::array_t<std::int64_t> count_label_tokens(const py::object& buckets, const py::object& samples,
-                                             const py::object& document, const py::object& begin,
-                                             const py::object& length, const py::object& lengths) {
+py::array_t<std::int64_t> count_label_tokens(const AnyArray& buckets, const AnyArray& samples,
+                                             const AnyArray& document, const AnyArray& begin,
+                                             const AnyArray& length, const AnyArray& lengths) {
     const SampleView arrays = sample_view(buckets, samples, document, begin, length);
     const Integers documents = integers(lengths, "lengths");
     return computed([&] { return label_tokens(arrays, documents); });
 }
 
-py::array_t<std::int64_t> cost_of_all(const py::object& sample_segment_offsets,
-                                      const py::object& segment_length) {
+py::array_t<std::int64_t> cost_of_all(const AnyArray& sample_segment_offsets,
+                                      const AnyArray& segment_length) {
     const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
     return computed([&] { return attention_cost(arrays); });
 }
 
-py::array_t<std::int64_t> cost_of_some(const py::object& sample_segment_offsets,
-                                       const py::object& segment_length,
-                                       const Array<std::int64_t>& samples,
-                                       const py::object& capacity, const py::object& whole) {
+py::array_t<std::int64_t> cost_of_some(const AnyArray& sample_segment_offsets,
+                                       const AnyArray& segment_length,
+                                       const Array<std::int64_t>& samples, std::int64_t capacity,
+                                       bool whole) {
     const SampleView arrays = cost_view(sample_segment_offsets, segment_length);
-    const std::int64_t size = integer(capacity, "capacity");
-    const bool as_one = flag(whole, "whole");
     const auto chosen = view(samples, "samples");
-    return computed([&] { return attention_cost_of(arrays, chosen, size, as_one); });
+    return computed([&] { return attention_cost_of(arrays, chosen, capacity, whole); });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <optional>
 #include <variant>
 
 #include "bindings/scalars.hpp"
@@ -81,83 +82,70 @@ class DocumentLengths {
     Checked lengths_;
 };
 
-// ---- The rules of a strategy as Python gives them
+// ---- The rules of a strategy
 
-// (numerator, denominator): no float can say what 0.1 is.
-Ratio ratio(const py::handle& value, const char* name) {
-    const auto parts = integer_list(value, name);
-    if (parts.size() != 2) refuse(value, name, "a numerator and a denominator");
-    return {parts[0], parts[1]};
-}
-
-// {name: value}: each is asked for by its name and checked; what nobody has asked for is refused.
-class Keywords {
+// Rules by name, as megapack/packing/strategies.py checked them.
+class Rules {
   public:
-    Keywords(std::string subject, const py::dict& values)
-        : subject_(std::move(subject)), left_(values.attr("copy")()) {}
+    Rules(std::string strategy, const py::dict& values)
+        : strategy_(std::move(strategy)), left_(values.attr("copy")()) {}
 
-    bool has(const char* name) const { return left_.contains(name); }
-    py::object take(const char* name) {
-        check(has(name), subject_, " needs ", name);
-        return left_.attr("pop")(name);
+    template <typename T>
+    T take(const char* name) {
+        check(left_.contains(name), strategy_, " needs ", name);
+        return left_.attr("pop")(name).cast<T>();
     }
-    std::int64_t integer(const char* name) { return megapack::integer(take(name), name); }
-    std::vector<std::int64_t> integers(const char* name) { return integer_list(take(name), name); }
-    bool flag(const char* name) { return megapack::flag(take(name), name); }
-    Ratio ratio(const char* name) { return megapack::ratio(take(name), name); }
+    // The same of a rule that may be left out.
+    template <typename T>
+    void take(const char* name, T& value) {
+        if (left_.contains(name)) value = take<T>(name);
+    }
+    std::int64_t integer(const char* name) { return take<std::int64_t>(name); }
+    bool flag(const char* name) { return take<bool>(name); }
+    std::vector<std::int64_t> integers(const char* name) {
+        return take<std::vector<std::int64_t>>(name);
+    }
+    // (numerator, denominator): a float cannot hold 0.1.
+    Ratio ratio(const char* name) {
+        const auto [numerator, denominator] = take<std::pair<std::int64_t, std::int64_t>>(name);
+        return {numerator, denominator};
+    }
     template <typename T>
     T choice(const char* name, std::initializer_list<std::pair<const char*, T>> known) {
-        return megapack::choice<T>(take(name), name, known);
+        return megapack::choice<T>(take<std::string>(name), name, known);
     }
+    bool has(const char* name) const { return left_.contains(name); }
 
     void check_all_taken() const {
-        for (const auto& [name, value] : left_)
-            refuse(name, "a rule", "one that " + subject_ + " has");
+        check(left_.empty(), strategy_, " has no rule ", std::string(py::repr(left_)));
     }
 
   private:
-    std::string subject_;
+    std::string strategy_;
     py::dict left_;
 };
 
-AtomSize atoms(Keywords& rules) {
+AtomSize atoms(Rules& rules) {
     return {rules.integer("capacity"), rules.integer("atom_size")};
 }
 
-bool drop_last(Keywords& rules) {
+bool drop_last(Rules& rules) {
     return rules.choice<bool>("last", {{"pad", false}, {"drop", true}});
 }
 
-// (bucket, count, [(length, copies), ...]), longest first.
-GivenPattern given_pattern(const py::handle& pattern) {
-    constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max();
-    if (!py::isinstance<py::sequence>(pattern) || py::len(pattern) != 3)
-        refuse(pattern, "given", "patterns (bucket, count, [(length, copies), ...])");
-    const auto parts = py::reinterpret_borrow<py::sequence>(pattern);
-    GivenPattern given{
-        static_cast<std::int32_t>(integer(py::object(parts[0]), "bucket", 0, kLimit)),
-        integer(py::object(parts[1]), "count", 1),
-        {}};
-    for (const py::handle content : py::object(parts[2])) {
-        const auto pair = integer_list(content, "given", 1, kLimit);
-        if (pair.size() != 2) refuse(content, "given", "pairs (length, copies)");
-        given.lengths.emplace_back(pair[0], pair[1]);
-    }
-    return given;
-}
-
-SeamlessRules seamless_rules(Keywords& rules) {
+SeamlessRules seamless_rules(Rules& rules) {
     SeamlessRules result{
         rules.integer("capacity"), rules.ratio("r_max"),
         rules.choice<Placement>("placement", {{"exact", Placement::kExact},
                                               {"paper", Placement::kPaper},
                                               {"published", Placement::kPublished}})};
-    if (rules.has("extra_capacity")) result.extra_capacity = rules.integer("extra_capacity");
+    rules.take("extra_capacity", result.extra_capacity);
     if (rules.has("last")) result.drop_last = drop_last(rules);
     return result;
 }
 
-BucketRules bucket_rules(Keywords& rules) {
+BucketRules bucket_rules(Rules& rules) {
+    using Pattern = std::tuple<std::int32_t, std::int64_t, decltype(GivenPattern::lengths)>;
     BucketRules result;
     result.capacities = rules.integers("buckets");
     if (rules.has("overflow"))
@@ -165,13 +153,13 @@ BucketRules bucket_rules(Keywords& rules) {
             "overflow",
             {{"pad", Overflow::kPad}, {"head", Overflow::kHead}, {"promote", Overflow::kPromote}});
     if (rules.has("padding_threshold")) result.padding_threshold = rules.ratio("padding_threshold");
-    if (rules.has("pairs")) result.pairs = rules.flag("pairs");
-    if (rules.has("shuffle_segments")) result.shuffle_segments = rules.flag("shuffle_segments");
-    if (rules.has("pool_size")) result.pool_size = rules.integer("pool_size");
-    if (rules.has("max_segments")) result.max_segments = rules.integer("max_segments");
+    rules.take("pairs", result.pairs);
+    rules.take("shuffle_segments", result.shuffle_segments);
+    rules.take("pool_size", result.pool_size);
+    rules.take("max_segments", result.max_segments);
     if (rules.has("given"))
-        for (const py::handle pattern : rules.take("given"))
-            result.given.push_back(given_pattern(pattern));
+        for (auto& [bucket, count, lengths] : rules.take<std::vector<Pattern>>("given"))
+            result.given.push_back({bucket, count, std::move(lengths)});
     return result;
 }
 
@@ -185,7 +173,7 @@ struct PythonRun {
     py::object progress;
 };
 
-using Strategy = std::function<py::dict(const DocumentLengths&, Keywords&, const PythonRun&)>;
+using Strategy = std::function<py::dict(const DocumentLengths&, Rules&, const PythonRun&)>;
 
 template <typename T>
 py::array_t<T> buffer_to_numpy(Buffer<T>& buffer) {
@@ -221,13 +209,13 @@ Progress::Report report_to(const py::object& callback) {
     };
 }
 
-// read(keywords) gives the rules; pack(Id{}, lengths, rules, run) packs without the GIL, Id being
+// read(given) gives the rules; pack(Id{}, lengths, rules, run) packs without the GIL, Id being
 // int32 unless something is wider.
 template <typename Read, typename Pack>
 Strategy strategy(Read read, Pack pack) {
-    return [=](const DocumentLengths& lengths, Keywords& keywords, const PythonRun& asked) {
-        const auto rules = read(keywords);
-        keywords.check_all_taken();
+    return [=](const DocumentLengths& lengths, Rules& given, const PythonRun& asked) {
+        const auto rules = read(given);
+        given.check_all_taken();
         Progress progress(report_to(asked.progress));
         const Run run(asked.seed, asked.threads, progress);
         return lengths.visit([&](const auto& documents) {
@@ -250,9 +238,9 @@ Strategy strategy(Read read, Pack pack) {
     };
 }
 
-// name: pack_<name> of the core; then its rules from the keywords `k`.
+// name: pack_<name> of the core; then its rules from `k`.
 #define MEGAPACK_STRATEGY(name, ...)                                                       \
-    {#name, strategy([](Keywords& k) { return __VA_ARGS__; },                              \
+    {#name, strategy([](Rules& k) { return __VA_ARGS__; },                                 \
                      [](auto id, const auto& lengths, const auto& rules, const Run& run) { \
                          return pack_##name<decltype(id)>(lengths, rules, run);            \
                      })}
@@ -278,25 +266,24 @@ const std::map<std::string, Strategy>& strategies() {
 
 // ---- What Python calls
 
-PythonRun run(const py::object& seed, const py::object& threads, const py::object& wide_ids,
-              const py::object& progress) {
-    if (!progress.is_none() && PyCallable_Check(progress.ptr()) == 0)
-        refuse(progress, "progress", "a function of (done, total), or None");
-    return {word(seed, "seed"), checked_threads(integer(threads, "threads")),
-            flag(wide_ids, "wide_ids"), progress};
+using OnProgress = std::optional<py::typing::Callable<void(std::int64_t, std::int64_t)>>;
+
+PythonRun run(std::uint64_t seed, std::int64_t threads, bool wide_ids, const OnProgress& progress) {
+    return {seed, checked_threads(threads), wide_ids,
+            progress ? py::object(*progress) : py::object(py::none())};
 }
 
 py::dict pack(const std::string& name, const DocumentLengths& lengths, const py::dict& rules,
               const PythonRun& run) {
     const auto found = strategies().find(name);
     check(found != strategies().end(), "the core has no strategy '", name, "'");
-    Keywords keywords(name, rules);
-    return found->second(lengths, keywords, run);
+    Rules given(name, rules);
+    return found->second(lengths, given, run);
 }
 
 py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rules) {
-    Keywords keywords("seamless", rules);
-    const SeamlessRules checked = seamless_rules(keywords);
+    Rules given("seamless", rules);
+    const SeamlessRules checked = seamless_rules(given);
     const StageOne stage = lengths.visit([&](const auto& documents) {
         const py::gil_scoped_release unlocked;
         return count_stage_one(in_file_order<std::int64_t>(documents), checked, 1);
@@ -308,11 +295,12 @@ py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rule
 }
 
 // (counts of rests by length, number of full chunks) of documents cut at `capacity`.
-py::tuple length_histogram(const DocumentLengths& lengths, const py::object& capacity,
-                           const py::object& threads) {
-    const PlainCut cut{integer(capacity, "capacity")};
-    const int num_threads = checked_threads(integer(threads, "threads"));
-    check_capacity(cut.capacity);
+std::pair<py::array_t<std::int64_t>, std::int64_t> length_histogram(const DocumentLengths& lengths,
+                                                                    std::int64_t capacity,
+                                                                    std::int64_t threads) {
+    const PlainCut cut{capacity};
+    const int num_threads = checked_threads(threads);
+    check_capacity(capacity);
     std::vector<std::int64_t> counts;
     std::int64_t chunks = 0;
     lengths.visit([&](const auto& documents) {
@@ -321,14 +309,14 @@ py::tuple length_histogram(const DocumentLengths& lengths, const py::object& cap
         counts = sort.counts();
         chunks = sort.num_chunks();
     });
-    return py::make_tuple(to_numpy(std::move(counts)), chunks);
+    return {to_numpy(std::move(counts)), chunks};
 }
 
 std::vector<std::int64_t> count_samples(const Array<std::int64_t>& counts, const py::dict& rules) {
     const auto values = view(counts, "counts");
-    Keywords keywords("bucket", rules);
-    const BucketRules checked = bucket_rules(keywords);
-    keywords.check_all_taken();
+    Rules given("bucket", rules);
+    const BucketRules checked = bucket_rules(given);
+    given.check_all_taken();
     const py::gil_scoped_release unlocked;
     return count_bucket_samples({values.begin(), values.end()}, checked);
 }
@@ -338,10 +326,8 @@ std::vector<std::int64_t> count_samples(const Array<std::int64_t>& counts, const
 void register_packing(py::module_& m) {
     using D = DocumentLengths;
     py::class_<D>(m, "DocumentLengths")
-        .def(py::init([](const py::array& lengths, const py::object& capacity) {
-                 return D(lengths, integer(capacity, "capacity", 0));
-             }),
-             py::arg("lengths"), py::kw_only(), py::arg("capacity") = kMaxTokens)
+        .def(py::init<const py::array&, std::int64_t>(), py::arg("lengths"), py::kw_only(),
+             py::arg("capacity") = kMaxTokens)
         .def("__len__", &D::size)
         .def_property_readonly("num_tokens", [](const D& d) { return d.totals().num_tokens; })
         .def_property_readonly("num_empty", [](const D& d) { return d.totals().num_empty; })

@@ -5,23 +5,25 @@
 namespace megapack {
 namespace {
 
-py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double>& costs,
-                          const Array<double>& max_costs, const Array<std::int64_t>& groups,
-                          const py::object& balance, const py::object& num_ranks,
-                          const py::object& max_tokens_per_rank,
-                          const py::object& max_documents_per_rank,
-                          const py::object& max_context_parallel_size,
-                          const py::object& linear_cost_tokens, const py::object& multiple) {
-    const StepRules rules{integer(num_ranks, "num_ranks"),
-                          integer(max_tokens_per_rank, "max_tokens_per_rank"),
-                          integer(max_documents_per_rank, "max_documents_per_rank"),
-                          integer(max_context_parallel_size, "max_context_parallel_size"),
-                          integer(linear_cost_tokens, "linear_cost_tokens"),
+using Numbers = py::array_t<std::int64_t>;
+
+// The plan as (number of micro batches, first rank, degree and micro batch of every document).
+std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_step_numpy(
+    const Array<std::int64_t>& lengths, const Array<double>& costs, const Array<double>& max_costs,
+    const Array<std::int64_t>& groups, const std::string& balance, std::int64_t num_ranks,
+    std::int64_t max_tokens_per_rank, std::int64_t max_documents_per_rank,
+    std::int64_t max_context_parallel_size, std::int64_t linear_cost_tokens,
+    std::int64_t micro_batch_multiple) {
+    const StepRules rules{num_ranks,
+                          max_tokens_per_rank,
+                          max_documents_per_rank,
+                          max_context_parallel_size,
+                          linear_cost_tokens,
                           choice<Balance>(balance, "balance",
                                           {{"micro_batches", Balance::kMicroBatches},
                                            {"step", Balance::kStep},
                                            {"pipeline", Balance::kPipeline}}),
-                          integer(multiple, "micro_batch_multiple")};
+                          micro_batch_multiple};
     const auto lengths_view = view(lengths, "lengths");
     const auto costs_view = view(costs, "costs");
     const auto caps_view = view(max_costs, "max_costs_per_rank");
@@ -33,8 +35,8 @@ py::tuple plan_step_numpy(const Array<std::int64_t>& lengths, const Array<double
           " documents; give one for each");
     StepPlan plan = unlocked(
         [&] { return plan_step(lengths_view, {costs_view, caps_view}, groups_view, rules); });
-    return py::make_tuple(plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
-                          to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch)));
+    return {plan.num_micro_batches, to_numpy(std::move(plan.first_rank)),
+            to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch))};
 }
 
 }  // namespace

@@ -11,44 +11,41 @@ namespace {
 
 constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // at a time: 8 TiB of ids
 
-std::uint64_t random_bits_of(const py::object& key, const py::object& counter) {
-    return random_bits(word(key, "key"), word(counter, "counter"));
+// Room for `count` results; a wrong count must not take all memory.
+template <typename T>
+std::vector<T> results(std::int64_t count) {
+    check(count >= 0 && count <= kMaxPositions, "count is ", count, "; it must be from 0 to 2^40");
+    return std::vector<T>(count);
 }
 
-py::array_t<double> random_units_numpy(const py::object& key, const py::object& count) {
-    const std::uint64_t chosen = word(key, "key");
-    std::vector<double> out(integer(count, "count", 0, kMaxPositions));
+py::array_t<double> random_units_numpy(std::uint64_t key, std::int64_t count) {
+    std::vector<double> out = results<double>(count);
     unlocked([&] {
-        for (std::size_t i = 0; i < out.size(); ++i) out[i] = random_unit(chosen, i);
+        for (std::size_t i = 0; i < out.size(); ++i) out[i] = random_unit(key, i);
     });
     return to_numpy(std::move(out));
 }
 
-py::array_t<std::int64_t> permute_range_numpy(const py::object& key, const py::object& size,
-                                              const py::object& first, const py::object& count) {
-    const std::uint64_t chosen = word(key, "key");
-    const std::int64_t all = integer(size, "size", 1), begin = integer(first, "first", 0, all);
-    std::vector<std::int64_t> out(integer(count, "count", 0, all - begin));
-    unlocked([&] { permute_range(chosen, all, begin, out); });
+py::array_t<std::int64_t> permute_range_numpy(std::uint64_t key, std::int64_t size,
+                                              std::int64_t first, std::int64_t count) {
+    check(count <= size, count, " positions of a permutation of ", size);
+    std::vector<std::int64_t> out = results<std::int64_t>(count);
+    unlocked([&] { permute_range(key, size, first, out); });
     return to_numpy(std::move(out));
 }
 
-py::array_t<std::int64_t> permute_inverse_numpy(const py::object& key, const py::object& size,
+py::array_t<std::int64_t> permute_inverse_numpy(std::uint64_t key, std::int64_t size,
                                                 const Array<std::int64_t>& values) {
-    const std::uint64_t chosen = word(key, "key");
-    const std::int64_t all = integer(size, "size", 1);
     const auto values_view = view(values, "values");
     std::vector<std::int64_t> out(values_view.size());
-    unlocked([&] { permute_inverse(chosen, all, values_view, out); });
+    unlocked([&] { permute_inverse(key, size, values_view, out); });
     return to_numpy(std::move(out));
 }
 
 py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                                                const Array<std::int64_t>& sizes,
                                                const Array<std::int64_t>& begins,
-                                               const Array<std::int64_t>& counts,
-                                               const py::object& shuffled) {
-    const bool in_random_order = flag(shuffled, "shuffled");
+                                               const Array<std::int64_t>& counts, bool shuffled) {
     const auto key = view(keys, "keys");
     const auto size = view(sizes, "sizes"), begin = view(begins, "begins"),
                count = view(counts, "counts");
@@ -66,24 +63,21 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
             total += count[i];
         }
         std::vector<std::int64_t> out(total);
-        permute_epochs(runs, in_random_order, out);
+        permute_epochs(runs, shuffled, out);
         return out;
     });
 }
 
 CycleOrder make_cycle_order(const Array<std::int64_t>& counts, const Array<double>& odds,
-                            const py::object& key, const py::object& times,
-                            const py::object& largest_first) {
+                            std::uint64_t key, const std::string& times, bool largest_first) {
     const auto chosen =
         choice<CycleOrder::Times>(times, "times",
                                   {{"spread", CycleOrder::Times::kSpread},
                                    {"random", CycleOrder::Times::kRandom},
                                    {"consecutive", CycleOrder::Times::kConsecutive}});
-    const std::uint64_t seed = word(key, "key");
-    const bool swapped = flag(largest_first, "largest_first");
     const auto counts_view = view(counts, "counts");
     const auto odds_view = view(odds, "odds");
-    return unlocked([&] { return CycleOrder(counts_view, odds_view, seed, chosen, swapped); });
+    return unlocked([&] { return CycleOrder(counts_view, odds_view, key, chosen, largest_first); });
 }
 
 void register_cycle_order(py::module_& m) {
@@ -94,51 +88,47 @@ void register_cycle_order(py::module_& m) {
         .def("__len__", &CycleOrder::size)
         .def(
             "counts",
-            [](const CycleOrder& order, const py::object& end) {
-                return to_numpy(order.counts(integer(end, "end")));
-            },
+            [](const CycleOrder& order, std::int64_t end) { return to_numpy(order.counts(end)); },
             py::arg("end"))
         .def(
             "range",
-            [](const CycleOrder& order, const py::object& begin, const py::object& end) {
-                const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
-                return computed([&] { return order.range(first, last); });
+            [](const CycleOrder& order, std::int64_t begin, std::int64_t end) {
+                return computed([&] { return order.range(begin, end); });
             },
             py::arg("begin"), py::arg("end"))
         .def(
             "at",
-            [](const CycleOrder& order, const py::object& position) {
-                const CycleOrder::Draw draw = order.at(integer(position, "position"));
-                return py::make_tuple(draw.bucket, draw.rank);
+            [](const CycleOrder& order, std::int64_t position) {
+                const CycleOrder::Draw draw = order.at(position);
+                return std::make_pair(draw.bucket, draw.rank);
             },
             py::arg("position"))
-        .def(
-            "position",
-            [](const CycleOrder& order, const py::object& bucket, const py::object& rank) {
-                return order.position(integer(bucket, "bucket"), integer(rank, "rank"));
-            },
-            py::arg("bucket"), py::arg("rank"));
+        .def("position", &CycleOrder::position, py::arg("bucket"), py::arg("rank"));
 }
 
-py::tuple blend_range_numpy(const Blend& blend, const py::object& begin, const py::object& end) {
-    const std::int64_t first = integer(begin, "begin"), last = integer(end, "end");
+using Numbers32 = py::array_t<std::int32_t>;
+using Numbers64 = py::array_t<std::int64_t>;
+
+// Runs as (source, first rank, count), and the place of every position.
+std::tuple<Numbers32, Numbers64, Numbers64, Numbers32> blend_range_numpy(const Blend& blend,
+                                                                         std::int64_t begin,
+                                                                         std::int64_t end) {
     std::vector<std::int32_t> source;
     std::vector<std::int64_t> first_rank, count;
     Blend::Range range = unlocked([&] {
-        Blend::Range found = blend.range(first, last);
-        for (const Blend::Run& run : found.runs) {
+        Blend::Range result = blend.range(begin, end);
+        for (const Blend::Run& run : result.runs) {
             source.push_back(run.source);
             first_rank.push_back(run.first_rank);
             count.push_back(run.count);
         }
-        return found;
+        return result;
     });
-    return py::make_tuple(to_numpy(std::move(source)), to_numpy(std::move(first_rank)),
-                          to_numpy(std::move(count)), to_numpy(std::move(range.places)));
+    return {to_numpy(std::move(source)), to_numpy(std::move(first_rank)),
+            to_numpy(std::move(count)), to_numpy(std::move(range.places))};
 }
 
 void register_blend(py::module_& m) {
-    constexpr std::int64_t kMostSources = std::numeric_limits<std::int32_t>::max();
     const auto make = [](const Array<std::int64_t>& weights) {
         return Blend(view(weights, "weights"));
     };
@@ -147,17 +137,9 @@ void register_blend(py::module_& m) {
         .def("range", &blend_range_numpy, py::arg("begin"), py::arg("end"))
         .def(
             "taken",
-            [](const Blend& blend, const py::object& end) {
-                return to_numpy(blend.taken(integer(end, "end")));
-            },
+            [](const Blend& blend, std::int64_t end) { return to_numpy(blend.taken(end)); },
             py::arg("end"))
-        .def(
-            "taken_of",
-            [](const Blend& blend, const py::object& source, const py::object& end) {
-                const auto which = integer(source, "source", 0, kMostSources);
-                return blend.taken_of(static_cast<std::int32_t>(which), integer(end, "end"));
-            },
-            py::arg("source"), py::arg("end"))
+        .def("taken_of", &Blend::taken_of, py::arg("source"), py::arg("end"))
         .def(py::pickle(
             [](const Blend& blend) -> Array<std::int64_t> {
                 return to_numpy(std::vector<std::int64_t>(blend.weights()));
@@ -175,7 +157,7 @@ py::array_t<std::int64_t> assign_evenly_numpy(const Array<std::int64_t>& costs,
 }  // namespace
 
 void register_schedule(py::module_& m) {
-    m.def("random_bits", &random_bits_of, py::arg("key"), py::arg("counter"));
+    m.def("random_bits", &random_bits, py::arg("key"), py::arg("counter"));
     m.def("random_units", &random_units_numpy, py::arg("key"), py::arg("count"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));

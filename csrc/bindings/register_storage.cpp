@@ -10,10 +10,11 @@ namespace megapack {
 namespace {
 
 using Bytes = Array<std::uint8_t>;
+using Range = std::pair<py::int_, py::int_>;  // smallest and largest id
 
 // Calls f(T{}) with the C++ type of an integer dtype.
 template <typename F>
-py::tuple with_integer_type(const py::dtype& dtype, const char* name, const F& f) {
+Range with_integer_type(const py::dtype& dtype, const char* name, const F& f) {
     const char kind = dtype.kind();
     const py::ssize_t size = dtype.itemsize();
     if (kind == 'i' && size == 1) return f(std::int8_t{});
@@ -31,19 +32,19 @@ py::tuple with_integer_type(const py::dtype& dtype, const char* name, const F& f
 // The elements of an array whose dtype was just asked for; refuses strides and misalignment.
 template <typename T>
 Span<T> typed_view(const py::array& array, const char* name) {
-    if (array.ndim() != 1 || (array.flags() & py::array::c_style) == 0 || !is_aligned(array)) {
-        throw py::type_error(concat_message(name, " must be a contiguous, aligned 1-D array"));
-    }
+    check<py::type_error>(
+        array.ndim() == 1 && (array.flags() & py::array::c_style) != 0 && is_aligned(array), name,
+        " must be a contiguous, aligned 1-D array");
     auto* data = static_cast<T*>(const_cast<void*>(array.data()));
     return {data, array.size()};
 }
 
-py::tuple token_range_of(const py::array& tokens) {
-    return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> py::tuple {
+Range token_range_of(const py::array& tokens) {
+    return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> Range {
         using T = decltype(zero);
         const auto span = typed_view<const T>(tokens, "tokens");
         const std::pair<T, T> range = unlocked([&] { return token_range(span); });
-        return py::make_tuple(range.first, range.second);
+        return {range.first, range.second};
     });
 }
 
@@ -60,26 +61,24 @@ std::pair<From, From> store(Span<const From> tokens, Span<To> out, std::int64_t 
     return range;
 }
 
-py::tuple store_tokens(const py::array& tokens, py::array& out, const py::object& position,
-                       const py::object& lowest, const py::object& highest) {
-    const std::int64_t begin = integer(position, "begin", 0);
-    const std::int64_t low = integer(lowest, "low"), high = integer(highest, "high");
+Range store_tokens(const py::array& tokens, py::array& out, std::int64_t begin, std::int64_t low,
+                   std::int64_t high) {
     if (!out.writeable()) throw py::type_error("out is read-only");
-    return with_integer_type(out.dtype(), "out", [&](auto out_zero) -> py::tuple {
+    return with_integer_type(out.dtype(), "out", [&](auto out_zero) -> Range {
         using To = decltype(out_zero);
         const auto all = typed_view<To>(out, "out");
         check(low >= static_cast<std::int64_t>(std::numeric_limits<To>::min()) && high >= 0 &&
                   static_cast<std::uint64_t>(high) <=
                       static_cast<std::uint64_t>(std::numeric_limits<To>::max()),
               "limits [", low, ", ", high, "] exceed the type of out");
-        return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> py::tuple {
+        return with_integer_type(tokens.dtype(), "tokens", [&](auto zero) -> Range {
             using From = decltype(zero);
             const auto span = typed_view<const From>(tokens, "tokens");
-            check(begin <= all.size() && span.size() <= all.size() - begin, span.size(),
-                  " tokens do not fit behind position ", begin, " of ", all.size());
+            check(begin >= 0 && begin <= all.size() && span.size() <= all.size() - begin,
+                  span.size(), " tokens do not fit behind position ", begin, " of ", all.size());
             const std::pair<From, From> range =
                 unlocked([&] { return store(span, all.subspan(begin, span.size()), low, high); });
-            return py::make_tuple(range.first, range.second);
+            return {range.first, range.second};
         });
     });
 }
@@ -93,16 +92,15 @@ py::array_t<T> filled(std::int64_t size, const F& f) {
     return out;
 }
 
-// Bytes per token of a .bin.
-std::int64_t token_bytes(const py::object& itemsize) {
-    const std::int64_t bytes = integer(itemsize, "itemsize", 1, 8);
-    if ((bytes & (bytes - 1)) != 0) refuse(itemsize, "itemsize", "1, 2, 4 or 8");
-    return bytes;
+// The core divides by the bytes per token of a .bin.
+void check_token_bytes(std::int64_t itemsize) {
+    check(itemsize == 1 || itemsize == 2 || itemsize == 4 || itemsize == 8, "itemsize is ",
+          itemsize, "; it must be 1, 2, 4 or 8");
 }
 
-py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py::object& name) {
-    const std::int64_t size = integer(file_bytes, "file_bytes", 0);
-    const IndexHeader header = parse_index_header(view(bytes, "bytes"), size, file_name(name));
+py::dict index_header(const Bytes& bytes, std::int64_t file_bytes, const py::str& name) {
+    const IndexHeader header =
+        parse_index_header(view(bytes, "bytes"), file_bytes, file_name(name));
     py::dict result;
     result["dtype_code"] = header.dtype_code;
     result["num_sequences"] = header.num_sequences;
@@ -116,7 +114,7 @@ py::dict index_header(const Bytes& bytes, const py::object& file_bytes, const py
     return result;
 }
 
-py::array document_lengths_of(const py::object& bytes, const py::object& name) {
+py::array document_lengths_of(const AnyArray& bytes, const py::str& name) {
     const IndexView index = whole_index(bytes, name);
     bool fits = false;
     auto narrow = filled<std::int32_t>(index.num_documents(), [&](Span<std::int32_t> out) {
@@ -129,10 +127,9 @@ py::array document_lengths_of(const py::object& bytes, const py::object& name) {
 
 // A whole file, read-only. Unlike Python's mmap it keeps no descriptor of the file: a source may
 // have tens of thousands of files.
-py::array_t<std::uint8_t> map_file(const py::object& descriptor, const py::object& num_bytes) {
-    const auto file = static_cast<int>(integer(descriptor, "descriptor", 0, 1 << 30));
-    const auto size = static_cast<std::size_t>(integer(num_bytes, "num_bytes", 1));
-    void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
+py::array_t<std::uint8_t> map_file(int descriptor, std::int64_t num_bytes) {
+    const auto size = static_cast<std::size_t>(num_bytes);
+    void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
     if (address == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         throw py::error_already_set();
@@ -156,7 +153,7 @@ template <typename T, typename Copy, typename Size>
 void def_column(py::module_& m, const char* function, Copy copy, Size size) {
     m.def(
         function,
-        [=](const py::object& bytes, const py::object& name) {
+        [=](const AnyArray& bytes, const py::str& name) {
             const IndexView index = whole_index(bytes, name);
             return filled<T>(size(index), [&](Span<T> out) { copy(index, out); });
         },
@@ -173,8 +170,8 @@ void register_reading(py::module_& m) {
         },
         py::arg("bytes").noconvert());
     py::class_<CheckedArray>(m, "CheckedArray")
-        .def(py::init<const py::array&, const Array<std::uint64_t>&, const py::object&,
-                      const py::object&>(),
+        .def(py::init<const py::array&, const Array<std::uint64_t>&, const py::str&,
+                      const std::string&>(),
              py::arg("array").noconvert(), py::arg("checksums").noconvert(), py::kw_only(),
              py::arg("name"), py::arg("remedy"))
         .def_property_readonly("unchecked", &CheckedArray::array)
@@ -186,11 +183,11 @@ void register_reading(py::module_& m) {
     m.def("document_lengths", &document_lengths_of, py::arg("bytes"), py::arg("name"));
     m.def(
         "document_offsets",
-        [](const py::object& bytes, const py::object& name, const py::object& itemsize) {
+        [](const AnyArray& bytes, const py::str& name, std::int64_t itemsize) {
+            check_token_bytes(itemsize);
             const IndexView index = whole_index(bytes, name);
-            const std::int64_t width = token_bytes(itemsize);
             return filled<std::int64_t>(index.num_documents() + 1, [&](Span<std::int64_t> out) {
-                document_offsets(index, width, out);
+                document_offsets(index, itemsize, out);
             });
         },
         py::arg("bytes"), py::arg("name"), py::arg("itemsize"));
@@ -208,31 +205,26 @@ void register_writing(py::module_& m) {
           py::arg("low"), py::arg("high"));
     m.def(
         "scan_lengths",
-        [](const Array<std::int32_t>& lengths, const py::object& itemsize,
-           const py::object& begin) {
+        [](const Array<std::int32_t>& lengths, std::int64_t itemsize, std::int64_t begin) {
+            check_token_bytes(itemsize);
             const auto span = view(lengths, "lengths");
-            const std::int64_t width = token_bytes(itemsize);
-            const std::int64_t first = integer(begin, "begin", 0);
             std::int64_t end = 0;
             auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> pointers) {
-                end = scan_lengths(span, width, first, pointers);
+                end = scan_lengths(span, itemsize, begin, pointers);
             });
-            return py::make_tuple(std::move(out), end);
+            return std::make_pair(std::move(out), end);
         },
         py::arg("lengths").noconvert(), py::arg("itemsize"), py::arg("begin"));
     m.def(
         "shift_document_ends",
-        [](const Array<std::int64_t>& ends, const py::object& num_sequences,
-           const py::object& previous, const py::object& begin) {
+        [](const Array<std::int64_t>& ends, std::int64_t num_sequences, std::int64_t previous,
+           std::int64_t begin) {
             const auto span = view(ends, "ends");
-            const std::int64_t sequences = integer(num_sequences, "num_sequences", 0);
-            const std::int64_t before = integer(previous, "previous", 0);
-            const std::int64_t first = integer(begin, "begin", 0);
             std::int64_t last = 0;
             auto out = filled<std::int64_t>(span.size(), [&](Span<std::int64_t> shifted) {
-                last = shift_document_ends(span, sequences, before, first, shifted);
+                last = shift_document_ends(span, num_sequences, previous, begin, shifted);
             });
-            return py::make_tuple(std::move(out), last);
+            return std::make_pair(std::move(out), last);
         },
         py::arg("ends").noconvert(), py::arg("num_sequences"), py::arg("previous"),
         py::arg("begin"));

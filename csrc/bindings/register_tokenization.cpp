@@ -6,18 +6,22 @@
 namespace megapack {
 namespace {
 
-py::tuple py_extract_jsonl(const Array<std::uint8_t>& buffer, const py::object& key,
-                           const py::object& values) {
+using Bytes = py::array_t<std::uint8_t>;
+using Numbers = py::array_t<std::int64_t>;
+
+// (text, offsets (lines + 1), status (lines), line_begin (lines)); core/text/jsonl.hpp.
+std::tuple<Bytes, Numbers, Bytes, Numbers> py_extract_jsonl(const Array<std::uint8_t>& buffer,
+                                                            const std::string& key,
+                                                            const std::string& values) {
     const auto bytes = view(buffer, "buffer");
-    const std::string name = text(key, "key");
     const auto wanted = choice<JsonValues>(values, "values",
                                            {{"strings", JsonValues::strings},
                                             {"scalars", JsonValues::scalars},
                                             {"lists", JsonValues::lists},
                                             {"any", JsonValues::any}});
-    JsonlTexts texts = unlocked([&] { return extract_jsonl(bytes, name, wanted); });
-    return py::make_tuple(to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
-                          to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin)));
+    JsonlTexts texts = unlocked([&] { return extract_jsonl(bytes, key, wanted); });
+    return {to_numpy(std::move(texts.text)), to_numpy(std::move(texts.offsets)),
+            to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin))};
 }
 
 // What `measure` gives for every document.
@@ -48,21 +52,20 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
     });
 }
 
+// (tokens, offsets, largest id or -1); core/text/documents.hpp.
 template <typename Stored, typename Id>
-py::tuple py_frame_documents(const Array<Id>& ids, const Array<std::int64_t>& offsets,
-                             const py::object& prefix, const py::object& suffix,
-                             const py::object& vocab_size) {
+std::tuple<py::array_t<Stored>, Numbers, std::int64_t> py_frame_documents(
+    const Array<Id>& ids, const Array<std::int64_t>& offsets,
+    const std::vector<std::int64_t>& prefix, const std::vector<std::int64_t>& suffix,
+    std::int64_t vocab_size) {
     const auto id_view = view(ids, "ids");
     const auto bounds = view(offsets, "offsets");
-    const std::vector<std::int64_t> before = integer_list(prefix, "prefix");
-    const std::vector<std::int64_t> behind = integer_list(suffix, "suffix");
-    const std::int64_t size = integer(vocab_size, "vocab_size");
     FramedDocuments<Stored> framed = unlocked([&] {
-        return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(before),
-                                       Span<const std::int64_t>(behind), size);
+        return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(prefix),
+                                       Span<const std::int64_t>(suffix), vocab_size);
     });
-    return py::make_tuple(to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
-                          framed.max_token);
+    return {to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
+            framed.max_token};
 }
 
 template <typename Stored, typename Id>

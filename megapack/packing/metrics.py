@@ -10,7 +10,6 @@ for every strategy. Ratios are fractions, not percent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,8 @@ from numpy.typing import NDArray
 from megapack import _core
 
 Lengths = NDArray[np.int32] | NDArray[np.int64]
+# bucket_sample_offsets, sample_segment_offsets, segment_document, segment_begin, segment_length
+SegmentArrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 
 COUNTS = (
     "num_documents",
@@ -102,7 +103,7 @@ class DocumentTotals:
 
 def compute_metrics(
     bucket_capacity: NDArray[np.int64],
-    segment_arrays: Sequence[NDArray[Any]],
+    segment_arrays: SegmentArrays,
     documents: DocumentTotals,
     *,
     dropped_tokens: int,

@@ -29,7 +29,13 @@ from megapack import _core
 from megapack.errors import FormatError, IndexMismatchError
 from megapack.packing import file_format as samples_format
 from megapack.packing.groups import GROUP_COUNTS
-from megapack.packing.metrics import DocumentTotals, Lengths, compute_metrics, lengths_fingerprint
+from megapack.packing.metrics import (
+    DocumentTotals,
+    Lengths,
+    SegmentArrays,
+    compute_metrics,
+    lengths_fingerprint,
+)
 from megapack.storage.address import is_remote
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
@@ -380,7 +386,7 @@ class SampleIndex:
         i = sample % self.num_samples
         return slice(*self.sample_segment_offsets[i : i + 2].tolist())
 
-    def segment_arrays(self) -> tuple[NDArray[Any], ...]:
+    def segment_arrays(self) -> SegmentArrays:
         """The arrays in the order in which the C++ core takes them."""
         return (
             self.bucket_sample_offsets,

@@ -25,10 +25,10 @@ one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` 
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -288,7 +288,21 @@ def plan_step(
             "integers"
         )
     tokens = np.ascontiguousarray(given, dtype=np.int64)
-    if not -math.inf < linear_cost_tokens < math.inf:
+    if max_documents_per_rank is None:
+        max_documents_per_rank = max(1, tokens.size)
+    counts: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "max_documents_per_rank": max_documents_per_rank,
+        "max_context_parallel_size": max_context_parallel_size,
+        "micro_batch_multiple": micro_batch_multiple,
+    }
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"{name} is {value!r}; it must be an integer")
+        if abs(value) >= 1 << 62:
+            raise ValueError(f"{name} is {value}; it must be below 2^62")
+    if not abs(linear_cost_tokens) < 1 << 62:
         raise ValueError(
             f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
         )
@@ -313,14 +327,8 @@ def plan_step(
         np.ascontiguousarray(caps, np.float64),
         np.ascontiguousarray(grouped, np.int64),
         balance=balance,
-        num_ranks=num_ranks,
-        max_tokens_per_rank=max_tokens_per_rank,
-        max_documents_per_rank=(
-            max(1, tokens.size) if max_documents_per_rank is None else max_documents_per_rank
-        ),
-        max_context_parallel_size=max_context_parallel_size,
         linear_cost_tokens=round(linear_cost_tokens),
-        micro_batch_multiple=micro_batch_multiple,
+        **counts,
     )
     return StepPlan(
         num_ranks=num_ranks,
