@@ -38,7 +38,7 @@ def is_outdated(object_file: Path, flags: Path) -> bool:
 
 
 class BuildOutdated(build_ext):
-    """Compile the outdated objects in parallel, link if there were any, write megapack/_core.pyi."""
+    """Compile the outdated objects in parallel, link them, write megapack/_core.pyi."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         flags = Path(self.build_temp) / "flags"
@@ -46,7 +46,7 @@ class BuildOutdated(build_ext):
         if not flags.exists() or flags.read_text() != command:
             flags.parent.mkdir(parents=True, exist_ok=True)
             flags.write_text(command)
-        # setuptools compiles all objects or none: force it, and let needs_recompile decide for each.
+        # setuptools compiles all objects or none: needs_recompile decides for each of them.
         self.force = True
         with ParallelCompile(
             "MEGAPACK_BUILD_JOBS",

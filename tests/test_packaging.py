@@ -98,7 +98,8 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     """The real setup.py on three small sources."""
     shutil.copy(ROOT / "setup.py", tmp_path)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "megapack"\nversion = "1"\n')
-    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "bindings").mkdir(parents=True)
+    shutil.copy(ROOT / "csrc" / "bindings" / "stubs.py", tmp_path / "csrc" / "bindings")
     for name, text in CORE.items():
         (tmp_path / "csrc" / name).write_text(f"{text}\n")
 
@@ -127,6 +128,8 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "csrc" / "b.hpp").touch()
     assert compiled() == {"a", "b"}
     assert compiled(MEGAPACK_WERROR="0") == {"module", "a", "b"}  # other flags
+    (types,) = tmp_path.rglob("_core.pyi")
+    assert "Types of the C++ extension" in types.read_text()
 
 
 def test_nobody_is_told_to_install_a_package_that_is_not_published() -> None:

@@ -49,7 +49,8 @@ def functions(doc: str, indent: str = "") -> Iterator[str]:
     """Definitions of a function or method from its docstring, one per overload."""
     signatures = SIGNATURE.findall(doc)
     text = "" if len(signatures) > 1 else SIGNATURE.sub("", doc).strip()
-    for name, signature in signatures:
+    for name, written in signatures:
+        signature = written
         for pattern, replacement in TYPES:
             signature = re.sub(pattern, replacement, signature)
         if len(signatures) > 1:

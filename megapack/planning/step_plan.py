@@ -300,7 +300,7 @@ def plan_step(
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"{name} is {value!r}; it must be an integer")
-        if abs(value) >= 1 << 62:
+        if abs(int(value)) >= 1 << 62:
             raise ValueError(f"{name} is {value}; it must be below 2^62")
     if not abs(linear_cost_tokens) < 1 << 62:
         raise ValueError(
