@@ -40,6 +40,13 @@ def is_outdated(object_file: Path, flags: Path) -> bool:
 class BuildOutdated(build_ext):
     """Compile the outdated objects in parallel, link them, write megapack/_core.pyi."""
 
+    def run(self) -> None:
+        super().run()
+        for ext in self.extensions:
+            # In a process of its own, which ends with the module that it loads.
+            compiled = self.get_ext_fullpath(ext.name)
+            subprocess.run([sys.executable, "csrc/bindings/stubs.py", compiled], check=True)
+
     def build_extension(self, ext: Pybind11Extension) -> None:
         flags = Path(self.build_temp) / "flags"
         command = " ".join([*self.compiler.compiler_so_cxx, *ext.extra_compile_args])
@@ -54,9 +61,6 @@ class BuildOutdated(build_ext):
             needs_recompile=lambda object_file, _: is_outdated(Path(object_file), flags),
         ):
             super().build_extension(ext)
-        # In a process of its own: the next build must not find this module loaded.
-        compiled = self.get_ext_fullpath(ext.name)
-        subprocess.run([sys.executable, "csrc/bindings/stubs.py", compiled], check=True)
 
 
 EXTENSION = Pybind11Extension(

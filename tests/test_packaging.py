@@ -97,7 +97,8 @@ CORE = {
 def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     """The real setup.py on three small sources."""
     shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "megapack"\nversion = "1"\n')
+    project = '[project]\nname = "megapack"\nversion = "1"\n[tool.setuptools]\npackages = []\n'
+    (tmp_path / "pyproject.toml").write_text(project)
     (tmp_path / "csrc" / "bindings").mkdir(parents=True)
     shutil.copy(ROOT / "csrc" / "bindings" / "stubs.py", tmp_path / "csrc" / "bindings")
     for name, text in CORE.items():
@@ -129,6 +130,9 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     assert compiled() == {"a", "b"}
     assert compiled(MEGAPACK_WERROR="0") == {"module", "a", "b"}  # other flags
     (types,) = tmp_path.rglob("_core.pyi")
+    (tmp_path / "megapack").mkdir()
+    ended(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", cwd=tmp_path)
+    assert (tmp_path / "megapack" / "_core.pyi").read_text() == types.read_text()
     assert "Types of the C++ extension" in types.read_text()
 
 
