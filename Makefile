@@ -152,4 +152,4 @@ fuzz: build $(VENV)/.dev ## every reader, FUZZ_SECONDS in all
 	$(BIN)/python tests/fuzz/run.py
 
 clean: ## remove what was compiled and cached
-	rm -rf build megapack/_core*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build megapack/_core.* *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -10,12 +10,14 @@ environment and in YAML alike. ``size`` prints what ``parse_size`` reads::
 
 from __future__ import annotations
 
+import numbers
 import re
 from fractions import Fraction
+from typing import Any
 
 from megapack.errors import ConfigError
 
-__all__ = ["count", "counted", "parse_size", "percent", "short", "size"]
+__all__ = ["checked_integer", "count", "counted", "parse_size", "percent", "short", "size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?|B)?", re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -32,6 +34,19 @@ def parse_size(value: str | int) -> int:
     if match is None or isinstance(value, bool):
         raise ConfigError(f"{value!r} is not a size; write 4096, 64M or 1.5G (powers of 1024)")
     return int(Fraction(match[1]) * 1024 ** _POWERS[match[2] or ""])
+
+
+def checked_integer(name: str, value: Any, low: int, high: int) -> int:
+    """Return a Python or numpy integer as int: no bool, no float that happens to be whole.
+
+    Raises:
+        ConfigError: it is something else or outside [low, high].
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} is {value!r}; it must be an integer")
+    if not low <= int(value) <= high:
+        raise ConfigError(f"{name} is {int(value):,}; it must be from {low:,} to {high:,}")
+    return int(value)
 
 
 def size(num_bytes: int) -> str:

@@ -42,7 +42,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
-    needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "megapack/_core.pyi"}
+    needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc/bindings/stubs.py"}
     needed |= {"megapack/compare/templates/page.css", "megapack/compare/templates/run.html"}
     for folder, pattern in (("csrc", "*.[ch]pp"), ("megapack", "*.py")):
         found = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(pattern)}
@@ -56,7 +56,7 @@ def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: s
     assert programs | {"configs/demo_cpu.yaml"} <= sdist
     stray = {name for name in sdist if re.match(r"tests|benchmarks|runs|demo|\.", name)}
     assert not stray
-    assert not {name for name in sdist if name.endswith((".so", ".pyc"))}
+    assert not {name for name in sdist if name.endswith((".so", ".pyc", ".pyi"))}
 
 
 def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:

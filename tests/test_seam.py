@@ -144,7 +144,6 @@ def test_numpys_integers_are_integers(name: str) -> None:
         (lambda: gatherer(label_boundary="file"), "label_boundary is 'file'; it must be one of d"),
         (lambda: gatherer(attention="token"), "attention is 'token'; it must be one of "),
         (lambda: gatherer(loss="mean"), "loss is 'mean'; it must be one of token_mean"),
-        (lambda: gatherer(alignment=0), "alignment is 0; it must be from 1"),
         (lambda: packed("decompose", buckets=[8, 32]), "bucket 32 follows 8"),
         (
             lambda: packed("concat", capacity=0, atom_size=1, last="pad", shuffle=False),

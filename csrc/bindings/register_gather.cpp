@@ -36,36 +36,36 @@ TokenArray token_array(const py::array& array, const char* name) {
     return {array.data(), array.size(), token_type(dtype)};
 }
 
-Extent extent(const py::object& value, const char* name) {
+Extent extent(const std::string& value, const char* name) {
     return choice<Extent>(
         value, name,
         {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
 }
 
 // "longalign" is the sequence mean in another unit, which is in the factors of the samples.
-Loss loss(const py::object& value) {
+Loss loss(const std::string& value) {
     return choice<Loss>(value, "loss",
                         {{"token_mean", Loss::kTokenMean},
                          {"sequence_mean", Loss::kSequenceMean},
                          {"longalign", Loss::kSequenceMean}});
 }
 
-Positions positions(const py::object& value) {
+Positions positions(const std::string& value) {
     return choice<Positions>(value, "positions",
                              {{"segment", Positions::kSegment},
                               {"document", Positions::kDocument},
                               {"sample", Positions::kSample}});
 }
 
-void will_need_numpy(const py::object& object, const py::object& begin,
-                     const py::object& num_bytes) {
+// Bytes [begin, begin + num_bytes) of an array, as far as it has them.
+void will_need_numpy(const AnyArray& object, std::int64_t begin, std::int64_t num_bytes) {
     const py::array array = array_view(object, "array").array;
     const auto size = static_cast<std::int64_t>(array.nbytes());
-    const std::int64_t at = integer(begin, "begin", 0, size);
-    const std::int64_t wanted = std::min(integer(num_bytes, "num_bytes", 0), size - at);
+    check(begin >= 0 && begin <= size && num_bytes >= 0, "begin is ", begin, " and num_bytes ",
+          num_bytes, "; the array has ", size, " bytes");
     const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()), size);
     const py::gil_scoped_release release;
-    will_need(bytes.subspan(at, wanted));
+    will_need(bytes.subspan(begin, std::min(num_bytes, size - begin)));
 }
 
 // Memory that is handed out as arrays and comes back when the last view of it is gone, which the
@@ -73,21 +73,22 @@ void will_need_numpy(const py::object& object, const py::object& begin,
 // being destroyed. Nothing counts references.
 class MemoryPool {
   public:
-    explicit MemoryPool(const py::object& max_blocks) : returned_(std::make_shared<Returned>()) {
-        returned_->limit = integer(max_blocks, "max_blocks", 0);
+    explicit MemoryPool(std::int64_t max_blocks) : returned_(std::make_shared<Returned>()) {
+        check(max_blocks >= 0, "max_blocks is ", max_blocks, "; it must not be negative");
+        returned_->limit = max_blocks;
     }
 
     // uint8 (num_bytes,), not cleared.
-    py::array_t<std::uint8_t> take(const py::object& num_bytes) const {
-        const std::int64_t size = integer(num_bytes, "num_bytes", 1);
-        auto lease = std::make_unique<Lease>(Lease{returned_, returned_->block(size)});
+    py::array_t<std::uint8_t> take(std::int64_t num_bytes) const {
+        check(num_bytes > 0, "num_bytes is ", num_bytes, "; it must be positive");
+        auto lease = std::make_unique<Lease>(Lease{returned_, returned_->block(num_bytes)});
         const std::uint8_t* memory = lease->block.data();
         const py::capsule owner(lease.get(), [](void* p) {
             const std::unique_ptr<Lease> ended(static_cast<Lease*>(p));
             ended->pool->keep(std::move(ended->block));
         });
         static_cast<void>(lease.release());
-        return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(size), memory, owner);
+        return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(num_bytes), memory, owner);
     }
 
   private:
@@ -132,19 +133,14 @@ std::vector<std::int32_t> narrowed(const Array<std::int64_t>& array, const char*
 }
 
 using Table = Array<std::int64_t>;
+using Numbers32 = py::array_t<std::int32_t>;
+using Numbers64 = py::array_t<std::int64_t>;
 
 // tables: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,), parts, all int64.
-std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix,
-                              const py::object& middle, const py::object& end,
-                              const py::object& eod, double spm_rate,
+std::shared_ptr<Fim> make_fim(std::int64_t prefix, std::int64_t suffix, std::int64_t middle,
+                              std::int64_t end, std::int64_t eod, double spm_rate,
                               const std::optional<std::tuple<Table, Table, Table, Table>>& tables) {
-    auto fim = std::make_shared<Fim>();
-    fim->prefix = integer(prefix, "prefix");
-    fim->suffix = integer(suffix, "suffix");
-    fim->middle = integer(middle, "middle");
-    fim->end = integer(end, "end", -1);
-    fim->eod = integer(eod, "eod", -1);
-    fim->spm_rate = spm_rate;
+    auto fim = std::make_shared<Fim>(Fim{prefix, suffix, middle, end, eod, spm_rate});
     if (tables) {
         const auto& [characters, first_cut, first_part, parts] = *tables;
         for (const std::int64_t count : view(characters, "characters")) {
@@ -163,11 +159,11 @@ std::shared_ptr<Fim> make_fim(const py::object& prefix, const py::object& suffix
 
 // A StepView with the arrays that it points to.
 struct HeldView {
-    HeldView(const py::object& num_lists, std::optional<Array<float>> loss_weight,
-             std::optional<Array<std::int64_t>> epochs, std::optional<Array<double>> fim_rates,
-             const py::object& seed) {
-        view.num_lists = integer(num_lists, "num_lists", 0);
-        view.seed = word(seed, "seed");
+    HeldView(std::int64_t num_lists, const std::optional<Array<float>>& loss_weight,
+             const std::optional<Array<std::int64_t>>& epochs,
+             const std::optional<Array<double>>& fim_rates, std::uint64_t seed) {
+        view.num_lists = num_lists;
+        view.seed = seed;
         if (loss_weight) view.loss_weight = megapack::view(*loss_weight, "loss_weight");
         if (epochs) view.epochs = megapack::view(*epochs, "epochs");
         if (fim_rates) view.fim_rates = megapack::view(*fim_rates, "fim_rates");
@@ -180,13 +176,6 @@ struct HeldView {
 
 // Shape of a micro batch and of its list of segments.
 struct BatchShape {
-    BatchShape(const py::object& num_rows, const py::object& row_tokens, const py::object& capacity,
-               const py::object& per_row, const py::object& num_entries)
-        : rows{integer(num_rows, "num_rows", 1), integer(row_tokens, "row_tokens", 1),
-               integer(capacity, "capacity", 1)},
-          per_row(flag(per_row, "per_row")),
-          num_cu_seqlens(integer(num_entries, "num_cu_seqlens", 0)) {}
-
     GatherShape rows;
     bool per_row;                 // one list of cu_seqlens per row, or one for all
     std::int64_t num_cu_seqlens;  // entries of a list; 0: as many as the longest has
@@ -196,16 +185,16 @@ class Gatherer {
   public:
     Gatherer(const Array<std::int64_t>& first_ids, const Array<std::int64_t>& shards,
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
-             const py::object& positions_name, const py::object& attention,
-             const py::object& label_boundary, const py::object& loss_name,
-             const py::object& alignment, const py::object& pad_token, std::shared_ptr<Fim> fim)
+             const std::string& positions_name, const std::string& attention,
+             const std::string& label_boundary, const std::string& loss_name,
+             std::int64_t alignment, std::int64_t pad_token, std::shared_ptr<Fim> fim)
         : fim_(std::move(fim)),
           options_{positions(positions_name),
                    extent(attention, "attention"),
                    extent(label_boundary, "label_boundary"),
                    loss(loss_name),
-                   integer(alignment, "alignment", 1),
-                   integer(pad_token, "pad_token"),
+                   alignment,
+                   pad_token,
                    fim_.get()},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
@@ -220,15 +209,16 @@ class Gatherer {
     }
 
     // A shard is opened once: others may be reading it from then on.
-    void open(const py::object& shard, const py::array& tokens,
-              const std::optional<py::array>& labels, const std::optional<py::array>& weights,
-              const py::object& index_bytes, const py::object& index_name,
-              const py::object& sample_segment_offsets, const py::object& segment_document,
-              const py::object& segment_begin, const py::object& segment_length,
-              const Array<std::int64_t>& excluded, const Array<std::int64_t>& excluded_by,
-              const std::optional<Array<std::uint8_t>>& segment_joined,
-              const py::object& first_document, const py::object& fim_longest) {
-        Shard& place = shards_[integer(shard, "shard", 0, ssize(shards_) - 1)];
+    void open(std::int64_t shard, const py::array& tokens, const std::optional<py::array>& labels,
+              const std::optional<py::array>& weights, const AnyArray& index_bytes,
+              const py::str& index_name, const AnyArray& sample_segment_offsets,
+              const AnyArray& segment_document, const AnyArray& segment_begin,
+              const AnyArray& segment_length, const Array<std::int64_t>& excluded,
+              const Array<std::int64_t>& excluded_by,
+              const std::optional<Array<std::uint8_t>>& segment_joined, std::int64_t first_document,
+              std::int64_t fim_longest) {
+        check(shard >= 0 && shard < ssize(shards_), "shard ", shard, " of ", shards_.size());
+        Shard& place = shards_[shard];
         if (place.is_open()) return;
         Shard opened(index_view(index_bytes, index_name));
         opened.tokens = token_array(tokens, "tokens");
@@ -243,8 +233,8 @@ class Gatherer {
         opened.excluded_by = view(excluded_by, "excluded_by");
         if (segment_joined) opened.joined = view(*segment_joined, "segment_joined");
         opened.source = place.source;
-        opened.first_document = integer(first_document, "first_document", 0);
-        opened.fim_longest = integer(fim_longest, "fim_longest", -1);
+        opened.first_document = first_document;
+        opened.fim_longest = fim_longest;
         check_shard(opened);
         place = opened;
         if (reads_exactly_) megapack::read_exactly({&place, 1});
@@ -257,14 +247,15 @@ class Gatherer {
     std::int64_t num_closed() const { return num_closed_; }
 
     // Shards to open before these samples are asked for.
-    py::array_t<std::int64_t> closed(const Array<std::int64_t>& sample_ids) const {
+    Numbers64 closed(const Array<std::int64_t>& sample_ids) const {
         return to_numpy(not_open(shards_, locate_samples(runs_, view(sample_ids, "sample_ids"))));
     }
 
-    py::tuple gather(const Array<std::int64_t>& sample_ids, const HeldView& step_view,
-                     const BatchShape& shape, OutputArray<std::int64_t>& tokens,
-                     OutputArray<std::int64_t>& labels, OutputArray<float>& loss_mask,
-                     OutputArray<std::int64_t>& position_ids) const {
+    // cu_seqlens, the same padded (with alignment), source of every segment, max_seqlen.
+    std::tuple<Numbers32, std::optional<Numbers32>, Numbers32, std::int64_t> gather(
+        const Array<std::int64_t>& sample_ids, const HeldView& step_view, const BatchShape& shape,
+        OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
+        OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
         const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                                mutable_view(loss_mask, "loss_mask"),
@@ -283,14 +274,15 @@ class Gatherer {
             fill_gather(plan, options_, out);
             return plan.max_seqlen();
         });
-        py::object padded = py::none();
+        std::optional<Numbers32> padded;
         if (aligned) padded = to_numpy(std::move(cu_seqlens_padded));
-        return py::make_tuple(to_numpy(std::move(cu_seqlens)), padded,
-                              to_numpy(std::move(segment_sources)), max_seqlen);
+        return {to_numpy(std::move(cu_seqlens)), std::move(padded),
+                to_numpy(std::move(segment_sources)), max_seqlen};
     }
 
     // Counts, for every sample, its labels, their weights and the sequences with labels.
-    py::tuple count(const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
+    std::tuple<Numbers64, py::array_t<double>, Numbers64> count(
+        const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::vector<std::int64_t> labels, sequences;
         std::vector<double> weight;
@@ -303,13 +295,14 @@ class Gatherer {
                 sequences.push_back(total.sequences);
             }
         });
-        return py::make_tuple(to_numpy(std::move(labels)), to_numpy(std::move(weight)),
-                              to_numpy(std::move(sequences)));
+        return {to_numpy(std::move(labels)), to_numpy(std::move(weight)),
+                to_numpy(std::move(sequences))};
     }
 
     // Lists the transformed documents: sample (a position in sample_ids), segment in the sample,
     // number in the source, SPM or not, and the two cuts.
-    py::tuple fim_draws(const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
+    py::typing::Tuple<Numbers64, py::ellipsis> fim_draws(const Array<std::int64_t>& sample_ids,
+                                                         const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::array<std::vector<std::int64_t>, 6> columns;
         unlocked([&] {
@@ -335,7 +328,9 @@ class Gatherer {
         return unlocked([&] { return will_need_samples(shards_, locate_samples(runs_, samples)); });
     }
 
-    py::tuple token_ranges(const Array<std::int64_t>& sample_ids) const {
+    // Shard, begin and end of every range of tokens that samples need.
+    std::tuple<Numbers64, Numbers64, Numbers64> token_ranges(
+        const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::vector<std::int64_t> shard, begin, end;
         unlocked([&] {
@@ -346,8 +341,7 @@ class Gatherer {
                 end.push_back(range.end);
             }
         });
-        return py::make_tuple(to_numpy(std::move(shard)), to_numpy(std::move(begin)),
-                              to_numpy(std::move(end)));
+        return {to_numpy(std::move(shard)), to_numpy(std::move(begin)), to_numpy(std::move(end))};
     }
 
     // Also of what is opened from now on.
@@ -371,28 +365,30 @@ class Gatherer {
 void register_gather(py::module_& m) {
     m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
     py::class_<MemoryPool>(m, "MemoryPool")
-        .def(py::init<const py::object&>(), py::arg("max_blocks"))
+        .def(py::init<std::int64_t>(), py::arg("max_blocks"))
         .def("take", &MemoryPool::take, py::arg("num_bytes"));
     py::class_<Fim, std::shared_ptr<Fim>>(m, "Fim").def(
         py::init(&make_fim), py::kw_only(), py::arg("prefix"), py::arg("suffix"), py::arg("middle"),
         py::arg("end") = -1, py::arg("eod") = -1, py::arg("spm_rate"),
         py::arg("tables") = py::none());
     py::class_<HeldView>(m, "StepView")
-        .def(py::init<const py::object&, std::optional<Array<float>>,
-                      std::optional<Array<std::int64_t>>, std::optional<Array<double>>,
-                      const py::object&>(),
+        .def(py::init<std::int64_t, const std::optional<Array<float>>&,
+                      const std::optional<Array<std::int64_t>>&,
+                      const std::optional<Array<double>>&, std::uint64_t>(),
              py::arg("num_lists"), py::arg("loss_weight").noconvert(),
              py::arg("epochs").noconvert(), py::arg("fim_rates").noconvert(), py::arg("seed"));
     py::class_<BatchShape>(m, "BatchShape")
-        .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
-                      const py::object&>(),
+        .def(py::init([](std::int64_t num_rows, std::int64_t row_tokens, std::int64_t capacity,
+                         bool per_row, std::int64_t num_cu_seqlens) {
+                 return BatchShape{{num_rows, row_tokens, capacity}, per_row, num_cu_seqlens};
+             }),
              py::arg("num_rows"), py::arg("row_tokens"), py::arg("capacity"), py::arg("per_row"),
              py::arg("num_cu_seqlens"));
     py::class_<Gatherer>(m, "Gatherer")
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
-                      const Array<std::int64_t>&, const Array<std::int64_t>&, const py::object&,
-                      const py::object&, const py::object&, const py::object&, const py::object&,
-                      const py::object&, std::shared_ptr<Fim>>(),
+                      const Array<std::int64_t>&, const Array<std::int64_t>&, const std::string&,
+                      const std::string&, const std::string&, const std::string&, std::int64_t,
+                      std::int64_t, std::shared_ptr<Fim>>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
              py::arg("positions"), py::arg("attention"), py::arg("label_boundary"), py::arg("loss"),

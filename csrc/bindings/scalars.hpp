@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -31,27 +30,6 @@ inline std::string file_name(const py::str& name) {
         PyUnicode_AsEncodedString(name.ptr(), "utf-8", "backslashreplace"));
     if (!utf8) throw py::error_already_set();
     return utf8;
-}
-
-// The same of scalars that a binding takes as py::object, with a range.
-inline std::int64_t integer(const py::object& value, const char* name,
-                            std::int64_t low = std::numeric_limits<std::int64_t>::min(),
-                            std::int64_t high = std::numeric_limits<std::int64_t>::max()) {
-    const auto number = value.cast<std::int64_t>();
-    check(number >= low && number <= high, name, " is ", number, "; it must be from ", low, " to ",
-          high);
-    return number;
-}
-inline std::uint64_t word(const py::object& value, const char* /*name*/) {
-    return value.cast<std::uint64_t>();
-}
-inline bool flag(const py::object& value, const char* /*name*/) {
-    return value.cast<bool>();
-}
-template <typename T>
-T choice(const py::object& value, const char* name,
-         std::initializer_list<std::pair<const char*, T>> known) {
-    return choice<T>(value.cast<std::string>(), name, known);
 }
 
 }  // namespace megapack

@@ -51,6 +51,7 @@ from megapack.errors import ConfigError
 from megapack.packing.sample_index import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import LabelDocuments
+from megapack.units import checked_integer
 
 Ids = NDArray[np.int64]
 
@@ -118,6 +119,8 @@ class PackedDataset(Dataset[Batch]):
                 "positions: document starts anew where attention: group goes on; choose segment "
                 "(from the begin of what attends to itself) or sample"
             )
+        checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
+        checked_integer("alignment", alignment, 1, (1 << 31) - 1)
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,

@@ -23,6 +23,7 @@ from megapack.packing.groups import Units, check_groups, groups_checksum, joined
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
+from megapack.units import checked_integer
 
 # ---- Room for segments that begin at multiples of a number, as context parallelism needs them, and
 # for the sentinels of fill-in-the-middle
@@ -172,7 +173,7 @@ def check_packing(
     chosen = find_strategy(strategy)
     capacities = _check_buckets(buckets, chosen)
     resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
-    alignment = _integer("alignment", alignment, 1, MAX_CAPACITY)
+    alignment = checked_integer("alignment", alignment, 1, MAX_CAPACITY)
     # What documents are cut at; elsewhere than at multiples nothing may be cut.
     cuts = [("bucket", capacity) for capacity in capacities]
     cuts += [(name, resolved.get(name) or 0) for name in ("atom_size", "min_bucket")]
@@ -181,7 +182,7 @@ def check_packing(
             raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
-    if _integer("fim_room", fim_room, 0, capacities[-1]):
+    if checked_integer("fim_room", fim_room, 0, capacities[-1]):
         resolved["fim_room"] = int(fim_room)
     share: Any = match_repetition
     if not isinstance(share, numbers.Real) or not 0 < match_repetition <= 1:
@@ -258,8 +259,8 @@ def pack(
         preset=preset,
         parameters=parameters,
     )
-    seed = _integer("seed", seed, 0, (1 << 64) - 1)
-    threads = _integer("threads", threads, 1, MAX_THREADS)
+    seed = checked_integer("seed", seed, 0, (1 << 64) - 1)
+    threads = checked_integer("threads", threads, 1, MAX_THREADS)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
     ids = None if groups is None else check_groups(groups, len(documents))
     # The array may be the caller's, who may change it later: these totals are all that is kept.
@@ -333,20 +334,13 @@ def _count_with_room(arrays: Mapping[str, Any], lengths: Lengths, with_room: Len
     return len(np.unique(documents[whole]))
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    """A Python or numpy integer in range; no bool, no float that happens to be whole."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
-        raise ConfigError(f"{name} is {value!r}; it must be an integer")
-    if not low <= int(value) <= high:
-        raise ConfigError(f"{name} is {int(value):,}; it must be from {low} to {high:,}")
-    return int(value)
-
-
 def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int]:
     given = list(buckets) if isinstance(buckets, Iterable) else [buckets]
     if not given:
         raise ConfigError("buckets is empty; give at least one capacity in tokens")
-    capacities = sorted({_integer("bucket", capacity, 1, MAX_CAPACITY) for capacity in given})
+    capacities = sorted(
+        {checked_integer("bucket", capacity, 1, MAX_CAPACITY) for capacity in given}
+    )
     if len(capacities) != len(given):
         raise ConfigError(f"buckets {given} names a capacity twice")
     if len(capacities) > 1 and not strategy.many_buckets:

@@ -25,7 +25,6 @@ one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` 
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -34,6 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.units import checked_integer
 
 __all__ = ["CriticalPath", "StepPlan", "plan_step"]
 
@@ -298,10 +298,7 @@ def plan_step(
         "micro_batch_multiple": micro_batch_multiple,
     }
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ValueError(f"{name} is {value!r}; it must be an integer")
-        if abs(int(value)) >= 1 << 62:
-            raise ValueError(f"{name} is {value}; it must be below 2^62")
+        checked_integer(name, value, -(1 << 62), 1 << 62)  # the core knows the limits
     if not abs(linear_cost_tokens) < 1 << 62:
         raise ValueError(
             f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"

@@ -22,7 +22,8 @@ struct Cut {
 };
 
 std::uint64_t number_of(const Shard& shard, const Segment& segment) {
-    return static_cast<std::uint64_t>(shard.first_document + segment.document);
+    return static_cast<std::uint64_t>(shard.first_document) +
+           static_cast<std::uint64_t>(segment.document);
 }
 
 std::int64_t token_at(const Shard& shard, std::int64_t at) {
