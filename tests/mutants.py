@@ -304,16 +304,16 @@ minus_zero: a weight of -0.0 keeps its sign
 
 megapack/packing/groups.py: tests/packing/test_packing_documents.py
 group_border: a group that is cut leaves out the document that would just fill the bucket
-- np.searchsorted(ends[low:high], room, side="right")
-+ np.searchsorted(ends[low:high], room, side="left")
+- np.searchsorted(ends[low:high], limit, side="right")
++ np.searchsorted(ends[low:high], limit, side="left")
 group_joined: groups that stand behind each other in a sample are one
 - (np.diff(group, prepend=-1) == 0) & (group >= 0)
 + (np.diff(group, prepend=-1) < 100) & (group >= 0)
 
 megapack/packing/pack.py: tests/packing/test_packing_alignment.py
 fim_room_cut: a document has no room that nevertheless is transformed
-- most = own - (full > own)
-+ most = own
+- before_room = true_length - (full_length > true_length)
++ before_room = true_length
 
 csrc/core/gather/plan.cpp: gather
 group_attention: all documents of a sample see each other
@@ -564,8 +564,8 @@ window: documents are planned before as many wait as were asked for
 - if self._num_complete < self._window:
 + if self._num_complete < self._window // 2:
 kept_documents: of documents that wait, some are given twice
-- left = np.delete(np.arange(len(self._ids)), documents).tolist()
-+ left = np.delete(np.arange(len(self._ids)), documents[1:]).tolist()
+- remaining = np.delete(np.arange(len(self._ids)), documents).tolist()
++ remaining = np.delete(np.arange(len(self._ids)), documents[1:]).tolist()
 implied_costs: caps hold attention alone where no costs are given
 - products = whole * (round(self._options["linear_cost_tokens"]) + whole)
 + products = whole * whole

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from megapack.data.arrange import arrange, plan_arrangement  # noqa: PLC0415 (needs torch)
 
     if not is_shard_manifest(args.source):
-        raise ConfigError(f"{args.source} is no shard manifest: `pack --output NAME.shards.json`")
+        raise ConfigError(f"{args.source} is not a shard manifest (pack --output NAME.shards.json)")
     arranger = plan_arrangement(
         args.source,
         str(local_file(args.output, "--output")),

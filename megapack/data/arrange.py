@@ -38,11 +38,12 @@ from megapack.errors import ConfigError
 from megapack.executors import Counted, Report, run_shards
 from megapack.packing import SampleIndex
 from megapack.packing.metrics import DocumentTotals
-from megapack.packing.sample_index import Arranged, describe_source
+from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import (
     PLAN,
     SUFFIX,
+    Arranged,
     PackedShard,
     ShardedIndex,
     load_shards,

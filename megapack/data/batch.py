@@ -27,7 +27,7 @@ from megapack import _core
 from megapack.config import check_positive, whole_numbers
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]

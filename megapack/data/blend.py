@@ -43,8 +43,7 @@ from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
 from megapack.data.steps import Loss
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
-from megapack.packing.sharded import is_shard_manifest, load_index
+from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.address import path_in
 
 

@@ -30,7 +30,7 @@ from megapack import _core
 from megapack.data.sample_order import BlockOrder, Epochs, Move, ScoreOrder
 from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 
 Ids = NDArray[np.int64]
 Place: TypeAlias = tuple[int, int]  # number of the source, capacity

@@ -48,7 +48,7 @@ from megapack.data.sources import (
 )
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import LabelDocuments
 from megapack.units import checked_integer

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
-from megapack.packing.sample_index import SourceIndex
-from megapack.packing.sharded import ShardedIndex, load_index
+from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.dataset import (

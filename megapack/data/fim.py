@@ -38,7 +38,7 @@ from megapack import _core
 from megapack.config import check_range
 from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 from megapack.storage.address import path_in
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
 from megapack.data.steps import Attention, Loss, ScheduleConfig, StepConfig, check_group
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
-from megapack.packing.sharded import is_shard_manifest
+from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.records import read_record
 from megapack.storage.address import is_remote
 from megapack.storage.files import atomic_write

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
-from megapack.packing.sample_index import Arranged, SourceIndex
+from megapack.packing.sharded import Arranged, SourceIndex
 from megapack.storage.tokens import open_npy
 
 Ids = NDArray[np.int64]

@@ -58,7 +58,7 @@ from megapack.data.sources import HasSamples, SampleSource, Shards
 from megapack.data.stage_settings import Program, StageSettings, spans, tokens_before
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ConfigError
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)

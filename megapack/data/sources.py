@@ -33,7 +33,7 @@ from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]

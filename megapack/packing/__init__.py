@@ -1,4 +1,4 @@
-"""Lengths in, SampleIndex out: strategies, the .samples file, metrics. Stands on storage."""
+"""Packing strategies, the ``.samples`` file and its metrics: document lengths in, samples out."""
 
 from megapack.packing.pack import PackingMethod, check_packing, pack
 from megapack.packing.sample_index import SampleIndex, how_it_differs

@@ -3,19 +3,18 @@
 All numbers little-endian::
 
     0   8 bytes   magic "MEGASAMP"
-    8   uint32    version: 2, or 3 of an index with groups of documents, which has another array
+    8   uint32    version: 2; 3 for an index with groups of documents, which has one more array
     12  uint32    0
     16  uint64    size of the header in bytes
     24  uint64    xxh3_64 of the header
-    32  header    JSON, UTF-8: what made the index, counts, metrics, and "arrays": name ->
+    32  header    JSON, UTF-8: packing options, counts, metrics, and "arrays": name ->
                   {dtype, shape, offset, xxh64}; offsets count from the start of the file, xxh64
                   is 16 hexadecimal digits for every 64 KiB of the array
     ..  arrays    each at a multiple of 64 bytes, gaps zero
 
-A reader maps the file and touches only the header and the arrays along the buckets, whose order it
-checks. The others are compared with their checksums block by block, when something of a block is
-read for the first time (``megapack.storage.index_file``); ``SampleIndex.verify`` compares all of
-it.
+Opening a file maps it and checks the header and the two small arrays of the buckets. A block of
+another array is compared with its checksum when it is first read
+(``megapack.storage.index_file``); ``SampleIndex.verify`` compares all blocks.
 """
 
 from __future__ import annotations
@@ -36,10 +35,11 @@ from megapack import __version__
 from megapack.errors import FormatError
 from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.metrics import COUNTS, LISTS, RATIOS
+from megapack.records import parse_json
 from megapack.storage.files import atomic_write
 from megapack.storage.index_file import CheckedArray, map_file
 
-# ---- What a header must hold: checked when the file is opened, relied on later -------------------
+# ---- Checks of the header ------------------------------------------------------------------------
 
 Check = Callable[[Any], bool]
 
@@ -57,7 +57,7 @@ def are_counts(value: Any) -> bool:
 
 
 def find_wrong(values: Any, checks: Mapping[str, Check]) -> str | None:
-    """The first field that is missing or does not pass its check, as half a sentence."""
+    """Return the first field that is missing or fails its check, as the end of a sentence."""
     for name, check in checks.items():
         if not isinstance(values, Mapping) or name not in values:
             return f"has no {name}"
@@ -110,19 +110,22 @@ METRICS: dict[str, Check] = {
 
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """The fault of a header, as half a sentence, or None: types first, then its counts
-    beside each other and beside the arrays (only the small ones are read)."""
+    """Return the fault of a header, as the end of a sentence, or None.
+
+    Checks types, then that counts agree with each other and with the small arrays.
+    """
     wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], METRICS)
     if wrong is not None:
         return f"its header {wrong}"
     metrics = header["metrics"]
     samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
+    num_buckets = len(samples)
     placed = metrics["placed_tokens"]
     expected = {
         "num_samples": sum(samples),
         "num_segments": len(arrays["segment_length"]),
         "samples_per_bucket": samples,
-        "tokens_per_bucket": (metrics["tokens_per_bucket"] + [0] * len(samples))[: len(samples)],
+        "tokens_per_bucket": (metrics["tokens_per_bucket"] + [0] * num_buckets)[:num_buckets],
         "placed_tokens": sum(metrics["tokens_per_bucket"]),
         "num_tokens": placed - metrics["repeated_tokens"] + metrics["dropped_tokens"],
         **{name: header[name] for name in ("num_documents", "dropped_tokens", "repeated_tokens")},
@@ -140,7 +143,7 @@ VERSION_OF_GROUPS = 3
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
 
-# name -> dtypes it may have
+# name -> dtypes that the array may have
 ARRAYS: dict[str, tuple[str, ...]] = {
     "bucket_capacity": ("<i8",),
     "bucket_sample_offsets": ("<i8",),
@@ -149,10 +152,7 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "segment_begin": ("<i4", "<i8"),
     "segment_length": ("<i4",),
 }
-
-# What an index with groups has beside them.
-ARRAYS_OF_GROUPS: dict[str, tuple[str, ...]] = {"segment_joined": ("|u1",)}
-
+ARRAYS_OF_GROUPS: dict[str, tuple[str, ...]] = {"segment_joined": ("|u1",)}  # of version 3
 SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
 _SEGMENT_ARRAYS = ("segment_document", "segment_begin", "segment_length", "segment_joined")
 _LONGEST = (1 << 31) - 1  # tokens of a sample
@@ -164,11 +164,7 @@ def write(
     arrays: Mapping[str, NDArray[Any]],
     checksums: Mapping[str, str],
 ) -> None:
-    """Write a file; the arrays go from their memory to the disk without a copy.
-
-    Args:
-        checksums: ``block_checksums`` of the arrays.
-    """
+    """Write a file, without copying the arrays; ``checksums`` are their ``block_checksums``."""
     table = {
         name: {
             "dtype": array.dtype.newbyteorder("<").str,
@@ -179,14 +175,14 @@ def write(
         for name, array in arrays.items()
     }
     content = {**header, "arrays": table}
-    # The offsets stand in the header, whose size they decide; twenty digits are room for any.
-    room = len(json.dumps(content).encode()) + 20 * (len(table) + 1)
-    end = _PREAMBLE.size + room
+    # The header contains the offsets, and they depend on its size: reserve 20 digits for each.
+    header_size = len(json.dumps(content).encode()) + 20 * (len(table) + 1)
+    end = _PREAMBLE.size + header_size
     for name, array in arrays.items():
         table[name]["offset"] = end = -(-end // ALIGNMENT) * ALIGNMENT
         end += array.nbytes
     content["file_size"] = end
-    encoded = json.dumps(content).encode().ljust(room)
+    encoded = json.dumps(content).encode().ljust(header_size)
     with atomic_write(path) as file:
         digest = xxhash.xxh3_64_intdigest(encoded)
         version = VERSION_OF_GROUPS if set(ARRAYS_OF_GROUPS) <= set(arrays) else VERSION
@@ -198,19 +194,18 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Header and memory-mapped arrays; header and small arrays are sound, the large ones are
-    ``CheckedArray``s, not read yet.
+    """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``.
 
     Raises:
         FormatError: not a ``.samples`` file, truncated, damaged, or of another version.
         OSError: the file cannot be opened.
     """
     if path.exists() and not path.is_file():
-        raise FormatError(f"{path} is no regular file, so it is not a .samples file")
+        raise FormatError(f"{path} is not a regular file, so it is not a .samples file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(path, file, size)
-        # From the descriptor that was read: the name may belong to another file by now.
+        # Map the open file: another file may have taken its name meanwhile.
         mapped = map_file(file)
     table = header.pop("arrays", None)
     expected = ARRAYS if header["groups"] is None else {**ARRAYS, **ARRAYS_OF_GROUPS}
@@ -247,16 +242,15 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     encoded = file.read(header_size)
     if xxhash.xxh3_64_intdigest(encoded) != digest:
         raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
-    try:
-        header: dict[str, Any] = json.loads(encoded)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged: its header is not JSON ({error})") from error
-    promised = header.get("file_size") if isinstance(header, dict) else None
-    if type(promised) is not int:
-        raise FormatError(f"{path} is damaged: its header names no file_size")
-    if promised != size:
-        kind = "truncated" if size < promised else "damaged"
-        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {promised}")
+    header: dict[str, Any] = parse_json(
+        encoded, f"{path}: the header", remedy="pack the dataset again"
+    )
+    expected_size = header.get("file_size") if isinstance(header, dict) else None
+    if type(expected_size) is not int:
+        raise FormatError(f"{path} is damaged: its header has no file_size")
+    if expected_size != size:
+        kind = "truncated" if size < expected_size else "damaged"
+        raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {expected_size}")
     if (version == VERSION_OF_GROUPS) != (header.setdefault("groups", None) is not None):
         raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
     return header
@@ -266,7 +260,7 @@ def _map(
     path: Path, mapped: NDArray[np.uint8], table: Any, expected: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
-    free = _PREAMBLE.size  # the arrays follow each other in this order
+    previous_end = _PREAMBLE.size  # arrays are in this order and do not overlap
     for name, dtypes in expected.items():
         match table.get(name) if isinstance(table, dict) else None:
             case {
@@ -282,10 +276,10 @@ def _map(
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(kind)
         end = begin + count * dtype.itemsize
-        if count < 0 or begin < free or begin % ALIGNMENT or end > len(mapped):
+        if count < 0 or begin < previous_end or begin % ALIGNMENT or end > len(mapped):
             raise FormatError(
-                f"{path}: array {name} lies at {begin} to {end}, outside of the file or of its "
-                "place in it"
+                f"{path} is damaged: array {name} has bytes {begin} to {end}, outside the file, "
+                f"unaligned, or overlapping another array; pack the dataset again"
             )
         arrays[name] = CheckedArray.of(
             mapped[begin:end].view(dtype),
@@ -293,12 +287,12 @@ def _map(
             name=f"{path}: array {name}",
             remedy="pack the dataset again",
         )
-        free = end
+        previous_end = end
     return arrays
 
 
 def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Check what later code relies on without looking: order, and where arrays end."""
+    """Check what later code does not check again: order of offsets and lengths of arrays."""
     capacities, samples, segments = (arrays[name] for name in list(ARRAYS)[:3])
     fits = (
         len(samples) == len(capacities) + 1 > 1
@@ -308,17 +302,18 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     )
     if not fits:
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
-        raise FormatError(f"{path}: its arrays do not belong together ({sizes})")
+        raise FormatError(f"{path} is damaged: the sizes of its arrays do not match ({sizes})")
     if capacities[0] < 1 or (capacities[1:] <= capacities[:-1]).any() or capacities[-1] > _LONGEST:
         raise FormatError(
-            f"{path}: bucket_capacity is {_listed(capacities)}; capacities ascend from 1"
+            f"{path}: bucket_capacity is {_listed(capacities)}; capacities must ascend from 1"
         )
     if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
         raise FormatError(
-            f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets never descend from 0"
+            f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets start at 0 and must "
+            "not descend"
         )
     if segments[0] != 0:
-        raise FormatError(f"{path}: sample_segment_offsets begins with {segments[0]}, not with 0")
+        raise FormatError(f"{path}: sample_segment_offsets starts with {segments[0]}, not 0")
 
 
 def _listed(numbers: NDArray[Any]) -> str:

@@ -1,6 +1,6 @@
-"""What a packing is worth: the metrics of BucketLLM section 3, made exact, and a few more.
+"""Metrics of a packing: those of BucketLLM section 3, exact, and a few more.
 
-All are counted from the arrays of an index and the totals of its documents, so they mean the same
+All are computed from the arrays of an index and the totals of its documents, so they mean the same
 for every strategy. Ratios are fractions, not percent.
 
     pack([5, 3, 9, 2], "bucket", buckets=[4, 8]).metrics()
@@ -53,12 +53,12 @@ RATIOS = (
 
 
 def array_checksum(array: NDArray[Any]) -> str:
-    """xxh3_64 of an array's bytes, as 16 hex digits."""
+    """Return xxh3_64 of an array's bytes as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data)
 
 
 def lengths_fingerprint(lengths: NDArray[Any]) -> str:
-    """Identity of document lengths, whatever integer type they are held in."""
+    """Return the checksum of document lengths; it does not depend on their integer type."""
     wide = lengths.dtype.itemsize > 4 and len(lengths) and int(lengths.max()) > (1 << 31) - 1
     return array_checksum(np.ascontiguousarray(lengths, dtype="<i8" if wide else "<i4"))
 
@@ -68,14 +68,13 @@ class DocumentTotals:
     """Totals of the documents that an index was packed from.
 
     Attributes:
-        num_documents, num_empty: all of them, and those without a token.
-        num_longer: those longer than the largest bucket.
-        num_tokens: of all documents.
-        num_whole: those that are one segment from end to end; None: all but the empty ones and
-            those that have a segment behind their first, which holds unless tokens were dropped.
-        lengths_fingerprint: identity of their lengths.
-        num_with_fim_room: those that are one segment and have the room of ``fim_room``; None: it
-            is 0.
+        num_documents, num_empty: all documents; documents without tokens.
+        num_longer: documents longer than the largest bucket.
+        num_tokens: tokens of all documents.
+        num_whole: documents that are one segment from first to last token. None: no tokens were
+            dropped, so these are the nonempty documents that have a single segment.
+        lengths_fingerprint: ``lengths_fingerprint`` of the documents.
+        num_with_fim_room: documents of one segment that have ``fim_room``; None: it is 0.
     """
 
     num_documents: int
@@ -88,8 +87,10 @@ class DocumentTotals:
 
     @classmethod
     def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
-        """Totals of lengths (num_documents,) that the core has checked and compared with the
-        capacity of the largest bucket; ``num_whole`` is left open.
+        """Return the totals of ``lengths`` (num_documents,), without ``num_whole``.
+
+        Args:
+            checked: the same lengths, checked by the core against the largest bucket's capacity.
         """
         return cls(
             num_documents=len(lengths),
@@ -109,35 +110,35 @@ def compute_metrics(
     dropped_tokens: int,
     repeated_tokens: int,
 ) -> dict[str, Any]:
-    """Metrics of an index.
+    """Return the metrics of an index, as JSON values.
 
     Args:
         bucket_capacity: int64 (num_buckets,), tokens.
         segment_arrays: ``SampleIndex.segment_arrays()``.
-        documents: of the documents it was packed from.
+        documents: totals of the documents that were packed.
         dropped_tokens, repeated_tokens: as the strategy counted them.
 
     Returns:
-        dict of JSON values. Counts: num_documents, num_empty_documents, num_tokens, num_samples,
-        num_segments, num_truncated_documents (cut into several segments, or losing tokens; each
-        once), num_documents_longer_than_largest_bucket. Tokens: placed_tokens, padding_tokens,
-        dropped_tokens, repeated_tokens; tokens_per_bucket (placed) and samples_per_bucket are
-        lists along ``bucket_capacity``. Ratios, empty documents left out: padding_ratio (padding /
+        Counts: num_documents, num_empty_documents, num_tokens, num_samples, num_segments,
+        num_truncated_documents (cut into several segments, or losing tokens; each counted once),
+        num_documents_longer_than_largest_bucket. Tokens: placed_tokens, padding_tokens,
+        dropped_tokens, repeated_tokens. Lists along ``bucket_capacity``: tokens_per_bucket
+        (placed) and samples_per_bucket. Ratios, without empty documents: padding_ratio (padding /
         samples x capacity), truncation_ratio (truncated / documents) and truncation_floor (its
-        lower bound: documents that no bucket holds / documents), concatenation_ratio (documents /
-        samples), utilization (1 - padding_ratio), dropped_ratio and repeated_ratio (of
-        num_tokens), segments_per_sample, cross_document_share (of the token pairs of a sample,
-        those in two different segments). attention_cost: sum of segment length squared;
-        attention_cost_sample: sum of capacity squared, what attention across documents costs.
+        lower bound: documents longer than every bucket / documents), concatenation_ratio
+        (documents / samples), utilization (1 - padding_ratio), dropped_ratio and repeated_ratio
+        (of num_tokens), segments_per_sample, cross_document_share (share of the token pairs of a
+        sample that lie in two different segments). attention_cost: sum of segment length squared;
+        attention_cost_sample: sum of capacity squared, the cost of attention across documents.
     """
     bucket_sample_offsets, sample_segment_offsets = segment_arrays[:2]
     counted = _core.measure_samples(*segment_arrays, documents.num_documents)
     capacities = bucket_capacity.tolist()
     samples = np.diff(bucket_sample_offsets).tolist()
     num_samples, num_segments = len(sample_segment_offsets) - 1, len(segment_arrays[2])
-    slots = sum(c * n for c, n in zip(capacities, samples, strict=True))
+    positions = sum(c * n for c, n in zip(capacities, samples, strict=True))
     placed = sum(counted["tokens_per_bucket"])
-    # The law that every token is accounted for; a strategy that breaks it has a bug.
+    # Every token is accounted for; otherwise the strategy has a bug.
     assert documents.num_tokens == placed - repeated_tokens + dropped_tokens, (
         f"{documents.num_tokens} tokens != {placed} placed - {repeated_tokens} repeated "
         f"+ {dropped_tokens} dropped"
@@ -155,16 +156,16 @@ def compute_metrics(
         "num_truncated_documents": truncated,
         "num_documents_longer_than_largest_bucket": documents.num_longer,
         "placed_tokens": placed,
-        "padding_tokens": slots - placed,
+        "padding_tokens": positions - placed,
         "dropped_tokens": dropped_tokens,
         "repeated_tokens": repeated_tokens,
         "tokens_per_bucket": counted["tokens_per_bucket"],
         "samples_per_bucket": samples,
-        "padding_ratio": _ratio(slots - placed, slots),
+        "padding_ratio": _ratio(positions - placed, positions),
         "truncation_ratio": _ratio(truncated, num_filled),
         "truncation_floor": _ratio(documents.num_longer, num_filled),
         "concatenation_ratio": _ratio(num_filled, num_samples),
-        "utilization": _ratio(placed, slots),
+        "utilization": _ratio(placed, positions),
         "dropped_ratio": _ratio(dropped_tokens, documents.num_tokens),
         "repeated_ratio": _ratio(repeated_tokens, documents.num_tokens),
         "segments_per_sample": _ratio(num_segments, num_samples),

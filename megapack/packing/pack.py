@@ -1,6 +1,6 @@
-"""``pack``: document lengths in, SampleIndex out.
+"""``pack``: document lengths in, SampleIndex out; ``check_packing`` only checks the options.
 
-Four documents in buckets of 4 and 8 tokens, of which the third is longer than both::
+Four documents in buckets of 4 and 8 tokens; the third is longer than both buckets::
 
     index = pack([5, 3, 9, 2], "bucket", buckets=[4, 8])
     index.bucket_capacity, index.bucket_sample_offsets    # -> [4, 8], [0, 1, 3]
@@ -25,27 +25,16 @@ from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
 from megapack.units import checked_integer
 
-# ---- Room for segments that begin at multiples of a number, as context parallelism needs them, and
-# for the sentinels of fill-in-the-middle
-# A strategy is given every document length with room for sentinels, rounded up to the alignment,
-# and afterwards the segments their true lengths. Capacities are multiples, so strategies cut at
-# multiples only (the windows of `seamless` begin anywhere, but each is a sample by itself): a
-# document ends inside of its last segment, every other one is full, and a sample whose rounded
-# segments fit holds them with each at a multiple of the alignment. What lies between two of them is
-# padding like any other.
-# A document's room stands before its last token: 10 tokens with room for 3 are nine, room, and one
-# behind it. So if a strategy cuts the room, the document is cut, and one that is not has its room.
-
 _INT32_MAX = (1 << 31) - 1
 
 
 def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np.bool_]:
-    """Which documents a proxy run keeps that sees ``share`` of the tokens of the run it stands for.
+    """Choose the documents of a small proxy run that sees ``share`` of the real run's tokens.
 
-    With every source cut down like that, the proxy repeats each as often as the run will: mixtures
-    found by proxies carry over only then (arXiv 2606.07597). A document is kept if its number
-    between 0 and 1, a pure function of (seed, document), is below ``share``: so all that a smaller
-    share keeps, a larger one keeps, too, and documents that come later change nothing.
+    If every source is reduced like this, the proxy repeats each source as often as the real run;
+    only then do mixtures found with proxies transfer (arXiv 2606.07597). A document is kept if its
+    random number, a pure function of (seed, document), is below ``share``. So a larger share keeps
+    everything that a smaller one keeps, and appended documents change nothing.
 
         matched_documents(10, 0.3, 0)     # -> document 7
         matched_documents(10, 0.6, 0)     # -> documents 0, 2, 3, 5, 6, 7, 9
@@ -58,36 +47,44 @@ def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np
     return kept
 
 
+# ---- Alignment (for context parallelism) and room for fill-in-the-middle sentinels ---------------
+# The strategy gets each length plus the room, rounded up to the alignment. Afterwards segments are
+# cut back to the true lengths. Capacities are multiples of the alignment, so strategies cut only at
+# multiples (windows of `seamless` begin anywhere, but each is a sample of one segment). So every
+# segment can begin at a multiple, and the gaps between segments are ordinary padding.
+# The room lies before the document's last token: 10 tokens with room for 3 are 9 tokens, room, and
+# 1 token. If a strategy cuts inside the room, it cuts the document; an uncut document has its room.
+
+
 def with_fim_room(lengths: Lengths, room: int, capacity: int) -> Lengths:
-    """Lengths of documents with ``room`` tokens more, where the largest bucket's capacity allows
-    it and there is something to move, which are two tokens."""
+    """Add ``room`` to lengths above 1 that then do not exceed ``capacity``."""
     return np.where((lengths > 1) & (lengths <= capacity - room), lengths + room, lengths)
 
 
 def with_true_lengths(
     arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths
 ) -> dict[str, Any]:
-    """The samples that a strategy made of lengths with room and rounded, with segments cut to the
-    true lengths; those that lay wholly in the room vanish.
+    """Cut segments to the true lengths; remove segments that lie entirely in the room.
 
     Args:
-        arrays: of a strategy, or of ``Units.expand``.
-        lengths: the documents' own.
-        with_room: of ``with_fim_room``; the same where there is none.
+        arrays: samples that a strategy made from rounded ``with_room``.
+        lengths: (num_documents,) true lengths.
+        with_room: (num_documents,) lengths with room, from ``with_fim_room``.
     """
     documents = arrays["segment_document"]
-    own, full = lengths[documents], with_room[documents]
-    most = own - (full > own)  # in front of the last token, if there is room before it
+    true_length, full_length = lengths[documents], with_room[documents]
+    # Tokens before the room: all but the last one, if the document has room.
+    before_room = true_length - (full_length > true_length)
     begin = arrays["segment_begin"]
     end = begin + arrays["segment_length"]
-    end = np.where(end >= full, own, np.minimum(end, most))
-    begin = np.minimum(begin, most).astype(begin.dtype)
+    end = np.where(end >= full_length, true_length, np.minimum(end, before_room))
+    begin = np.minimum(begin, before_room).astype(begin.dtype)
     length = (end - begin).astype(np.int32)
     if not length.all():
         kept = length > 0
         arrays = _without_segments(arrays, kept)
         documents, begin, length = documents[kept], begin[kept], length[kept]
-    # Dropped and repeated tokens were counted with the roundings.
+    # The strategy counted dropped and repeated tokens with rounding: count them again.
     repeated = _repeated_tokens(documents, begin, length) if arrays["repeated_tokens"] else 0
     placed = int(length.sum(dtype=np.int64))
     return {
@@ -101,7 +98,7 @@ def with_true_lengths(
 
 
 def _without_segments(arrays: Mapping[str, Any], kept: NDArray[np.bool_]) -> dict[str, Any]:
-    """Without some segments, and without samples that had no other."""
+    """Remove the segments that are not kept, and samples without any left."""
     offsets = np.append(0, np.cumsum(kept))[arrays["sample_segment_offsets"]]
     filled = np.diff(offsets) > 0
     buckets = np.append(0, np.cumsum(filled))[arrays["bucket_sample_offsets"]]
@@ -113,31 +110,32 @@ def _without_segments(arrays: Mapping[str, Any], kept: NDArray[np.bool_]) -> dic
 
 
 def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int32]) -> int:
-    """How many tokens are in more than one segment, each counted once for every time but one."""
+    """Count repetitions: a token in k segments counts k - 1 times."""
     order = np.lexsort((begin, documents))
     begins, ends = begin[order].astype(np.int64), (begin + length)[order].astype(np.int64)
-    same = np.concatenate([[False], np.diff(documents[order]) == 0])
-    # How far the segments before reach, counted in a place of its own for every document.
-    base = np.cumsum(~same) * (ends.max(initial=0) + 1)
-    reached = np.roll(np.maximum.accumulate(base + ends), 1) - base
-    return int(np.where(same, np.minimum(ends, reached) - begins, 0).clip(0).sum())
+    same_document = np.concatenate([[False], np.diff(documents[order]) == 0])
+    # Largest end of the earlier segments of the same document: a running maximum, in which every
+    # document has a range of numbers above all earlier documents.
+    base = np.cumsum(~same_document) * (ends.max(initial=0) + 1)
+    earlier_end = np.roll(np.maximum.accumulate(base + ends), 1) - base
+    overlap = np.minimum(ends, earlier_end) - begins
+    return int(np.where(same_document, overlap, 0).clip(0).sum())
 
 
-# The core's limits. A histogram of 8 bytes per token of the largest capacity is kept for every pool
-# in work.
+# Limits of the core. Each pool in progress has a histogram of 8 bytes per token of capacity.
 MAX_CAPACITY = 1 << 24
 MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingMethod:
-    """How to pack, checked: everything of a packing but its documents and its seed.
+    """Checked options of a packing, without documents and seed.
 
     Attributes:
-        strategy: of ``STRATEGIES``.
+        strategy: entry of ``STRATEGIES``.
         buckets: capacities in tokens, ascending.
-        parameters: all of the strategy's, as an index keeps them; ``alignment`` if it is above 1,
-            ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if there are some.
+        parameters: all parameters of the strategy, as the index records them; also ``alignment``
+            above 1, ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
     """
 
     strategy: Strategy
@@ -164,8 +162,7 @@ def check_packing(
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
-    """Refuse what ``pack`` refuses, before any document is looked at; the arguments are its own,
-    ``groups`` whether there are some.
+    """Check the options of ``pack`` without documents; ``groups``: documents have groups.
 
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
@@ -174,12 +171,12 @@ def check_packing(
     capacities = _check_buckets(buckets, chosen)
     resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
     alignment = checked_integer("alignment", alignment, 1, MAX_CAPACITY)
-    # What documents are cut at; elsewhere than at multiples nothing may be cut.
+    # Strategies cut documents at multiples of these sizes, so alignment must divide them.
     cuts = [("bucket", capacity) for capacity in capacities]
     cuts += [(name, resolved.get(name) or 0) for name in ("atom_size", "min_bucket")]
     for name, tokens in cuts:
         if tokens % alignment:
-            raise ConfigError(f"{name} {tokens:,} is no multiple of the alignment {alignment:,}")
+            raise ConfigError(f"{name} {tokens:,} is not a multiple of the alignment {alignment:,}")
     if alignment > 1:
         resolved["alignment"] = alignment
     if checked_integer("fim_room", fim_room, 0, capacities[-1]):
@@ -188,7 +185,7 @@ def check_packing(
     if not isinstance(share, numbers.Real) or not 0 < match_repetition <= 1:
         raise ConfigError(
             f"match_repetition is {share!r}; it must be above 0 and at most 1: tokens "
-            "of the proxy run / tokens of the run it stands for"
+            "of the proxy run / tokens of the real run"
         )
     if match_repetition < 1:
         resolved["match_repetition"] = float(match_repetition)
@@ -214,40 +211,34 @@ def pack(
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
 ) -> SampleIndex:
-    """Pack documents into samples.
-
-    A pure function of its arguments: ``threads`` changes the time, never the result.
+    """Pack documents into samples: a pure function of its arguments, except ``threads``.
 
     Args:
-        lengths: (num_documents,) integers, tokens per document, its end-of-document token
-            included. Documents of length 0 give no segment. int32 is taken without a copy; the
-            index keeps nothing of the array.
+        lengths: (num_documents,) integers, tokens per document, including the end-of-document
+            token. Documents of length 0 get no segment. int32 is not copied; the index does not
+            keep the array.
         strategy: a name of ``megapack.packing.STRATEGIES``.
-        buckets: capacities in tokens; one for the strategies of fixed length.
-        seed: every random choice comes from it; 0 to 2**64 - 1.
-        threads: how many threads to use.
-        alignment: samples have room for every segment to begin at a multiple of this (2 x context
-            parallel size), so that ``PackedDataset(alignment=...)`` can place them so. Capacities
-            are multiples of it.
-        fim_room: samples have room for every document that they hold whole to grow by this many
-            tokens, the sentinels of fill-in-the-middle, if it has at least two and that fits the
-            largest bucket; the others have none.
-        match_repetition: only this share of the documents is packed (``matched_documents``); the
-            others give no segment.
-        groups: (num_documents,) integers, the group of every document, negative for those on their
-            own. A group is packed as one document would be, its documents in their order
-            (``megapack.packing.groups``); None: every document is on its own.
-        preset: the parameters of a paper, where the strategy has them (``"paper"``).
+        buckets: capacities in tokens; a single one for strategies of one sample length.
+        seed: seed of all random choices; 0 to 2**64 - 1.
+        threads: number of threads; the result does not depend on it.
+        alignment: leave room for every segment to begin at a multiple of this (2 x context
+            parallel size), for ``PackedDataset(alignment=...)``. Must divide all capacities.
+        fim_room: tokens by which fill-in-the-middle may lengthen a document that is one segment.
+            Documents with less than 2 tokens, or that would exceed the largest bucket, get none.
+        match_repetition: pack only this share of the documents (``matched_documents``).
+        groups: (num_documents,) integers, the group of each document, negative for documents
+            without one. A group is packed like one document (``megapack.packing.groups``).
+        preset: use the parameters of a paper, if the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
-        **parameters: those of the strategy, see its entry in ``STRATEGIES``.
+        **parameters: parameters of the strategy, see its entry in ``STRATEGIES``.
 
     Returns:
         The index, in memory; ``save`` writes it.
 
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-        DataError: lengths that are no integers of one dimension, a negative length, or more than
-            2**62 tokens in all.
+        DataError: lengths are not a one-dimensional array of integers, one is negative, or they
+            sum to more than 2**62 tokens.
     """
     method = check_packing(
         strategy,
@@ -263,18 +254,18 @@ def pack(
     threads = checked_integer("threads", threads, 1, MAX_THREADS)
     documents, checked = _check_lengths(lengths, method.buckets[-1])
     ids = None if groups is None else check_groups(groups, len(documents))
-    # The array may be the caller's, who may change it later: these totals are all that is kept.
+    # Keep only totals: the caller may change the array later.
     totals = DocumentTotals.of(documents, checked)
     decisions: dict[str, str] = {}
     if match_repetition < 1:
         kept = matched_documents(len(documents), match_repetition, seed)
-        documents = documents * kept  # the others have no tokens
+        documents = documents * kept  # documents that are not kept become empty
         checked = _core.DocumentLengths(documents, capacity=method.buckets[-1])
-        whole, identity = totals.num_tokens, totals.lengths_fingerprint
+        all_tokens, identity = totals.num_tokens, totals.lengths_fingerprint
         totals = replace(DocumentTotals.of(documents, checked), lengths_fingerprint=identity)
         decisions["match_repetition"] = (
             f"{int(kept.sum()):,} of {len(kept):,} documents, "
-            f"{100 * totals.num_tokens / max(1, whole):.4g} % of the tokens"
+            f"{100 * totals.num_tokens / max(1, all_tokens):.4g} % of the tokens"
         )
     step, room = method.alignment, method.fim_room
     with_room = rounded = documents
@@ -297,15 +288,15 @@ def pack(
             progress=progress,
         )
     )
-    of_groups: dict[str, Any] | None = None
+    group_facts: dict[str, Any] | None = None
     if units is not None and ids is not None:
         arrays, counts = units.expand(arrays, with_room)
-        of_groups = {**counts, "ids": groups_checksum(ids)}
-    if len(documents) <= _INT32_MAX:  # the core is wide in both if it is wide in one
+        group_facts = {**counts, "ids": groups_checksum(ids)}
+    if len(documents) <= _INT32_MAX:  # the core returns int64 documents if begins need int64
         arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
     if step > 1 or room:
         arrays = with_true_lengths(arrays, documents, with_room)
-    if ids is not None:  # by the documents' own ids: a border between units may lie inside a group
+    if ids is not None:  # compare ids, not units: a long group consists of several units
         arrays["segment_joined"] = joined_segments(
             ids, arrays["sample_segment_offsets"], arrays["segment_document"]
         )
@@ -318,19 +309,19 @@ def pack(
         buckets=method.buckets,
         seed=seed,
         documents=totals,
-        groups=of_groups,
+        groups=group_facts,
     )
-    if index.dropped_tokens:  # its arrays alone do not tell which documents lost tokens
-        whole = _core.whole_documents(*index.segment_arrays(), documents)
-        index = replace(index, documents=replace(totals, num_whole=whole))
+    if index.dropped_tokens:  # which documents lost tokens depends on their lengths, too
+        num_whole = _core.whole_documents(*index.segment_arrays(), documents)
+        index = replace(index, documents=replace(totals, num_whole=num_whole))
     return index
 
 
 def _count_with_room(arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths) -> int:
-    """Documents that are one segment and have room."""
+    """Count documents that are one segment and have room."""
     documents = arrays["segment_document"]
-    own = lengths[documents]
-    whole = (arrays["segment_length"] == own) & (with_room[documents] > own)
+    true_length = lengths[documents]
+    whole = (arrays["segment_length"] == true_length) & (with_room[documents] > true_length)
     return len(np.unique(documents[whole]))
 
 
@@ -342,27 +333,27 @@ def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int
         {checked_integer("bucket", capacity, 1, MAX_CAPACITY) for capacity in given}
     )
     if len(capacities) != len(given):
-        raise ConfigError(f"buckets {given} names a capacity twice")
+        raise ConfigError(f"buckets is {given}; each capacity must be given once")
     if len(capacities) > 1 and not strategy.many_buckets:
         raise ConfigError(
-            f"strategy {strategy.name!r} has samples of one length; buckets is {given}"
+            f"strategy {strategy.name!r} has samples of one length; buckets is {given}: give one"
         )
     return capacities
 
 
 def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
-    """The lengths as int32, or int64 where one needs it, and their one check in the core."""
+    """Return the lengths as int32, or int64 if one needs it, and as checked by the core."""
     array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
-            f"lengths is of dtype {array.dtype} and shape {array.shape}; it must be a "
+            f"lengths has dtype {array.dtype} and shape {array.shape}; it must be a "
             "one-dimensional array of integers, tokens per document"
         )
     if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
-    array = np.require(array, requirements=["C", "A"])  # those of an .idx lie at byte 34
+    array = np.require(array, requirements=["C", "A"])  # an .idx has them at byte 34: unaligned
     checked = _core.DocumentLengths(array, capacity=capacity)
     if array.dtype == np.int32:
         return array, checked

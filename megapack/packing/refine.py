@@ -1,18 +1,16 @@
-"""Better samples than the greedy rule finds, for `bucket`: a linear program on the histogram.
+"""``refine``: pack the histogram of lengths with a linear program, for the strategy ``bucket``.
 
-The greedy rule pads where short documents are missing: what stands beside a long document should
-have been chosen earlier, and for many documents at once. That is the cutting stock problem
-(Gilmore and Gomory 1961): lengths are rounded up to a grid, a *pattern* is a multiset of rounded
-lengths that fits in a bucket, and a linear program asks how often to use each pattern so that all
-documents are placed in the fewest tokens of capacity. Patterns are found when the program's prices
-ask for them (column generation; the knapsack is solved for all capacities at once).
+The greedy rule pads when short documents run out: it chooses one sample at a time. Choosing all
+samples together is the cutting stock problem (Gilmore and Gomory 1961). Lengths are rounded up to
+a grid; a *pattern* is a multiset of rounded lengths that fits a bucket; a linear program decides
+how often to use each pattern, so that all documents fit in the least capacity. Column generation
+adds patterns that the program's prices favor (one knapsack solves all capacities).
 
-The program's answer is then carried out with the true lengths: each pattern takes the longest
-documents of its classes and ends with the longest document that fits the space left, so that what
-rounding gave away is mostly won back. What remains is packed again, and in the end greedily.
+Patterns are then filled with true lengths: the longest document of each class, and last the longest
+document that fits the remaining space, which mostly undoes the rounding. The program runs again on
+the remaining documents, and the caller packs what is left after that greedily.
 
-This costs seconds whatever the number of documents, because only the histogram is looked at. It
-needs highspy.
+It takes seconds for any number of documents, since it reads only the histogram; it needs highspy.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from megapack.errors import ConfigError
 GRID_CLASSES = 1024  # lengths are rounded up to 1/1024 of the largest bucket
 ROUNDS = 3
 MAX_ITERATIONS = 40
-LARGEST_GAP = 0.03  # a sample that leaves more of its bucket than this is not worth keeping
-# A sample saved is worth this share of the smallest bucket in padding: the program then prefers
-# several short samples to a long one, and documents are concatenated less.
+LARGEST_GAP = 0.03  # a sample that pads a larger share of its bucket is discarded
+# Each sample earns this share of the smallest bucket: the program then prefers several short
+# samples to one long sample, so fewer documents are concatenated.
 PRICE_OF_A_SAMPLE = 0.1
 
 Counts = NDArray[np.int64]
@@ -43,7 +41,7 @@ Column = tuple[int, Pattern]  # (bucket, pattern)
 
 @dataclass(frozen=True)
 class Refined:
-    """``count`` samples of ``bucket`` with these documents: length -> how many of it."""
+    """``count`` samples of ``bucket``; ``lengths``: length -> number of documents in each."""
 
     bucket: int
     lengths: dict[int, int]
@@ -51,29 +49,29 @@ class Refined:
 
 
 def refine(counts: Counts, buckets: list[int]) -> tuple[list[Refined], Counts]:
-    """Samples for most documents of a histogram.
+    """Pack most documents of a histogram.
 
     Args:
         counts: counts[l] documents of length l, for l below the largest bucket.
         buckets: ascending capacities.
 
     Returns:
-        The samples, and the counts of the documents that they leave.
+        The samples, and the counts of the remaining documents.
 
     Raises:
         ConfigError: highspy is not installed.
     """
     unit = -(-buckets[-1] // GRID_CLASSES)
-    left = _Pool(counts)
+    pool = _Pool(counts)
     samples: list[Refined] = []
     for _ in range(ROUNDS):
         demand = np.zeros(-(-len(counts) // unit) + 1)
-        np.add.at(demand, -(-np.arange(len(counts)) // unit), left.counts)
+        np.add.at(demand, -(-np.arange(len(counts)) // unit), pool.counts)
         if not demand[: buckets[-1] // unit + 1].any():
             break
         program = _Program(demand, buckets, unit)
-        samples += _carry_out(program.solve(), left, buckets, unit)
-    return samples, left.counts
+        samples += _fill_patterns(program.solve(), pool, buckets, unit)
+    return samples, pool.counts
 
 
 def price_of_a_sample(buckets: list[int]) -> float:
@@ -81,16 +79,16 @@ def price_of_a_sample(buckets: list[int]) -> float:
 
 
 class _Program:
-    """minimise sum x_p (capacity_p - price) so that every class is placed, by column generation.
+    """Minimize sum x_p (capacity_p - price) while placing every class, by column generation.
 
-    The solver keeps its basis while patterns are added, so that each solution starts at the last.
+    The solver keeps its basis when patterns are added: each solve starts at the last solution.
     """
 
     def __init__(self, demand: NDArray[np.float64], buckets: list[int], unit: int) -> None:
         self._buckets = buckets
         self._units = [capacity // unit for capacity in buckets]
         self._costs = np.array(buckets) - price_of_a_sample(buckets)
-        # A class that only rounding up makes longer than the largest bucket is not placed.
+        # Leave out a class that exceeds the largest bucket only because it was rounded up.
         self._classes = np.nonzero(demand[: self._units[-1] + 1])[0]
         self._scale = demand.sum() / 1e4  # HiGHS has absolute tolerances
         self._row = np.zeros(self._units[-1] + 1, np.int32)
@@ -106,17 +104,17 @@ class _Program:
         )
 
     def solve(self) -> list[tuple[Column, int]]:
-        """How often to use which pattern."""
+        """Return the patterns to use, and how often."""
         amounts, prices = self._solve_columns()
         for _ in range(MAX_ITERATIONS):
-            if not self._add(self._worth_adding(prices)):
+            if not self._add(self._favorable(prices)):
                 break
             amounts, prices = self._solve_columns()
         used = np.rint(amounts * self._scale).astype(np.int64)
         return [(column, int(n)) for column, n in zip(self._columns, used, strict=True) if n > 0]
 
     def _add(self, columns: Iterable[Column]) -> int:
-        """Give the solver the columns that it has not; returns how many."""
+        """Add new columns to the solver; return their number."""
         new = [c for c in dict.fromkeys(columns) if c not in self._columns]
         self._columns.update(dict.fromkeys(new))
         counts = [Counter(pattern) for _, pattern in new]
@@ -136,14 +134,14 @@ class _Program:
 
     def _solve_columns(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         self._solver.run()
-        answer = self._solver.getSolution()
-        assert answer.value_valid and answer.dual_valid  # every class has a pattern of its own
+        solution = self._solver.getSolution()
+        assert solution.value_valid and solution.dual_valid  # each class alone is a pattern
         prices = np.full(self._units[-1] + 1, -np.inf)
-        prices[self._classes] = np.array(answer.row_dual) * self._buckets[-1]
-        return np.array(answer.col_value), prices
+        prices[self._classes] = np.array(solution.row_dual) * self._buckets[-1]
+        return np.array(solution.col_value), prices
 
-    def _worth_adding(self, prices: NDArray[np.float64]) -> Iterator[Column]:
-        """For every class and bucket the best pattern, if its prices exceed its capacity."""
+    def _favorable(self, prices: NDArray[np.float64]) -> Iterator[Column]:
+        """Yield, for every class and bucket, the best pattern if its prices exceed its cost."""
         best, choice = _knapsack(prices)
         for bucket, room in enumerate(self._units):
             for g in self._classes[self._classes <= room].tolist():
@@ -153,7 +151,7 @@ class _Program:
 
 
 def _solver(demand: NDArray[np.float64]) -> Any:
-    """A linear program of one row per class, >= its demand, and no column yet."""
+    """Return a linear program with a row per class, >= its demand, and no columns."""
     try:
         import highspy  # noqa: PLC0415
     except ImportError as error:
@@ -161,7 +159,7 @@ def _solver(demand: NDArray[np.float64]) -> Any:
             "refine needs highspy; pip install highspy, or pack without refine"
         ) from error
     solver = highspy.Highs()
-    # Primal: the last answer stays feasible when columns come, its prices do not.
+    # Primal simplex (4): new columns keep the last solution feasible, but not its prices.
     options = {"output_flag": False, "solver": "simplex", "simplex_strategy": 4, "parallel": "off"}
     for option, value in options.items():
         solver.setOptionValue(option, value)
@@ -171,7 +169,8 @@ def _solver(demand: NDArray[np.float64]) -> Any:
 
 
 def _knapsack(prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """best[s]: the highest price of documents of at most s units; choice[s]: one of them, or 0."""
+    """Return best[s], the highest price of lengths that sum to at most s, and one of the lengths
+    (0: none)."""
     best = np.zeros(len(prices))
     choice = [0] * len(prices)
     for s in range(1, len(prices)):
@@ -193,14 +192,14 @@ def _unfold(choice: list[int], room: int) -> Iterator[int]:
 
 
 class _Pool:
-    """Documents left, by length."""
+    """Remaining documents, by length."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts.copy()
         self._present: list[int] = np.nonzero(counts)[0].tolist()
 
     def longest(self, low: int, high: int, used: Counter[int]) -> int | None:
-        """The longest length in [low, high] of which more documents are left than are used."""
+        """Return the longest length in [low, high] of which more documents remain than are used."""
         i = bisect.bisect_right(self._present, high) - 1
         while i >= 0 and self._present[i] >= low:
             length = self._present[i]
@@ -216,30 +215,30 @@ class _Pool:
                 self._present.remove(length)
 
 
-def _carry_out(
-    plan: list[tuple[Column, int]], left: _Pool, buckets: list[int], unit: int
+def _fill_patterns(
+    plan: list[tuple[Column, int]], pool: _Pool, buckets: list[int], unit: int
 ) -> Iterator[Refined]:
-    """The plan with true lengths, large buckets first, as far as there are documents for it."""
+    """Fill planned patterns with true lengths, large buckets first, until documents run out."""
     for (bucket, pattern), planned in sorted(plan, key=lambda p: (-p[0][0], p[0][1])):
-        wanted = planned
-        while wanted > 0:
-            lengths = _true_lengths(pattern, left, buckets[bucket], unit)
+        remaining = planned
+        while remaining > 0:
+            lengths = _true_lengths(pattern, pool, buckets[bucket], unit)
             if lengths is None:
                 break
-            repeats = min(wanted, *(int(left.counts[n]) // k for n, k in lengths.items()))
-            left.take(lengths, repeats)
-            wanted -= repeats
+            repeats = min(remaining, *(int(pool.counts[n]) // k for n, k in lengths.items()))
+            pool.take(lengths, repeats)
+            remaining -= repeats
             yield Refined(bucket, dict(sorted(lengths.items(), reverse=True)), repeats)
 
 
-def _true_lengths(pattern: Pattern, left: _Pool, capacity: int, unit: int) -> Counter[int] | None:
+def _true_lengths(pattern: Pattern, pool: _Pool, capacity: int, unit: int) -> Counter[int] | None:
     lengths: Counter[int] = Counter()
     space = capacity
     for i, g in enumerate(pattern):
         if i < len(pattern) - 1:
-            length = left.longest((g - 1) * unit + 1, g * unit, lengths)
+            length = pool.longest((g - 1) * unit + 1, g * unit, lengths)
         else:
-            length = left.longest((g - 3) * unit, space, lengths)
+            length = pool.longest((g - 3) * unit, space, lengths)
         if length is None:
             return None
         lengths[length] += 1

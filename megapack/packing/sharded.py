@@ -1,15 +1,16 @@
-"""Many datasets, each packed by itself, as one source: ``ShardedIndex``, and the shard manifest.
+"""``ShardedIndex``: several packed datasets (shards) as one source, listed in a shard manifest.
 
-A source of many .bin/.idx pairs, its shards, is what their merge would be: documents are numbered
-through the shards, and so are the samples of every bucket: those of the first shard, then those of
-the second. So whatever speaks of samples and documents of a source (shuffle, cursors, blends, lists
-of excluded documents, scores) does not know of shards, and every epoch has every sample once::
+- ``SourceIndex``: the samples of a source, a ``SampleIndex`` or a ``ShardedIndex``.
+- ``load_index``, ``load_shards``, ``save_shards``: open a source; read and write a manifest.
 
-    load_shards("web.shards.json").runs  # of two shards with 2 and 3 samples in the only bucket
-    # -> first numbers [0, 2, 5], shards [0, 1], numbers of the first there [0, 0]
+Documents are numbered across the shards, and so are the samples of every bucket, as if the shards
+were merged. So shuffles, blends, exclusion lists and scores need no knowledge of shards::
 
-All that a run must know before it draws the first sample stands in the manifest, one small JSON
-file; a shard is opened when a sample of it is needed, and is then compared with what it says::
+    load_shards("web.shards.json").runs  # two shards with 2 and 3 samples in the only bucket
+    # -> first samples [0, 2, 5], shards [0, 1], first samples within the shards [0, 0]
+
+The manifest is one small JSON file with everything that a run needs before it draws the first
+sample. A shard is opened, and compared with the manifest, when one of its samples is needed::
 
     {"format": "megapack shards", "version": 2, "strategy": "bucket", "parameters": {...},
      "buckets": [...], "seed": 0, "bucket_capacity": [...], "shards": [
@@ -17,12 +18,10 @@ file; a shard is opened when a sample of it is needed, and is then compared with
       ...
     ], "xxh3": "5e0b..."}
 
-``xxh3`` is of all that stands before it, as ``json.dumps`` writes it (xxh3_64). A shard's fields
-are those of ``PackedShard``; paths below the manifest's folder are relative to it, so that they
-move along. A manifest on this machine may name whole paths and addresses as well; one that is read
-from an address names what lies beside or below it and nothing else, since whoever wrote it shall
-not choose what is read here. The file is written last, when all shards are packed: it is complete
-or absent.
+``xxh3`` is xxh3_64 of all earlier fields as ``json.dumps`` writes them. A shard's fields are those
+of ``PackedShard``. Paths below the manifest's folder are relative, so the folder can be moved. A
+local manifest may also have absolute paths and addresses; a remote one may not, so that it cannot
+make this machine read other files. The manifest is written last: it is complete or absent.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -42,7 +41,7 @@ from numpy.typing import NDArray
 from megapack.config import from_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
-from megapack.packing.sample_index import Arranged, SampleIndex, SourceIndex
+from megapack.packing.sample_index import SampleIndex
 from megapack.records import parse_json
 from megapack.storage.address import is_below, is_remote, split_address
 from megapack.storage.files import atomic_write, open_regular
@@ -55,57 +54,67 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShard:
-    """One dataset and its samples: a row of a shard manifest."""
+    """Row of a shard manifest: one dataset and its samples."""
 
     prefix: str
-    """Path of the .bin/.idx pair, without the ending."""
+    """Path of the .bin/.idx pair, without the suffix."""
     samples: str
-    """Path of its .samples."""
+    """Path of the .samples file."""
     dtype: str
     num_documents: int
     num_tokens: int
     fingerprint: str
-    """``IndexedDataset.fingerprint`` of the documents, compared whenever the shard is opened."""
+    """``IndexedDataset.fingerprint``, compared when the shard is opened."""
     samples_fingerprint: str
     samples_per_bucket: tuple[int, ...]
     most_segments: tuple[int, ...]
-    """Most segments of one sample, by bucket."""
+    """Most segments of one sample, by bucket; 0 for a bucket without samples."""
     longest_segment: int
-    """Tokens."""
+    """Tokens of the longest segment; 0 without samples."""
     longest_reach: int
-    """The largest begin + length of a segment, tokens of its document."""
+    """Largest begin + length of a segment: tokens of its document up to the segment's end."""
     max_token_id: int | None
-    """Largest id of tokens and labels; None: no meta file tells."""
+    """Largest id of tokens and labels; None: unknown without a meta file."""
     vocab_size: int | None
     document_end_token: int | None
     labels: bool
-    """Whether ``<prefix>.labels`` belongs to it."""
+    """The shard has ``<prefix>.labels``."""
     weights: str | None = None
-    """``weights_identity`` of ``<prefix>.weights``, compared whenever the shard is opened; None:
-    there are none."""
+    """``weights_identity`` of ``<prefix>.weights``, compared when the shard is opened, or None."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Of the prefixes of its documents (""), and of what belongs to them."""
-        beside = {LABELS: self.labels, WEIGHTS: self.weights is not None}
-        return ("", *(end for end, is_there in beside.items() if is_there))
+        """Suffixes of the shard's datasets: "" for its documents, then labels and weights."""
+        columns = {LABELS: self.labels, WEIGHTS: self.weights is not None}
+        return ("", *(end for end, exists in columns.items() if exists))
 
 
 def place(path: str) -> str:
-    """One spelling for every way to write a path; an address stays whole."""
-    return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (links stay)
+    """Return an absolute path, the same for all spellings; an address is unchanged."""
+    return path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100 (keeps links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """The order in which ``megapack-build arrange`` wrote the samples of a source."""
+
+    source: str
+    """Fingerprint of the source that was arranged."""
+    seed: int
+    block_tokens: int
+    window_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ShardedIndex:
-    """The samples of a shard manifest.
+    """Samples of a shard manifest.
 
     Attributes:
-        path: of the shard manifest; its address, a str, where that is remote.
-        shards: in their order; all of the manifest, or some that follow each other.
-        strategy, parameters, buckets, seed: how each of them was packed.
+        path: path of the manifest, or its address, a str.
+        shards: all shards of the manifest, or consecutive ones.
+        strategy, parameters, buckets, seed: options of ``pack`` for each shard.
         bucket_capacity: int64 (num_buckets,), tokens.
-        arranged: the order in which its samples lie, if they lie in one.
+        arranged: the order in which the samples were written, if they were arranged.
     """
 
     path: Path | str
@@ -123,31 +132,33 @@ class ShardedIndex:
             f"{self.num_documents:,} documents)"
         )
 
-    # --- what a SampleIndex has ------------------------------------------------------------------
+    # --- attributes of a SampleIndex -------------------------------------------------------------
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of documents and samples of all shards, and how many there are."""
+        """Checksum of the documents and samples of all shards, and the number of shards."""
         text = "".join(f"{s.fingerprint}:{s.samples_fingerprint};" for s in self.shards)
         order = "" if self.arranged is None else ", arranged"
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.shards)} shards{order}"
 
     @property
     def has_groups(self) -> bool:
-        """Whether its shards know groups of documents; those of an arranged source do not."""
+        """The shards record groups of documents; an arranged source does not."""
         return bool(self.parameters.get("groups")) and self.arranged is None
 
     @cached_property
     def bucket_sample_offsets(self) -> Ids:
-        """int64 (num_buckets + 1,)."""
+        """First sample of every bucket, then the number of samples, (num_buckets + 1,)."""
         return _offsets(self._counts.sum(axis=0))
 
     @property
     def alignment(self) -> int:
+        """Segments can begin at multiples of this and still fit their sample's capacity."""
         return int(self.parameters.get("alignment", 1))
 
     @property
     def fim_room(self) -> int:
+        """Tokens by which a document of one segment may grow."""
         return int(self.parameters.get("fim_room", 0))
 
     @property
@@ -160,7 +171,6 @@ class ShardedIndex:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of the documents of all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
@@ -176,7 +186,7 @@ class ShardedIndex:
         return max(shard.longest_reach for shard in self.shards)
 
     def verify(self) -> None:
-        """Read all samples of all shards. Raises FormatError, IndexMismatchError, OSError."""
+        """Compare all checksums of all shards. Raises FormatError, IndexMismatchError, OSError."""
         for number in range(len(self.shards)):
             self.open(number).verify()
 
@@ -184,27 +194,33 @@ class ShardedIndex:
 
     @cached_property
     def first_documents(self) -> Ids:
-        """int64 (num_shards + 1,): the number of every shard's first document in the source."""
+        """First document of every shard, then the number of documents, (num_shards + 1,)."""
         return _offsets(np.array([shard.num_documents for shard in self.shards], np.int64))
 
     @cached_property
     def runs(self) -> tuple[Ids, Ids, Ids]:
-        """Samples of the source that are consecutive samples of one shard, in their order.
+        """Runs of samples of the source that are consecutive samples of one shard.
 
-        Returns:
-            int64 (runs + 1,), their first numbers in the source, and how many samples it has;
-            int64 (runs,), the shard of each; int64 (runs,), the number of the first one there.
+        int64 (runs + 1,): first sample of each run in the source, then the number of samples;
+        int64 (runs,): shard of each run; int64 (runs,): first sample of the run in its shard.
         """
         counts = self._counts
-        own = np.cumsum(counts, axis=1) - counts  # a shard's samples go on from bucket to bucket
-        bucket, shard = np.nonzero(counts.T)  # bucket after bucket, in each shard after shard
-        return _offsets(counts[shard, bucket]), shard, np.ascontiguousarray(own[shard, bucket])
+        first = np.cumsum(counts, axis=1) - counts  # number in the shard, by shard and bucket
+        bucket, shard = np.nonzero(counts.T)  # by bucket, then by shard
+        return _offsets(counts[shard, bucket]), shard, np.ascontiguousarray(first[shard, bucket])
 
     @property
     def open_shards(self) -> list[SampleIndex | None]:
+        """Samples of every shard; None: ``open`` maps them."""
         return [None] * len(self.shards)
 
     def open(self, number: int) -> SampleIndex:
+        """Return the samples of one shard, memory-mapped.
+
+        Raises:
+            IndexMismatchError: the file is not the one that the manifest lists.
+            FormatError, OSError: it is damaged or missing.
+        """
         shard = self.shards[number]
         index = SampleIndex.load(shard.samples)
         counts = tuple(np.diff(index.bucket_sample_offsets).tolist())
@@ -216,15 +232,18 @@ class ShardedIndex:
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        # Absolute: a worker may have another working directory.
+        # Absolute paths: a worker may have another working directory.
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        here = (replace(s, prefix=place(s.prefix), samples=place(s.samples)) for s in self.shards)
-        return {**state, "shards": tuple(here)}
+        shards = (replace(s, prefix=place(s.prefix), samples=place(s.samples)) for s in self.shards)
+        return {**state, "shards": tuple(shards)}
 
     @cached_property
     def _counts(self) -> Ids:
-        """(num_shards, num_buckets) samples."""
+        """Samples by shard and bucket, (num_shards, num_buckets)."""
         return np.array([shard.samples_per_bucket for shard in self.shards], np.int64)
+
+
+SourceIndex: TypeAlias = SampleIndex | ShardedIndex
 
 
 def _offsets(counts: Ids) -> Ids:
@@ -234,10 +253,8 @@ def _offsets(counts: Ids) -> Ids:
 SUFFIX = ".shards.json"
 FORMAT = "megapack shards"
 VERSION = 2
-VERSION_OF_WEIGHTS = 3  # of a manifest some of whose shards have loss weights
-# How shards are packed: the same for all of them.
-PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")
-
+VERSION_OF_WEIGHTS = 3  # a manifest with loss weights
+PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")  # the same for all shards
 
 _CHECKS: dict[str, Check] = {
     "str": is_text,
@@ -252,58 +269,59 @@ _PATHS = ("prefix", "samples")
 
 
 def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
-    """Whether a name is that of a shard manifest."""
+    """Check by its name whether a file is a shard manifest."""
     return os.fspath(path).endswith(SUFFIX)
 
 
 def load_index(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> SourceIndex:
-    """The samples of a source: a .samples file, or a shard manifest; ``shards`` as in
-    ``load_shards``. Raises as ``SampleIndex.load`` and ``load_shards`` do."""
+    """Open a .samples file or a shard manifest; see ``SampleIndex.load`` and ``load_shards``."""
     if is_shard_manifest(path):
         return load_shards(path, shards)
     if shards is not None:
-        raise ConfigError(f"{os.fspath(path)} is no shard manifest; leave out shards")
+        raise ConfigError(f"{os.fspath(path)} is not a shard manifest; leave out shards")
     return SampleIndex.load(path)
 
 
 def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> ShardedIndex:
-    """Read a shard manifest; no file of a shard is opened.
+    """Read a shard manifest, without opening its shards.
 
     Args:
-        path: of the manifest, or its address.
-        shards: take those from the first of these numbers up to the second; None: all.
+        path: path or address of the manifest.
+        shards: (begin, end), the shards to load; None: all.
 
     Raises:
-        FormatError: it is no shard manifest, of another version, or damaged.
-        ConfigError: it has not so many shards.
-        OSError: it cannot be read.
+        FormatError: not a shard manifest, of another version, or damaged.
+        ConfigError: ``shards`` exceeds the manifest.
+        OSError: the file cannot be read.
     """
     path = manifest_path(path)
     with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
         encoded = file.readall()
     content = parse_json(encoded, path, remedy="pack the shards again")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise FormatError(f"{path} is no shard manifest of megapack")
+        raise FormatError(f"{path} is not a shard manifest of megapack")
     if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):
         raise FormatError(
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION} "
-            f"and {VERSION_OF_WEIGHTS}: pack "
-            f"again, megapack-build pack PREFIX ... --output {path} --overwrite"
+            f"and {VERSION_OF_WEIGHTS}: pack again, "
+            f"megapack-build pack PREFIX ... --output {path} --overwrite"
         )
     if content.pop("xxh3", None) != _digest(content):
         raise FormatError(
-            f"{path} is damaged, or was edited: it does not have its checksum; restore it, or pack "
-            "the datasets again"
+            f"{path} is damaged or was edited: its checksum is wrong; restore it, or pack the "
+            "datasets again"
         )
     rows = content.get("shards")
     if not isinstance(rows, list) or not rows or any(name not in content for name in PLAN):
-        raise FormatError(f"{path} is damaged: it lacks shards or how they were packed")
+        raise FormatError(f"{path} is damaged: it has no shards or no packing options")
     begin, end = shards or (0, len(rows))
     if not 0 <= begin < end <= len(rows):
-        raise ConfigError(f"shards [{begin}, {end}) of {path}, which has {len(rows)}")
-    how = {name: content[name] for name in PLAN}
-    capacities = np.array(how.pop("bucket_capacity"), np.int64)
-    found = (_shard(path, begin + i, rows[begin + i], len(capacities)) for i in range(end - begin))
+        raise ConfigError(
+            f"shards is [{begin}, {end}); {path} has {len(rows)} shards: choose a range of them"
+        )
+    options = {name: content[name] for name in PLAN}
+    capacities = np.array(options.pop("bucket_capacity"), np.int64)
+    chosen = tuple(_shard(path, i, rows[i], len(capacities)) for i in range(begin, end))
     arranged = content.get("arranged")
     try:
         if arranged is not None:
@@ -311,12 +329,12 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     except ConfigError as error:
         raise FormatError(f"{path} is damaged: {error}") from error
     return ShardedIndex(
-        path=path, arranged=arranged, shards=tuple(found), bucket_capacity=capacities, **how
+        path=path, arranged=arranged, shards=chosen, bucket_capacity=capacities, **options
     )
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path | str:
-    """A Path; of an address it is a str."""
+    """Return a Path, or a str for an address."""
     return os.fspath(path) if is_remote(path) else Path(path)
 
 
@@ -329,46 +347,48 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
-    known = {name: row[name] for name in _FIELDS}
+    values = {name: row[name] for name in _FIELDS}
     for name in ("samples_per_bucket", "most_segments"):
-        known[name] = tuple(row[name])
-        if len(known[name]) != num_buckets:
+        values[name] = tuple(row[name])
+        if len(values[name]) != num_buckets:
             raise FormatError(
-                f"{path} is damaged: shard {number} has {name} of {len(known[name])} buckets"
+                f"{path} is damaged: shard {number} has {name} of {len(values[name])} buckets"
             )
-    return PackedShard(**known | {name: _located(path, number, row[name]) for name in _PATHS})
+    return PackedShard(**values | {name: _resolve(path, number, row[name]) for name in _PATHS})
 
 
-def _located(manifest: Path | str, number: int, text: str) -> str:
-    """A path of a manifest, from here. Raises FormatError: it leads where it may not."""
+def _resolve(manifest: Path | str, number: int, text: str) -> str:
+    """Return the path or address of a manifest's entry, relative to the working directory.
+
+    Raises FormatError if the manifest may not refer to it.
+    """
     folder = _folder_of(manifest)
     try:
-        whole = is_remote(text)
+        is_address = is_remote(text)
     except ConfigError as error:
         raise FormatError(f"{manifest} is damaged: shard {number}: {error}") from error
     if isinstance(manifest, str):
-        found = text if whole else f"{folder}/{text}"
-        inside = is_below(folder, found)
+        path = text if is_address else f"{folder}/{text}"
+        allowed = is_below(folder, path)
     else:
-        found = text if whole else os.path.normpath(os.path.join(folder, text))  # noqa: PTH118 (fast)
-        inside = whole or text.startswith("/") or ".." not in text.split("/")
-    if not inside:
+        path = text if is_address else os.path.normpath(os.path.join(folder, text))  # noqa: PTH118 (fast)
+        allowed = is_address or text.startswith("/") or ".." not in text.split("/")
+    if not allowed:
         raise FormatError(
-            f"{manifest}: shard {number} names {redacted(text)}, which is not below {folder}: what "
-            "a manifest names lies beside or below it (on this machine it may be named by a whole "
-            "path or an address); pack the datasets again where they are"
+            f"{manifest}: shard {number} refers to {redacted(text)}, which is not below {folder}; "
+            "a manifest may only refer to files below its folder (a local one also to absolute "
+            "paths and addresses): pack the datasets again where they are"
         )
-    return found
+    return path
 
 
 def related(manifest: Path | str, path: str) -> str:
-    """As the manifest has a path, however it was written: relative below its folder, else whole."""
-    whole, folder = place(path), place(_folder_of(manifest))
-    return whole.removeprefix(folder + os.sep)
+    """Return a path as the manifest records it: relative if below its folder, else absolute."""
+    return place(path).removeprefix(place(_folder_of(manifest)) + os.sep)
 
 
 def plain(value: Any) -> Any:
-    """A value of ``PLAN`` as JSON has it."""
+    """Return a value of ``PLAN`` as JSON."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -379,28 +399,28 @@ def save_shards(
     *,
     arranged: Arranged | None = None,
 ) -> None:
-    """Write a shard manifest.
+    """Write or replace a shard manifest, a file or an object at an address.
 
     Args:
-        path: replaced if it is there; an address, too.
-        plan: how all shards were packed; ``PLAN`` lists its fields.
-        shards: with paths from here.
-        arranged: the order in which they lie, if in one.
+        plan: packing options of all shards, with the keys ``PLAN``.
+        shards: with paths relative to the working directory.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = manifest_path(path)
-    weighed = any(shard.weights for shard in shards)
-    version = VERSION_OF_WEIGHTS if weighed else VERSION
+    has_weights = any(shard.weights for shard in shards)
+    version = VERSION_OF_WEIGHTS if has_weights else VERSION
     head = {"format": FORMAT, "version": version, **{name: plan[name] for name in PLAN}}
     if arranged is not None:
         head["arranged"] = vars(arranged)
-    rows = []
-    for shard in shards:
-        where = {name: related(path, getattr(shard, name)) for name in _PATHS}
-        row = {**vars(shard), **where}
-        rows.append(row if weighed else {name: row[name] for name in row if name != "weights"})
+    rows = [
+        {**vars(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
+        for shard in shards
+    ]
+    if not has_weights:
+        for row in rows:
+            del row["weights"]
     digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')

@@ -1,14 +1,14 @@
-"""The packing strategies: what each means, its parameters, its presets, its call into the core.
+"""Registry of the packing strategies: parameters, presets and calls of the core.
 
-* ``STRATEGIES``: name -> ``Strategy``; ``find_strategy`` names the nearest known one.
-* ``Strategy``, ``Parameter``: what the registry holds; ``Strategy.resolve`` checks parameters.
-* ``Request``: what a strategy works on, and its way into the core.
+* ``STRATEGIES``: name -> ``Strategy``; ``find_strategy`` looks one up.
+* ``Strategy``, ``Parameter``: entries of the registry; ``Strategy.resolve`` checks parameters.
+* ``Request``: input of a strategy.
 
     STRATEGIES["seamless"].resolve({"r_max": 0.5}, preset="paper", capacity=512)
     # -> {"r_max": 0.5, "placement": "paper", "extra_capacity": 10, "last": "drop"}
 
-Everything that names strategies reads ``STRATEGIES``: ``pack``, the command line, ``compare``, the
-shared law test and the reference tests. CONTRIBUTING.md says what else a new strategy needs.
+``pack``, the command line, ``compare`` and the tests read the registry. CONTRIBUTING.md says what
+else a new strategy needs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megapack.config import nearest
 from megapack.errors import ConfigError
 from megapack.packing.refine import price_of_a_sample, refine
 
-# The arrays of SampleIndex, dropped_tokens, repeated_tokens and, of some strategies, decisions.
+# Arrays of SampleIndex, dropped_tokens, repeated_tokens; from some strategies also decisions.
 Packing = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Input of a strategy; ``buckets`` ascends, ``parameters`` are the strategy's own."""
+    """Input of a strategy: checked lengths, ascending buckets, resolved parameters."""
 
     lengths: _core.DocumentLengths
     buckets: list[int]
@@ -50,7 +50,7 @@ class Request:
         return self.buckets[-1]
 
     def pack(self, strategy: str, **rules: Any) -> Packing:
-        """Samples that a strategy of the core makes of the documents by these rules."""
+        """Pack the documents with a strategy of the core."""
         run = _core.Run(
             seed=self.seed, threads=self.threads, wide_ids=self.wide_ids, progress=self.progress
         )
@@ -58,9 +58,9 @@ class Request:
             return _core.pack(strategy, self.lengths, rules, run)
         except MemoryError as error:
             raise MemoryError(
-                f"samples of {self.capacity:,} tokens made of {len(self.lengths):,} documents of "
-                f"{self.lengths.num_tokens:,} tokens (the longest has {self.lengths.longest:,}) do "
-                "not fit in memory; are these numbers lengths in tokens?"
+                f"packing {len(self.lengths):,} documents of {self.lengths.num_tokens:,} tokens "
+                f"(the longest has {self.lengths.longest:,}) into samples of {self.capacity:,} "
+                "tokens does not fit in memory; check that the lengths are in tokens"
             ) from error
 
 
@@ -69,7 +69,7 @@ class Parameter:
     """One keyword of ``pack`` and one option of ``megapack-build pack``."""
 
     name: str
-    default: Any  # None: an integer that follows from the buckets
+    default: Any  # None: an integer that depends on the buckets
     help: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
@@ -80,23 +80,23 @@ class Parameter:
         return int if self.default is None else type(self.default)
 
     def check(self, value: Any) -> Any:
-        """``value`` as ``kind``, or ConfigError with the name, the value and the limit."""
+        """Return ``value`` as ``kind``. Raises ConfigError: wrong type or out of range."""
         accepted = numbers.Integral if self.kind is int else numbers.Real
         if value is None and self.default is None:
             return None
         if self.choices:
-            sound, limit = value in self.choices, f"one of {', '.join(self.choices)}"
+            valid, limit = value in self.choices, f"one of {', '.join(self.choices)}"
         elif self.kind is bool:
-            sound, limit = isinstance(value, bool), "True or False"
+            valid, limit = isinstance(value, bool), "True or False"
         elif isinstance(value, bool) or not isinstance(value, accepted):
-            sound, limit = False, f"of type {self.kind.__name__}"
+            valid, limit = False, f"of type {self.kind.__name__}"
         else:
-            with suppress(OverflowError):  # an integer beyond all floats is above every limit
+            with suppress(OverflowError):  # an integer above all floats is above every limit
                 value = self.kind(value)
             low, high = self.minimum, self.maximum
-            sound = (low is None or value >= low) and (high is None or value <= high)
+            valid = (low is None or value >= low) and (high is None or value <= high)
             limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        if not sound:
+        if not valid:
             raise ConfigError(f"{self.name} is {value!r}; it must be {limit}")
         return value
 
@@ -106,14 +106,14 @@ class Strategy:
     """One way to turn document lengths into samples.
 
     Attributes:
-        name: what ``pack`` and the command line call it.
-        description: its meaning in a sentence.
-        source: where it was published.
-        many_buckets: whether ``buckets`` may hold more than one capacity.
-        may_drop, may_repeat: whether by definition a token may be in no sample, or in several.
+        name: its name in ``pack`` and on the command line.
+        description: its definition in a sentence.
+        source: the publication.
+        many_buckets: ``buckets`` may have more than one capacity.
+        may_drop, may_repeat: by definition, a token may be in no sample; in several.
         parameters: its keywords, in the order of the table in docs.
-        presets: name -> function of the largest capacity that gives the parameters of a paper.
-        check: refuses, before any work, buckets (ascending) that do not go with the parameters.
+        presets: name -> function that returns a paper's parameters for the largest capacity.
+        check: raises ConfigError if the (ascending) buckets contradict the parameters.
         run: the function that packs.
     """
 
@@ -131,28 +131,27 @@ class Strategy:
     def resolve(
         self, values: Mapping[str, Any], *, preset: str | None = None, capacity: int = 0
     ) -> dict[str, Any]:
-        """Defaults, then the preset, then ``values``; checked.
+        """Return the defaults, overridden by the preset, then by ``values``.
 
         Raises:
-            ConfigError: an unknown parameter or preset (the nearest known one is named), or a
-                value out of range.
+            ConfigError: an unknown parameter or preset, or a value out of range.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
         resolved = {name: parameter.default for name, parameter in known.items()}
         if preset is not None:
-            own = f"strategy {self.name!r} has no preset"
-            resolved |= _known(own, preset, self.presets)(capacity)
+            missing = f"strategy {self.name!r} has no preset"
+            resolved |= _look_up(missing, preset, self.presets)(capacity)
         for name, value in values.items():
-            own = f"strategy {self.name!r} has no parameter"
-            resolved[name] = _known(own, name, known).check(value)
+            missing = f"strategy {self.name!r} has no parameter"
+            resolved[name] = _look_up(missing, name, known).check(value)
         return resolved
 
 
-def _known(missing: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Look up a name; ConfigError names the nearest known one."""
+def _look_up(missing: str, name: str, known: Mapping[str, Any]) -> Any:
+    """Look up a name; a ConfigError suggests the nearest known one."""
     if name not in known:
-        there = ", ".join(sorted(known)) or "none"
-        raise ConfigError(f"{missing} {name!r}{nearest(name, known)} (known: {there})")
+        names = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"{missing} {name!r}{nearest(name, known)} (known: {names})")
     return known[name]
 
 
@@ -161,15 +160,15 @@ _Run = Callable[[Request], Packing]
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name. Raises ConfigError that names the nearest known one."""
-    strategy: Strategy = _known("no packing strategy", name, STRATEGIES)
+    """Look up a strategy. Raises ConfigError, which suggests the nearest known one."""
+    strategy: Strategy = _look_up("no packing strategy", name, STRATEGIES)
     return strategy
 
 
 def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Run], _Run]:
-    """Enter a function under its name; its docstring is what the strategy means."""
+    """Register a function under its name; its docstring is the strategy's description."""
 
-    def enter(run: _Run) -> _Run:
+    def register(run: _Run) -> _Run:
         STRATEGIES[run.__name__] = Strategy(
             name=run.__name__,
             description=" ".join((run.__doc__ or "").split()),
@@ -180,34 +179,32 @@ def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Ru
         )
         return run
 
-    return enter
+    return register
 
 
-# --- sizes and shares that follow from buckets and parameters -------------------------------------
+# --- values computed from buckets and parameters --------------------------------------------------
 
 
 def exact_ratio(share: float) -> tuple[int, int]:
-    """The decimal that prints as ``share``, as (numerator, denominator): 0.1 is (1, 10), so that
-    0.1 of 1000 tokens are 100. The core multiplies in 128 bits."""
+    """Return the decimal that prints as ``share`` as (numerator, denominator): 0.1 is (1, 10)."""
     return Fraction(repr(float(share))).limit_denominator(1 << 62).as_integer_ratio()
 
 
 def largest_overlap(r_max: float, placement: str, capacity: int) -> tuple[int, int]:
-    """Seamless Packing's r_max, exact; for ``published`` the tokens that the authors' program takes
-    of a capacity (``int(r_max * capacity)``, in floating point), as a share of it."""
+    """Return Seamless Packing's r_max as a ratio; ``published`` rounds as the authors' program."""
     if placement == "published":
         return int(r_max * capacity), capacity
     return exact_ratio(r_max)
 
 
 def atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> int:
-    """The parameter, or the capacity."""
+    """Return the parameter, or the capacity."""
     size = parameters["atom_size"]
     return buckets[-1] if size is None else int(size)
 
 
 def check_atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> None:
-    """Refuse (ConfigError) an atom that neither divides the capacity nor is a multiple of it."""
+    """Check that atom and capacity divide each other. Raises ConfigError."""
     size, capacity = atom_size(buckets, parameters), buckets[-1]
     if capacity % size and size % capacity:
         raise ConfigError(
@@ -217,7 +214,7 @@ def check_atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> None:
 
 
 def decompose_buckets(buckets: list[int], parameters: Mapping[str, Any]) -> list[int]:
-    """All powers of two from the smallest segment to the largest bucket."""
+    """Return all powers of two from the smallest segment to the largest bucket."""
     smallest = parameters["min_bucket"]
     if smallest is None:
         smallest = min(256, buckets[0])
@@ -226,7 +223,7 @@ def decompose_buckets(buckets: list[int], parameters: Mapping[str, Any]) -> list
 
 
 def check_decompose(buckets: list[int], parameters: Mapping[str, Any]) -> None:
-    """Refuse (ConfigError) what is no power of two, or no multiple of the alignment."""
+    """Check powers of two, and that alignment divides the smallest. Raises ConfigError."""
     smallest, largest = parameters["min_bucket"], buckets[-1]
     named = [] if smallest is None else [("min_bucket", smallest)]
     for name, value in (*named, *(("bucket", size) for size in buckets)):
@@ -234,15 +231,15 @@ def check_decompose(buckets: list[int], parameters: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is {value:,}; decompose needs powers of two")
     if smallest is not None and smallest > largest:
         raise ConfigError(f"min_bucket is {smallest:,}; the largest bucket is {largest:,}")
-    made, alignment = decompose_buckets(buckets, parameters)[0], parameters.get("alignment", 1)
-    if made % alignment:
+    lowest, alignment = decompose_buckets(buckets, parameters)[0], parameters.get("alignment", 1)
+    if lowest % alignment:
         raise ConfigError(
-            f"decompose makes buckets of {made:,} tokens, no multiple of the alignment "
+            f"decompose makes buckets of {lowest:,} tokens, not a multiple of the alignment "
             f"{alignment:,}; give min_bucket"
         )
 
 
-# --- parameters that several have -----------------------------------------------------------------
+# --- shared parameters ----------------------------------------------------------------------------
 
 _SHUFFLE = Parameter(
     "shuffle", True, "take the documents in seeded random order instead of file order"
@@ -383,19 +380,19 @@ def seamless(request: Request) -> Packing:
     return request.pack("seamless", **parameters | {"capacity": capacity, "r_max": r_max})
 
 
-# --- what `bucket` decides by itself: whether to promote, whether to refine ----------------------
-# Both are decided on the histogram of lengths, which costs milliseconds (refine: seconds)
-# and makes no sample; the choice and its reason stand in the index.
+# --- decisions of `bucket`: promote or not, refine or not -----------------------------------------
+# Both only need the histogram of lengths: milliseconds (refine: seconds). The index records the
+# choice and its reason.
 
-# A packing that pads less than one token in so many is left alone.
+# If a packing pads at most one token in so many, it is not improved.
 PADDING_WORTH_SAVING = 1000
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Tokens of capacity used and samples made for the documents of a histogram."""
+    """Total capacity and number of the samples for the documents of a histogram."""
 
-    slots: int
+    positions: int
     samples: int
 
     @classmethod
@@ -404,10 +401,11 @@ class _Outcome:
         return cls(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))
 
     def pads_too_much(self, tokens: int) -> bool:
-        return (self.slots - tokens) * PADDING_WORTH_SAVING > self.slots
+        return (self.positions - tokens) * PADDING_WORTH_SAVING > self.positions
 
     def padding(self, tokens: int) -> str:
-        return f"{100 * (self.slots - tokens) / self.slots if self.slots else 0.0:.3f} %"
+        padding = (self.positions - tokens) / self.positions if self.positions else 0.0
+        return f"{100 * padding:.3f} %"
 
 
 def _bucket_rules(
@@ -418,15 +416,15 @@ def _bucket_rules(
     max_segments: int | None,
     refine: bool,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The rules that the core is told, and what was decided: name -> why.
+    """Return the rules for the core, and the decisions: name -> choice and reason.
 
     Raises:
-        ConfigError: refine and max_segments are both asked for.
+        ConfigError: both refine and max_segments are given.
     """
     if refine and max_segments is not None:
         raise ConfigError(
-            f"refine looks for samples of any number of segments, and max_segments is "
-            f"{max_segments}; choose one of them"
+            f"max_segments is {max_segments}, and refine makes samples with any number of "
+            "segments; leave out one of the two"
         )
     buckets = request.buckets
     padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
@@ -435,12 +433,12 @@ def _bucket_rules(
     decisions: dict[str, str] = {}
     if promote != "auto" and not refine:
         return rules[promote], decisions
-    # Full chunks of long documents are the same in every case and left out.
+    # The histogram omits full chunks of long documents, which are the same in every case.
     counts, _ = _core.length_histogram(request.lengths, buckets[-1], request.threads)
     tokens = int((counts * np.arange(len(counts))).sum())
     if promote == "auto":
         off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
-        promote = "on" if off.pads_too_much(tokens) and off.slots > on.slots else "off"
+        promote = "on" if off.pads_too_much(tokens) and off.positions > on.positions else "off"
         decisions["promote"] = (
             f"{promote}: documents shorter than the largest bucket would be padded by "
             f"{off.padding(tokens)} without and by {on.padding(tokens)} with it"
@@ -454,18 +452,18 @@ def _bucket_rules(
 def _try_to_refine(
     counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any], tokens: int
 ) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
-    """Patterns as the core takes them, none if they are not worth it; and why."""
+    """Return the patterns for the core (empty if they are not worth it) and the reason."""
     plain = _Outcome.of(counts, buckets, rules)
     if not plain.pads_too_much(tokens):
         return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
-    samples, left = refine(counts, buckets)
-    rest = _Outcome.of(left, buckets, rules)
+    samples, remaining = refine(counts, buckets)
+    unrefined = _Outcome.of(remaining, buckets, rules)
     refined = _Outcome(
-        rest.slots + sum(buckets[s.bucket] * s.count for s in samples),
-        rest.samples + sum(s.count for s in samples),
+        unrefined.positions + sum(buckets[s.bucket] * s.count for s in samples),
+        unrefined.samples + sum(s.count for s in samples),
     )
     price = price_of_a_sample(buckets)
-    better = refined.slots - price * refined.samples < plain.slots - price * plain.samples
+    better = refined.positions - price * refined.samples < plain.positions - price * plain.samples
     reason = (
         f"{'taken' if better else 'left'}: {refined.padding(tokens)} padding in "
         f"{refined.samples:,} samples with it, {plain.padding(tokens)} in {plain.samples:,} without"

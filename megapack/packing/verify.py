@@ -1,9 +1,7 @@
-"""Is a .samples file whole, and does it fit the dataset that it was packed from?
+"""Verify a .samples file (``verify_samples``) or one shard of a manifest (``verify_shard``)::
 
-``verify_samples`` answers for one file, ``verify_shard`` for one shard of a manifest::
-
-    verify_samples("corpus.samples")
-    # -> [], or findings: an array that differs from its checksums, documents of other lengths, ...
+verify_samples("corpus.samples")
+# -> [], or findings: an array that differs from its checksums, documents of other lengths, ...
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ _REMEDY = "pack the dataset again"
 
 
 def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
-    """All checksums and, where its dataset is, that every segment lies inside its document.
+    """Compare all checksums and, if the dataset is found, segments with documents.
 
     Args:
-        path: of the file, or its address.
-        prefix: of its dataset; None: as the file says.
+        path: the file, or its address.
+        prefix: prefix of the dataset; None: as recorded in the file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file exists but cannot be read.
     """
-    found = [] if is_remote(path) else list(leftovers(Path(path)))
+    findings = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
         index = SampleIndex.load(path, verify=True)
         try:
             dataset = IndexedDataset(prefix or prefix_of_samples(path, index))
         except ConfigError as error:
             text = f"segments were not compared with documents: {error}"
-            return [*found, Finding("note", "no-dataset", text)]
+            return [*findings, Finding("note", "no-dataset", text)]
         index.check_source(dataset)
         index.verify(dataset.document_lengths)
     except FormatError as error:
-        found.append(Finding("error", "samples", str(error), _REMEDY))
+        findings.append(Finding("error", "samples", str(error), _REMEDY))
     except IndexMismatchError as error:
-        found.append(Finding("error", "samples-source", str(error), _REMEDY))
+        findings.append(Finding("error", "samples-source", str(error), _REMEDY))
     except FileNotFoundError:
-        found.append(Finding("error", "missing", f"{path} does not exist", _REMEDY))
-    return found
+        findings.append(Finding("error", "missing", f"{path} does not exist", _REMEDY))
+    return findings
 
 
 def verify_shard(
@@ -59,16 +57,13 @@ def verify_shard(
     tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[Finding]]:
-    """Everything about one shard: its documents, their labels and weights, its samples and, where
-    these are sound, what the manifest says of them.
+    """Verify documents, labels, weights and samples of one shard, then its row in the manifest.
 
     Args:
-        index: of the manifest.
-        number: of the shard.
-        tokens, progress: of ``megapack.storage.verify``.
+        tokens, progress: as in ``megapack.storage.verify``.
 
     Returns:
-        Prefix or path -> what was found.
+        Findings by prefix or path.
 
     Raises:
         OSError: a file exists but cannot be read.
@@ -84,33 +79,35 @@ def verify_shard(
 
 
 def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
-    """Statements of a manifest about a shard that its files contradict."""
+    """Yield the fields of a manifest's row that differ from the shard's files."""
     remedy = "restore the files, or pack all datasets again with --overwrite"
     try:
         samples = SampleIndex.load(shard.samples)
-        now = describe_shard(IndexedDataset(shard.prefix), shard.samples, samples)
-    except IndexMismatchError as error:  # of labels that nobody knew when it was packed
+        actual = describe_shard(IndexedDataset(shard.prefix), shard.samples, samples)
+    except IndexMismatchError as error:  # labels of other documents, written after packing
         yield Finding("error", "manifest", str(error), remedy)
         return
-    # Arranged documents end where samples do; their manifest keeps the token for the record.
-    known = {"prefix", "samples", *(["document_end_token"] if index.arranged else [])}
-    for name in (field.name for field in fields(PackedShard) if field.name not in known):
-        said, found = getattr(shard, name), getattr(now, name)
-        if said != found:
-            text = f"{index.path} says {name} {said!r} of {shard.prefix}; its files say {found!r}"
+    # Arranged documents end with their sample, so the manifest's token is not in their meta file.
+    skipped = {"prefix", "samples", *(["document_end_token"] if index.arranged else [])}
+    for name in (field.name for field in fields(PackedShard) if field.name not in skipped):
+        recorded, value = getattr(shard, name), getattr(actual, name)
+        if recorded != value:
+            text = (
+                f"{index.path} says {name} {recorded!r} of {shard.prefix}; its files say {value!r}"
+            )
             yield Finding("error", "manifest", text, remedy)
 
 
 def prefix_of_samples(path: str, index: SampleIndex) -> str:
-    """Where the dataset of a .samples file lies: where it was packed, or beside the file.
+    """Return the prefix of a .samples file's dataset: as recorded, or in the file's folder.
 
     Raises:
-        ConfigError: the file does not say, or it is in neither place.
+        ConfigError: no prefix is recorded, or the dataset is in neither place.
     """
     prefix = (index.source or {}).get("prefix")
     if prefix is None:
-        raise ConfigError(f"{path} does not say which dataset it is of; give --data-prefix")
-    # A dataset and its index often travel together.
+        raise ConfigError(f"{path} does not record its dataset; give --data-prefix")
+    # Datasets are often moved together with their index.
     places = (str(prefix), path.removesuffix(Path(path).name) + Path(prefix).name)
     for place in filter(IndexedDataset.exists, places):
         return place

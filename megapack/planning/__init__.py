@@ -1,6 +1,6 @@
-"""The documents of a step dealt to ranks, groups of ranks and micro batches, without communication.
+"""Load balancing: assign the documents of a step to ranks and micro batches.
 
-A plan is a pure function of the step's lengths: every rank computes the same one by itself.
+A plan is a pure function of the step's lengths: every rank computes it without communication.
 """
 
 from megapack.planning.assignments import ASSIGNMENTS

@@ -1,11 +1,11 @@
-"""The usual ways to assign the documents of a step to ranks: load balancing as trainers do it.
+"""Ways to assign the documents of a step to ranks: ``plan_step``, and the methods of trainers.
 
-    ASSIGNMENTS           name -> function: plan_step with each balance, and what trainers do
-    largest_differencing  numbers in parts of like sums (Karmarkar and Karp)
-    cut_documents         documents in pieces of at most so many tokens
+    ASSIGNMENTS           name -> function
+    largest_differencing  divide numbers into parts with similar sums (Karmarkar and Karp)
+    cut_documents         cut documents into pieces of a maximum length
 
-An assignment is a ``StepPlan`` of segments that attend to themselves: padding is a segment, and a
-row that attends to all of itself is one. Six documents on two ranks of 8 tokens per micro batch:
+An assignment is a ``StepPlan`` whose segments attend only to themselves. Padding is a segment, too;
+a row with attention across its documents is one segment. Six documents on two ranks of 8 tokens:
 
     lengths = np.array([5, 2, 3, 4, 1, 1])
     assign = ASSIGNMENTS["padded rows"]                  # rows 5 2 | 3 4 1 | 1, padded to 8
@@ -27,14 +27,13 @@ from megapack.planning.step_plan import Integers, StepPlan, plan_step
 
 __all__ = ["ASSIGNMENTS", "Assign", "cut_documents", "largest_differencing"]
 
-# A row is what one data-parallel group holds in one micro batch: lengths of what attends to itself.
-# Documents are shared by all ranks of a group, as with one size of context parallelism for the run.
-
+# A row is the list of segment lengths of one data-parallel group in one micro batch. All context-
+# parallel ranks of the group share it.
 Rows = list[list[list[int]]]  # micro batch, group
 
 
 def cut_documents(lengths: Integers, limit: int) -> Integers:
-    """Documents in pieces of `limit` tokens, each document's last one of what is left."""
+    """Cut documents into pieces of `limit` tokens; a document's last piece may be shorter."""
     counts = -(-lengths // limit)
     pieces = np.full(int(counts.sum()), limit, np.int64)
     pieces[counts.cumsum() - 1] = lengths - (counts - 1) * limit
@@ -42,9 +41,11 @@ def cut_documents(lengths: Integers, limit: int) -> Integers:
 
 
 def largest_differencing(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Numbers in parts of like sums (Karmarkar and Karp 1982, "The differencing method of set
-    partitioning"): the two partitions that differ most become one, the largest part of the one
-    with the smallest of the other, until one is left. Gives positions of every part."""
+    """Divide numbers into parts with similar sums; return the positions of each part.
+
+    Karmarkar and Karp 1982, "The differencing method of set partitioning": merge the two partitions
+    with the largest differences, largest part with smallest part, until one remains.
+    """
     tie = itertools.count()
     empty: tuple[float, list[int]] = (0, [])
     heap = [
@@ -54,74 +55,81 @@ def largest_differencing(costs: Sequence[float], num_parts: int) -> list[list[in
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True)]
-        joined.sort(key=lambda part: part[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], next(tie), joined))
+        merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True)]
+        merged.sort(key=lambda part: part[0])
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(tie), merged))
     return [members for _, members in heap[0][2]] if heap else [[] for _ in range(num_parts)]
 
 
-def _filled(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Documents in order, each behind the one before it as long as the row has room."""
+def _fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Fill rows in order; a document that does not fit opens the next row."""
     rows: list[list[int]] = []
-    left = 0
+    space = 0
     for n in lengths:
-        if not rows or n > left:
+        if not rows or n > space:
             rows.append([])
-            left = room
+            space = capacity
         rows[-1].append(n)
-        left -= n
+        space -= n
     return rows
 
 
-def _padded(lengths: Integers, num_groups: int, room: int) -> Rows:
-    """Documents in order into rows, which are padded to their full length."""
-    rows = [row + [room - sum(row)] * (sum(row) < room) for row in _filled(lengths.tolist(), room)]
-    return _in_turns(rows, num_groups)
+def _padded(lengths: Integers, num_groups: int, capacity: int) -> Rows:
+    """Fill rows in order and pad each to its capacity."""
+    rows = _fill_rows(lengths.tolist(), capacity)
+    padded = [row + [capacity - sum(row)] * (sum(row) < capacity) for row in rows]
+    return _in_turns(padded, num_groups)
 
 
-def _chunked(lengths: Integers, num_groups: int, room: int) -> Rows:
-    """Documents one behind the other, cut wherever a row ends; a row attends to all of itself."""
-    return _in_turns([[room]] * -(-int(lengths.sum()) // room), num_groups)
+def _chunked(lengths: Integers, num_groups: int, capacity: int) -> Rows:
+    """Concatenate documents and cut at row ends; each row is one segment."""
+    return _in_turns([[capacity]] * -(-int(lengths.sum()) // capacity), num_groups)
 
 
 def _in_turns(rows: list[list[int]], num_groups: int) -> Rows:
-    filled = rows + [[]] * (-len(rows) % num_groups)
-    return [filled[begin : begin + num_groups] for begin in range(0, len(filled), num_groups)]
+    """Give the rows to the groups in turn."""
+    complete = rows + [[]] * (-len(rows) % num_groups)
+    return [complete[begin : begin + num_groups] for begin in range(0, len(complete), num_groups)]
 
 
-def _side_by_side(groups: list[list[list[int]]]) -> Rows:
-    """The micro batches of every group beside each other, as many as the one that has most."""
+def _transpose(groups: list[list[list[int]]]) -> Rows:
+    """Return rows by micro batch from rows by group; missing rows are empty."""
     return [list(rows) for rows in itertools.zip_longest(*groups, fillvalue=[])]
 
 
-def _round_robin(lengths: Integers, num_groups: int, room: int) -> Rows:
-    """Sorted by length, one to each rank in turn; each fills its micro batches in this order."""
-    falling = np.sort(lengths)[::-1].tolist()
-    return _side_by_side([_filled(falling[g::num_groups], room) for g in range(num_groups)])
+def _round_robin(lengths: Integers, num_groups: int, capacity: int) -> Rows:
+    """Give documents to groups in turn, longest first; each group fills its rows in this order."""
+    descending = np.sort(lengths)[::-1].tolist()
+    return _transpose([_fill_rows(descending[g::num_groups], capacity) for g in range(num_groups)])
 
 
 def _karmarkar_karp(
     lengths: Integers, cluster: Cluster, max_tokens: int, linear_cost_tokens: float
 ) -> StepPlan:
-    """Ranks by cost, then the micro batches of each by cost, as many as the fullest rank's tokens
-    need. Nothing keeps a single one within the cap."""
+    """Divide documents by cost among groups, then each group's among its micro batches.
 
-    def parts(some: list[int], count: int) -> list[list[int]]:
-        found = largest_differencing([n * (linear_cost_tokens + n) for n in some], count)
-        return [[some[i] for i in part] for part in found]
+    Their number is what the fullest group's tokens need; a micro batch may exceed max_tokens.
+    """
 
-    groups = parts(lengths.tolist(), cluster.data_parallel)
+    def divide(documents: list[int], num_parts: int) -> list[list[int]]:
+        costs = [n * (linear_cost_tokens + n) for n in documents]
+        parts = largest_differencing(costs, num_parts)
+        return [[documents[i] for i in part] for part in parts]
+
+    groups = divide(lengths.tolist(), cluster.data_parallel)
     count = -(-max(map(sum, groups)) // (max_tokens * cluster.context_parallel))
-    return _plan(_side_by_side([parts(group, count) for group in groups]), cluster)
+    return _plan(_transpose([divide(group, count) for group in groups]), cluster)
 
 
-def _token_budget(lengths: Integers, num_groups: int, room: int) -> Rows:
-    """Documents as they come, each to the rank with least attention that has room; where none has,
-    the next micro batch begins."""
+def _token_budget(lengths: Integers, num_groups: int, capacity: int) -> Rows:
+    """Give documents in order to the group with the least attention that has space.
+
+    If no group has space, the next micro batch begins.
+    """
     micro_batches: Rows = []
     loads = np.zeros((2, num_groups), np.int64)  # tokens, attention
     for n in lengths.tolist():
-        has_room = loads[0] + n <= room
+        has_room = loads[0] + n <= capacity
         if not micro_batches or not has_room.any():
             micro_batches.append([[] for _ in range(num_groups)])
             loads[:], has_room[:] = 0, True
@@ -132,19 +140,21 @@ def _token_budget(lengths: Integers, num_groups: int, room: int) -> Rows:
 
 
 def _assign(
-    way: Callable[[Integers, int, int], Rows],
+    method: Callable[[Integers, int, int], Rows],
     lengths: Integers,
     cluster: Cluster,
     max_tokens: int,
     _linear_cost_tokens: float,
 ) -> StepPlan:
-    rows = way(lengths, cluster.data_parallel, max_tokens * cluster.context_parallel)
+    rows = method(lengths, cluster.data_parallel, max_tokens * cluster.context_parallel)
     return _plan(rows, cluster)
 
 
 def _plan(rows: Rows, cluster: Cluster) -> StepPlan:
-    places = [(n, g, m) for m, held in enumerate(rows) for g, row in enumerate(held) for n in row]
-    lengths, group, micro_batch = np.array(places, np.int64).reshape(-1, 3).T
+    segments = [
+        (n, g, m) for m, groups in enumerate(rows) for g, row in enumerate(groups) for n in row
+    ]
+    lengths, group, micro_batch = np.array(segments, np.int64).reshape(-1, 3).T
     degree = cluster.context_parallel
     return StepPlan(
         num_ranks=cluster.num_ranks,
@@ -177,7 +187,7 @@ def _planned(
 Assign = Callable[[Integers, Cluster, int, float], StepPlan]
 
 #: name -> (lengths, cluster, max_tokens_per_rank, linear_cost_tokens) -> plan.
-#: No length is above ``context_parallel`` times max_tokens_per_rank (``cut_documents``).
+#: Lengths must not exceed ``context_parallel`` times max_tokens_per_rank (``cut_documents``).
 ASSIGNMENTS: dict[str, Assign] = {
     "plan_step, micro batches": partial(_planned, "micro_batches"),
     "plan_step, step": partial(_planned, "step"),

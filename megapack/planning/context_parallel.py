@@ -1,8 +1,7 @@
-"""What a rank of a host with context parallelism holds in each micro batch of a plan.
+"""Rows of a plan for trainers with context parallelism, in Megatron-core's layout and names.
 
-A group of ranks has its documents as one row ("thd"), each document padded so that it divides into
-``2 x local_cp_size`` chunks, of which a rank holds two, one early and one late: equal causal work.
-Names and layout are Megatron-core's.
+A group of ranks has its documents as one row ("thd"). Each document is padded to a multiple of
+``2 x local_cp_size`` chunks; a rank holds an early and a late chunk, so causal work is equal.
 
     context_parallel_indices(np.array([0, 4, 12]), cp_size=2, cp_rank=0)  # documents of 4 and 8
     # -> [0, 3, 4, 5, 10, 11]: chunks 0 and 3 of 4 of each document; rank 1 holds chunks 1 and 2
@@ -23,27 +22,27 @@ __all__ = ["RankMicroBatch", "context_parallel_indices", "rank_micro_batches"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankMicroBatch:
-    """A row of documents, and one rank's part of it; a rank without documents has an empty row.
+    """A row of documents and one rank's part of it; empty for a rank without documents.
 
-    What Megatron-core calls each (read in 0.19.0, main d98e8a64 and dev d48bd6be). dev forwards the
-    whole row; hybrid context parallelism of 0.19 and main each of its documents alone.
+    Names in Megatron-core 0.19.0, main (d98e8a64) and dev (d48bd6be): dev forwards the whole row;
+    hybrid context parallelism of 0.19 and main forwards each document separately.
 
     Attributes:
-        documents: (documents,) int64, numbers in the plan, in the order of the row. Of all ranks
-            this is ``sample_id_groups[micro batch][rank]``, which the schedulers of
-            ``hybrid_cp_schedule.py`` (0.19, main) and ``data_schedule.py`` (dev) make.
+        documents: (documents,) int64, document numbers of the plan: an entry of
+            ``sample_id_groups[micro batch][rank]`` of the schedulers in ``hybrid_cp_schedule.py``
+            (0.19, main) and ``data_schedule.py`` (dev).
         local_cp_size: ranks of the group, ``PackedSeqParams.local_cp_size``. ``cp_group`` is
             ``parallel_state.get_hybrid_data_context_parallel_groups(group_size=local_cp_size)``
-            (None where it is 1), in dev ``get_dynamic_data_context_parallel_groups``.
-        cp_rank: of this rank in the group, whose first rank is ``rank - cp_rank``.
+            (None for 1), in dev ``get_dynamic_data_context_parallel_groups``.
+        cp_rank: number of this rank in the group; the group's first rank is ``rank - cp_rank``.
         cu_seqlens: (documents + 1,) int32, without padding: ``cu_seqlens_q`` and ``cu_seqlens_kv``
-            of dev.
-        cu_seqlens_padded: (documents + 1,) int32, as the row is laid out: ``cu_seqlens_q_padded``
-            and ``cu_seqlens_kv_padded``, outside of dev ``cu_seqlens_q`` and ``_kv``, too.
-        max_seqlen: tokens of the longest document, padded: ``max_seqlen_q`` and ``max_seqlen_kv``.
-        indices: (row tokens / local_cp_size,) int64, the positions of the row that this rank
-            holds, in its order: Transformer Engine's ``thd_get_partitioned_indices``, by which
-            Megatron cuts tokens, labels, loss_mask and position_ids.
+            in dev.
+        cu_seqlens_padded: (documents + 1,) int32, with padding: ``cu_seqlens_q_padded`` and
+            ``cu_seqlens_kv_padded``; in 0.19 and main also ``cu_seqlens_q`` and ``_kv``.
+        max_seqlen: tokens of the longest padded document, ``max_seqlen_q`` and ``max_seqlen_kv``.
+        indices: (row tokens / local_cp_size,) int64, positions of the row that this rank holds:
+            Transformer Engine's ``thd_get_partitioned_indices``, with which Megatron slices tokens,
+            labels, loss_mask and position_ids.
     """
 
     documents: Integers
@@ -58,26 +57,21 @@ class RankMicroBatch:
 def rank_micro_batches(
     plan: StepPlan, rank: int, *, lengths: ArrayLike | None = None, align: int = 1
 ) -> list[RankMicroBatch]:
-    """One rank's part of every micro batch of a plan.
+    """Return one rank's part of every micro batch of a plan.
 
-    A document that ranks share is padded to a multiple of ``2 x local_cp_size``, and every document
-    to one of `align`. No rank then holds more than the plan's budget if the plan was made of
-    lengths rounded up to a multiple of both `align` and ``2 x max_context_parallel_size``, and
-    `lengths` are the true ones.
+    A shared document is padded to a multiple of ``2 x local_cp_size``, every document to a multiple
+    of `align`. To keep every rank within the plan's budget, give ``plan_step`` lengths rounded up
+    to multiples of `align` and ``2 x max_context_parallel_size``, and give true `lengths` here.
 
     Args:
-        plan: of the step.
-        rank: in the group of data and context parallelism together.
-        lengths: (documents,) integers, tokens without padding; None: those of the plan.
-        align: tokens. Megatron's sequence parallelism divides a rank's part by the size of tensor
-            parallelism: ``2 x max_context_parallel_size`` times that is always enough.
-
-    Returns:
-        One for each micro batch.
+        rank: rank in the group of data and context parallelism together.
+        lengths: (documents,) integers, tokens without padding; None: the plan's lengths.
+        align: tokens. Megatron's sequence parallelism divides a rank's part by the tensor parallel
+            size: that times ``2 x max_context_parallel_size`` always suffices.
 
     Raises:
-        ValueError: there is no such rank, `align` is below 1, `lengths` are not those of the plan's
-            documents, or a row is too long for int32.
+        ValueError: `rank` or `align` is out of range, `lengths` do not match the plan, or a row is
+            too long for int32.
     """
     if align < 1:
         raise ValueError(f"align is {align}; it must be at least 1")
@@ -85,19 +79,19 @@ def rank_micro_batches(
     true = given.astype(np.int64)
     if true.shape != plan.lengths.shape or (true != given).any() or (true < 1).any():
         raise ValueError(
-            f"lengths has shape {given.shape} and dtype {given.dtype}, and the plan "
-            f"{len(plan.lengths)} documents; each has a whole number of tokens, at least 1"
+            f"lengths has shape {given.shape} and dtype {given.dtype}; the plan has "
+            f"{len(plan.lengths)} documents: give an integer of at least 1 for each"
         )
     if (true > plan.lengths).any():
         i = int(np.flatnonzero(true > plan.lengths)[0])
         raise ValueError(
-            f"document {i} has {true[i]} tokens and was planned with {plan.lengths[i]}; give "
-            "plan_step the padded lengths, and these the true ones"
+            f"document {i} has {true[i]} tokens but was planned with {plan.lengths[i]}; give "
+            "padded lengths to plan_step and true lengths here"
         )
-    return [_of_rank(plan, rank, documents, true, align) for documents in plan.of_rank(rank)]
+    return [_row_of_rank(plan, rank, documents, true, align) for documents in plan.of_rank(rank)]
 
 
-def _of_rank(
+def _row_of_rank(
     plan: StepPlan, rank: int, documents: Integers, lengths: Integers, align: int
 ) -> RankMicroBatch:
     degree = int(plan.degree[documents[0]]) if documents.size else 1
@@ -120,7 +114,7 @@ def _bounds(lengths: Integers) -> NDArray[np.int32]:
     bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if bounds[-1] > np.iinfo(np.int32).max:
         raise ValueError(
-            f"a row of {bounds[-1]} tokens; boundaries are int32: plan with a smaller "
+            f"a row has {bounds[-1]} tokens; int32 boundaries allow 2^31 - 1: plan with a smaller "
             "max_tokens_per_rank or max_context_parallel_size"
         )
     return bounds.astype(np.int32)
@@ -129,33 +123,28 @@ def _bounds(lengths: Integers) -> NDArray[np.int32]:
 def context_parallel_indices(
     cu_seqlens: NDArray[np.integer], cp_size: int, cp_rank: int
 ) -> Integers:
-    """Positions of a row that one context-parallel rank holds, in its order.
+    """Return the positions of a row that one rank holds: int64 (tokens / cp_size,).
 
-    The split of Transformer Engine's ``thd_get_partitioned_indices``, without Transformer Engine:
-    every segment in ``2 * cp_size`` equal chunks, rank r takes chunks r and
-    ``2 * cp_size - 1 - r``; a group of one takes all.
+    Same as Transformer Engine's ``thd_get_partitioned_indices``: each segment is divided into
+    ``2 * cp_size`` equal chunks, and rank r takes chunks r and ``2 * cp_size - 1 - r``.
 
     Args:
-        cu_seqlens: 1-D integers, each segment a multiple of ``2 * cp_size`` tokens long.
-        cp_size, cp_rank: the context-parallel group.
-
-    Returns:
-        int64 ``(tokens / cp_size,)``.
+        cu_seqlens: 1-D integers; each segment is a multiple of ``2 * cp_size`` tokens long.
 
     Raises:
-        ValueError: a segment cannot be divided, or there is no such rank.
+        ValueError: a segment is not such a multiple, or `cp_rank` is out of range.
     """
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank is {cp_rank} of {cp_size} ranks, which are counted from 0")
+        raise ValueError(f"cp_rank is {cp_rank}; it must be from 0 to {cp_size - 1}")
     bounds = np.asarray(cu_seqlens, np.int64)
     if cp_size == 1:
         return np.arange(bounds[0], bounds[-1])
     begins, lengths = bounds[:-1], np.diff(bounds)
     num_chunks = 2 * cp_size
     if (lengths % num_chunks).any():
-        bad = int(lengths[lengths % num_chunks != 0][0])
+        odd_length = int(lengths[lengths % num_chunks != 0][0])
         raise ValueError(
-            f"a segment of {bad} tokens does not divide into {num_chunks} chunks for "
+            f"a segment of {odd_length} tokens does not divide into {num_chunks} chunks for "
             f"context_parallel_size={cp_size}; build the rows with align={num_chunks}"
         )
     chunk = lengths // num_chunks

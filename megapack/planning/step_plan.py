@@ -1,26 +1,26 @@
-"""``plan_step``: which rank holds which document of a step, in which micro batch.
+"""``plan_step``: assign the documents of a step to ranks and micro batches.
 
-* ``plan_step(lengths, num_ranks=, max_tokens_per_rank=, ...)``: the plan, a ``StepPlan``.
+* ``plan_step(lengths, num_ranks=, max_tokens_per_rank=, ...)`` returns a ``StepPlan``.
 * ``StepPlan``: ``first_rank``, ``degree`` and ``micro_batch`` of every document, ``index_lists``,
   ``permutation`` and its inverse, ``loss_weights``; ``tokens``, ``cost`` and ``critical_path``.
-* ``CriticalPath``: how long the step takes over the ideal.
+* ``CriticalPath``: length of the step compared with the ideal.
 
 ```
 lengths = [7000, 300, 5200, 4100, 900, 2500, 6100, 1900]
 plan = plan_step(lengths, num_ranks=2, max_tokens_per_rank=8192, linear_cost_tokens=12 * 4096)
-[[of.tolist() for of in rank] for rank in plan.index_lists()]
+[[documents.tolist() for documents in rank] for rank in plan.index_lists()]
                                           # -> [[[2, 4, 7], [6]], [[0, 1], [3, 5]]]
 plan.tokens.tolist()                      # -> [[8000.0, 7300.0], [6100.0, 6600.0]]
 plan.critical_path(12 * 4096)             # -> per_micro_batch=1.02, per_step=1.00
 plan.permutation.tolist()                 # -> [2, 4, 7, 6, 0, 1, 3, 5]
-results = [1.02, 1.04, 1.07, 1.06, 1.00, 1.01, 1.03, 1.05]            # as ranks computed them
+results = [1.02, 1.04, 1.07, 1.06, 1.00, 1.01, 1.03, 1.05]            # rank after rank
 np.array(results)[plan.inverse_permutation]                # -> 1.00, 1.01, 1.02, ..., 1.07
 ```
 
-The ranks of a micro batch form groups of 2^k consecutive ranks (context parallelism of degree 2^k;
-the first rank is a multiple of 2^k). A group shares all of its documents evenly, so that a rank has
-one degree in a micro batch, as process groups and Megatron's ``local_cp_size`` want it. With
-``max_context_parallel_size=1`` a group is a rank: plain data parallelism, as in SFT and RL.
+In each micro batch, ranks form groups of 2^k consecutive ranks (context parallel size 2^k; the
+first rank is a multiple of 2^k). A group shares all of its documents evenly, so a rank has one
+degree per micro batch, as process groups and Megatron's ``local_cp_size`` require. With
+``max_context_parallel_size=1`` each group is one rank: plain data parallelism, as in SFT and RL.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalPath:
-    """How long a step takes over the ideal, in which all ranks do the same work; 1.0 is perfect.
+    """Length of a step divided by the ideal, in which all ranks do the same work.
 
     Attributes:
-        per_micro_batch: ranks meet after every micro batch (ZeRO-3, FSDP, pipelines): the sum of
-            each micro batch's busiest rank.
-        per_step: ranks meet once, at the optimizer step (gradients accumulated without
-            synchronization): the busiest rank of the step. A lower bound where groups change from
-            one micro batch to the next, as their ranks wait for each other.
+        per_micro_batch: if ranks synchronize after every micro batch (ZeRO-3, FSDP, pipelines): sum
+            over micro batches of the busiest rank.
+        per_step: if ranks synchronize once, at the optimizer step: the busiest rank of the step. A
+            lower bound if groups change between micro batches, as their ranks wait for each other.
     """
 
     per_micro_batch: float
@@ -58,14 +57,14 @@ class CriticalPath:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """Where every document of a step goes.
+    """Assignment of the documents of a step.
 
     Attributes:
         num_ranks: data-parallel (times context-parallel) ranks.
-        num_micro_batches: of every rank.
+        num_micro_batches: micro batches of every rank.
         lengths: (documents,) int64, tokens.
-        first_rank: (documents,) int64, the first of the ranks that share the document.
-        degree: (documents,) int64, how many they are: a power of two that divides `first_rank`.
+        first_rank: (documents,) int64, first of the ranks that share the document.
+        degree: (documents,) int64, number of these ranks: a power of two that divides `first_rank`.
         micro_batch: (documents,) int64.
     """
 
@@ -77,32 +76,33 @@ class StepPlan:
     micro_batch: Integers
 
     def of_rank(self, rank: int) -> list[Integers]:
-        """Documents of a rank (whole or a share), one array of numbers per micro batch.
+        """Return the documents of a rank (whole or shared): an array of numbers per micro batch.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: `rank` is out of range.
         """
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank is {rank}; the plan is for {self.num_ranks} ranks")
-        mine = np.flatnonzero((self.first_rank <= rank) & (rank < self.first_rank + self.degree))
-        order = np.argsort(self.micro_batch[mine], kind="stable")
-        ends = np.cumsum(np.bincount(self.micro_batch[mine], minlength=self.num_micro_batches))
-        return np.split(mine[order], ends[:-1]) if self.num_micro_batches else []
+        is_on_rank = (self.first_rank <= rank) & (rank < self.first_rank + self.degree)
+        documents = np.flatnonzero(is_on_rank)
+        order = np.argsort(self.micro_batch[documents], kind="stable")
+        ends = np.cumsum(np.bincount(self.micro_batch[documents], minlength=self.num_micro_batches))
+        return np.split(documents[order], ends[:-1]) if self.num_micro_batches else []
 
     def index_lists(self) -> list[list[Integers]]:
-        """``of_rank`` of every rank: ``[rank][micro batch]``, int64 document numbers, rising."""
+        """Return ``[rank][micro batch]``, ascending int64 document numbers."""
         return [self.of_rank(rank) for rank in range(self.num_ranks)]
 
     @cached_property
     def permutation(self) -> Integers:
-        """(documents,) int64: all documents in the order rank, micro batch, number; a document
-        that ranks share stands at the first of them."""
+        """(documents,) int64: documents ordered by (first) rank, micro batch, number."""
         return np.lexsort((self.micro_batch, self.first_rank)).astype(np.int64)
 
     @cached_property
     def inverse_permutation(self) -> Integers:
-        """(documents,) int64: where in `permutation` a document stands. What ranks computed, one
-        after the other, is put back into the caller's order by ``results[inverse_permutation]``.
+        """(documents,) int64: position of each document in `permutation`.
+
+        ``results[inverse_permutation]`` restores the caller's order of results, rank after rank.
         """
         inverse = np.empty_like(self.permutation)
         inverse[self.permutation] = np.arange(len(inverse))
@@ -114,37 +114,32 @@ class StepPlan:
         loss: Literal["token_mean", "sequence_mean", "group_mean"] = "token_mean",
         groups: ArrayLike | None = None,
     ) -> NDArray[np.float64]:
-        """Weight of a document's label tokens: the loss of the step is the plain sum, over all
-        ranks, micro batches and label tokens, of weight times loss.
+        """Return the weight of each document's label tokens: (documents,) float64.
 
-        It does not depend on ranks or micro batches, so the sum is exact at any number of them. A
-        trainer that averages gradients over ranks multiplies its loss by the number of ranks, and
-        one that divides by the number of micro batches by that, too. Documents without label
-        tokens (groups of such documents) have weight 0 and are not counted.
+        The loss of the step is the sum of weight times loss over all label tokens of all ranks and
+        micro batches. If the trainer averages gradients over ranks, multiply the loss by the number
+        of ranks; if it divides by the number of micro batches, also by that number. Documents (or
+        groups) without label tokens have weight 0 and do not count in the mean.
 
         Args:
-            num_labels: (documents,) integers from 0 on, label tokens of each document.
-            loss: ``token_mean``: every label token of the step weighs as much. ``sequence_mean``:
-                every document, its label tokens alike. ``group_mean``: every group, the label
-                tokens of all of its documents alike.
-            groups: (documents,) integers, for ``group_mean`` alone.
-
-        Returns:
-            (documents,) float64; 0 everywhere if there is no label token.
+            num_labels: (documents,) integers >= 0, label tokens of each document.
+            loss: what gets equal weight: label tokens of the step (``token_mean``), documents
+                (``sequence_mean``) or groups of documents (``group_mean``).
+            groups: (documents,) integers, only for ``group_mean``.
 
         Raises:
-            ValueError: an array is not one number for each document, a number of labels is
-                negative, the loss is unknown, or groups are missing or given without use.
+            ValueError: an array does not have one integer per document, a number is negative, the
+                loss is unknown, or groups are missing or unused.
         """
         labels = np.asarray(num_labels)
         if labels.shape != self.lengths.shape or (labels.size and labels.dtype.kind not in "iu"):
             raise ValueError(
                 f"num_labels has shape {labels.shape} and dtype {labels.dtype}; the plan has "
-                f"{len(self.lengths)} documents: give a whole number for each"
+                f"{len(self.lengths)} documents: give an integer for each"
             )
         if (labels < 0).any():
             i = int(np.flatnonzero(labels < 0)[0])
-            raise ValueError(f"num_labels of document {i} is {labels[i]}; at least 0 is needed")
+            raise ValueError(f"num_labels of document {i} is {labels[i]}; it must be at least 0")
         if loss not in ("token_mean", "sequence_mean", "group_mean"):
             raise ValueError(
                 f"loss is {loss!r}; it must be token_mean, sequence_mean or group_mean"
@@ -152,13 +147,13 @@ class StepPlan:
         if (loss == "group_mean") != (groups is not None):
             raise ValueError(
                 f"loss is {loss!r} and groups are {'missing' if groups is None else 'given'}; "
-                "group_mean needs them, no other loss has a use for them"
+                "group_mean needs groups, and no other loss uses them"
             )
         numbers = np.zeros(len(labels), np.int64) if groups is None else np.asarray(groups)
         if numbers.shape != labels.shape or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ValueError(
                 f"groups has shape {numbers.shape} and dtype {numbers.dtype}; the plan has "
-                f"{len(labels)} documents: give a whole number for each"
+                f"{len(labels)} documents: give an integer for each"
             )
         if loss == "sequence_mean":
             numbers = np.arange(len(labels))
@@ -170,27 +165,29 @@ class StepPlan:
 
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
-        """(micro batches, ranks) tokens of a rank; a group of d has d-th parts of its sum, which
-        hosts round up: the budget holds rounded up, too."""
+        """(micro batches, ranks): tokens of a rank; each of d ranks has 1/d of its group's tokens.
+
+        Also rounded up, as trainers do, they do not exceed the budget.
+        """
         return self._per_rank(self.lengths)
 
     @cached_property
     def attention(self) -> NDArray[np.float64]:
-        """(micro batches, ranks) attention of a rank: squared lengths over the degree."""
+        """(micro batches, ranks): squared document lengths, divided by the degree."""
         return self._per_rank(self.lengths**2)
 
     def cost(self, linear_cost_tokens: float) -> NDArray[np.float64]:
-        """(micro batches, ranks) predicted cost of a rank, in tokens attended to.
+        """Return the predicted cost of each rank, (micro batches, ranks).
 
         Args:
-            linear_cost_tokens: tokens, the document length at which attention costs as much as all
-                else: a document of n tokens costs n^2 + linear_cost_tokens x n. 12 x hidden size is
-                a good guess (``megapack.compare.cost.Model``); 0 counts attention alone.
+            linear_cost_tokens: tokens, the document length at which attention costs as much as the
+                rest of the model: n tokens cost n^2 + linear_cost_tokens x n. 12 x hidden size is
+                a good guess (``megapack.compare.cost.Model``); 0 counts only attention.
         """
         return self.attention + linear_cost_tokens * self.tokens
 
     def critical_path(self, linear_cost_tokens: float) -> CriticalPath:
-        """The step's length over the ideal, for a model as in ``cost``."""
+        """Return the step's length compared with the ideal, with costs as in ``cost``."""
         cost = self.cost(linear_cost_tokens)
         ideal = cost.sum() / self.num_ranks
         if ideal == 0:
@@ -201,10 +198,10 @@ class StepPlan:
         )
 
     def _per_rank(self, amounts: Integers) -> NDArray[np.float64]:
-        """Sum over documents, each group's divided among its ranks."""
+        """Sum documents' amounts by rank; ranks of a group share them evenly."""
         shape = (self.num_micro_batches, self.num_ranks + 1)
-        changes = np.zeros(shape)  # from one rank to the next
-        shares = amounts / self.degree  # exact: a power of two
+        changes = np.zeros(shape)  # difference to the previous rank
+        shares = amounts / self.degree  # exact: the degree is a power of two
         np.add.at(changes, (self.micro_batch, self.first_rank), shares)
         np.subtract.at(changes, (self.micro_batch, self.first_rank + self.degree), shares)
         sums: NDArray[np.float64] = changes.cumsum(axis=1)[:, :-1]
@@ -225,61 +222,58 @@ def plan_step(
     balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches",
     micro_batch_multiple: int = 1,
 ) -> StepPlan:
-    """Plan a step: equal work on all ranks of a micro batch, in as few micro batches as possible.
+    """Assign documents so that ranks have equal work, in as few micro batches as possible.
 
-    The work of a rank in a micro batch is the sum of its documents' costs. What is made small is
-    the path (`balance`); of several kinds of cost the longest, each over the shortest that it could
-    be. First documents are dealt, the dearest to the rank that then has least work; bins of like
-    work become one micro batch, in which the dearest goes to the rank with least work so far; then
-    documents are exchanged between the busiest and others as long as that pays, a fixed number of
-    exchanges being looked at. Eight documents of 9,216, 32,512, 13,312, 17,408, 8,448, 3,072, 5,120
-    and 17,664 tokens on two ranks of 32,768 tokens: two micro batches, in the step 1.006 of the
-    ideal, which is the least there is.
+    A rank's work in a micro batch is the sum of its documents' costs. `balance` names the path to
+    minimize; with several kinds of cost, the kind that is longest relative to its lower bound.
+    First, documents are assigned, most expensive first, to the rank with the least work; bins with
+    similar work form one micro batch. Then documents are exchanged between the busiest rank and
+    others while that helps, up to a fixed number of attempts. Eight documents of 9,216, 32,512,
+    13,312, 17,408, 8,448, 3,072, 5,120 and 17,664 tokens on two ranks of 32,768 tokens: two micro
+    batches, 1.006 of the ideal per step, which is the optimum.
 
     With `max_context_parallel_size` above 1, the fewest ranks that can hold a document share it.
-    More ranks share it where it would be over half of their attention, unless the linear layers
-    of the model (`linear_cost_tokens`) cost so much more that it makes no difference.
+    More ranks share a document that would be more than half of their attention, unless linear
+    layers (`linear_cost_tokens`) cost so much that it makes no difference.
 
-    The number of micro batches is what the tokens need, ``ceil(tokens / (num_ranks x
-    max_tokens_per_rank))``, wherever an arrangement is found; to find one, documents are shared
-    by more ranks if they may be. It is more where documents do not fit beside each other (five of
-    5,000 tokens on four ranks of 8,192 need two) or another cap wants it; from 16 on, a sixteenth
-    more at a time is tried.
+    The number of micro batches is ``ceil(tokens / (num_ranks x max_tokens_per_rank))`` if such an
+    assignment is found, if necessary by sharing documents among more ranks. It is larger if
+    documents do not fit together (five of 5,000 tokens on four ranks of 8,192 need two) or another
+    limit requires it; from 16 micro batches on, the search adds a sixteenth at a time.
 
     Args:
-        lengths: (documents,) integers, tokens of each document. A host that pads documents gives
-            padded lengths.
+        lengths: (documents,) integers, tokens of each document, with padding if the trainer pads.
         num_ranks: ranks to assign documents to.
-        max_tokens_per_rank: tokens that a rank holds in a micro batch, never exceeded.
+        max_tokens_per_rank: limit of tokens of a rank in a micro batch.
         max_context_parallel_size: ranks that may share a document: a power of two, at most
             `num_ranks`.
-        max_documents_per_rank: documents that a rank holds in a micro batch; None: any number.
-        linear_cost_tokens: tokens, as in ``StepPlan.cost``; 0: attention is all that counts.
-        costs: (documents,) or (documents, kinds) numbers from 0 on, in any unit, at most 64 kinds;
-            None: what ``StepPlan.cost`` says. Of several kinds (a vision encoder's cost and the
-            language model's) ranks get equal shares of each.
-        max_costs_per_rank: a number or (kinds,) numbers: what the documents of a rank cost at most
-            in a micro batch, in the units of `costs`, never exceeded; None: anything.
-        groups: (documents,) integers: documents of one number stay on one rank, and in one micro
-            batch where one holds them all (rollouts of a prompt, pairs of a preference). With
+        max_documents_per_rank: limit of documents of a rank in a micro batch; None: no limit.
+        linear_cost_tokens: tokens, as in ``StepPlan.cost``; 0: only attention counts.
+        costs: (documents,) or (documents, kinds) numbers >= 0 in any unit, at most 64 kinds; None:
+            ``StepPlan.cost``. Ranks get equal shares of each kind (for example the costs of a
+            vision encoder and of the language model).
+        max_costs_per_rank: a number or (kinds,) numbers: limit of the cost of a rank's documents in
+            a micro batch, in the units of `costs`; None: no limit.
+        groups: (documents,) integers: documents with the same number stay on one rank, and in one
+            micro batch if they fit (rollouts of a prompt, preference pairs). With
             `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro
             batch. None: no groups.
-        balance: when ranks meet, which says what is made small. ``micro_batches``: after each
-            (ZeRO-3, FSDP): the sum over micro batches of the busiest rank. ``step``: once: the
-            busiest rank of the step. ``pipeline``: micro batches follow each other: the largest.
-            Then, that being as small, the busiest rank of the step.
-        micro_batch_multiple: their number is a multiple of this, as virtual pipelines want it; some
-            may then be empty.
+        balance: when ranks synchronize, hence what is minimized. ``micro_batches``: after each
+            (ZeRO-3, FSDP): sum over micro batches of the busiest rank. ``step``: once: the busiest
+            rank of the step. ``pipeline``: the largest micro batch of a rank; among equals the
+            busiest rank of the step.
+        micro_batch_multiple: the number of micro batches is a multiple of this, for virtual
+            pipeline stages; some may be empty.
 
     Returns:
-        The plan, the same on every rank and machine. Without documents it has no micro batches. No
-        rank holds nothing in a micro batch while another holds several documents of which one would
-        fit.
+        The plan, the same on every rank and machine. Without documents it has no micro batches. A
+        rank is empty in a micro batch only if no other rank has several documents of which one
+        would fit.
 
     Raises:
         ValueError: a document is empty, `max_context_parallel_size` ranks cannot hold it (or, if
-            that is above 1, its group), a cost is negative or not finite, ranks times micro batches
-            are above 2^24, or an argument has no meaning.
+            above 1, its group), a cost is negative or not finite, ranks times micro batches exceed
+            2^24, or an argument is out of range.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -303,26 +297,29 @@ def plan_step(
         raise ValueError(
             f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
         )
-    priced = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
-    grouped = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
-    caps = np.zeros(0) if max_costs_per_rank is None else np.ravel(max_costs_per_rank)
-    for name, asked, array, most in (("costs", costs, priced, 2), ("groups", groups, grouped, 1)):
-        shaped = 0 < array.ndim <= most and len(array) == len(tokens) <= array.size
-        if asked is not None and not shaped:
+    cost_array = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
+    group_ids = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
+    limits = np.zeros(0) if max_costs_per_rank is None else np.ravel(max_costs_per_rank)
+    for name, argument, array, max_dims in (
+        ("costs", costs, cost_array, 2),
+        ("groups", groups, group_ids, 1),
+    ):
+        fits = 0 < array.ndim <= max_dims and len(array) == len(tokens) <= array.size
+        if argument is not None and not fits:
             raise ValueError(
                 f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
                 "for each"
             )
-    if grouped.size and grouped.dtype.kind not in "iu":
-        raise ValueError(f"groups has dtype {grouped.dtype}; numbers of groups are integers")
-    for name, array in (("lengths", given), ("groups", grouped)):
+    if group_ids.size and group_ids.dtype.kind not in "iu":
+        raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
+    for name, array in (("lengths", given), ("groups", group_ids)):
         if array.max(initial=0) > np.iinfo(np.int64).max:
             raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
-        np.ascontiguousarray(priced).ravel(),
-        np.ascontiguousarray(caps, np.float64),
-        np.ascontiguousarray(grouped, np.int64),
+        np.ascontiguousarray(cost_array).ravel(),
+        np.ascontiguousarray(limits, np.float64),
+        np.ascontiguousarray(group_ids, np.int64),
         balance=balance,
         linear_cost_tokens=round(linear_cost_tokens),
         **counts,

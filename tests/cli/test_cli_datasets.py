@@ -79,7 +79,7 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
         ("pack {} --buckets 4 --output {}.bin --overwrite", "is read here, and would be replaced"),
         ("simulate {} --max-tokens 4 --context 3", "context_parallel is 3"),
         ("train-tokenizer --input {}.idx --output {}.json", "--type sentencepiece writes NAME.mod"),
-        ("arrange {} --output {}.shards.json", "is no shard manifest"),
+        ("arrange {} --output {}.shards.json", "is not a shard manifest"),
     ],
 )
 def test_wrong_name_is_refused(tmp_path: Path, command: str, message: str) -> None:

@@ -20,7 +20,7 @@ from megapack.data.sample_order import BlockOrder, Epochs, ScoreOrder
 from megapack.data.sources import SampleSource
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import SampleIndex
-from megapack.packing.sample_index import Arranged
+from megapack.packing.sharded import Arranged
 from tests.data.corpora import packed_documents, packed_index, packed_lengths, random_documents
 
 

@@ -107,12 +107,12 @@ def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
         ({"alignment": 2.5}, "alignment is 2.5"),
         ({"fim_room": -1}, "fim_room is -1; it must be from 0 to 16"),
         ({"fim_room": 17}, "fim_room is 17; it must be from 0 to 16"),
-        ({"alignment": 3}, "bucket 8 is no multiple of the alignment 3"),
-        ({"strategy": "concat", "buckets": 8, "atom_size": 2}, "atom_size 2 is no multiple"),
-        ({"strategy": "decompose", "min_bucket": 2}, "min_bucket 2 is no multiple"),
+        ({"alignment": 3}, "bucket 8 is not a multiple of the alignment 3"),
+        ({"strategy": "concat", "buckets": 8, "atom_size": 2}, "atom_size 2 is not a multiple"),
+        ({"strategy": "decompose", "min_bucket": 2}, "min_bucket 2 is not a multiple"),
         (
             {"strategy": "decompose", "buckets": 512, "alignment": 512},
-            "buckets of 256 tokens, no multiple of the alignment 512; give min_bucket",
+            "buckets of 256 tokens, not a multiple of the alignment 512; give min_bucket",
         ),
     ],
 )

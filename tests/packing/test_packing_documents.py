@@ -141,7 +141,7 @@ def test_group_is_cut_behind_the_document_that_just_fills_a_bucket() -> None:
 
 @pytest.mark.parametrize("wrong", [[1, 2], [[1, 2, 3]], [0.5, 1, 2], np.array(["a", "b", "c"])])
 def test_ids_that_are_no_groups_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"it must be \(3,\) whole numbers"):
+    with pytest.raises(ConfigError, match=r"it must be \(3,\) integers"):
         pack([1, 2, 3], buckets=[8], groups=wrong)
 
 
@@ -192,7 +192,7 @@ def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 and nothing else")
     for groups, status, message in (
         ("auto", 2, "tokenize with --group-key"),
-        (tmp_path / "three.npy", 2, "must be (2,) whole numbers"),
+        (tmp_path / "three.npy", 2, "must be (2,) integers"),
         (tmp_path / "empty.npy", 1, "is not a .npy file of numbers: "),
         (tmp_path / "zip.npy", 1, "is not a .npy file of numbers: "),
     ):

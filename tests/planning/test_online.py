@@ -167,7 +167,7 @@ def test_a_group_that_grows_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="group 5 has 21 tokens"):
         planner.add(3, 3, group=5)
     planner.add(3, 3, group=6)
-    with pytest.raises(ValueError, match="those that wait have 0 and a group"):
+    with pytest.raises(ValueError, match="waiting documents 0 and a group"):
         planner.add(4, 3)
     assert planner.state_dict()["ids"] == [1, 2, 3]
 

@@ -96,10 +96,10 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
         ({"rank": 2}, "rank is 2; the plan is for 2 ranks"),
         ({"align": 0}, "align is 0; it must be at least 1"),
         ({"lengths": [5]}, r"lengths has shape \(1,\) and dtype int64, and the plan 2 documents"),
-        ({"lengths": [5, 7]}, "document 1 has 7 tokens and was planned with 6"),
+        ({"lengths": [5, 7]}, "document 1 has 7 tokens but was planned with 6"),
         ({"lengths": [0, 6]}, "at least 1"),
-        ({"lengths": [4.5, 6]}, "a whole number of tokens"),
-        ({"align": 1 << 31}, "a row of 2147483648 tokens; boundaries are int32"),
+        ({"lengths": [4.5, 6]}, "give an integer of at least 1"),
+        ({"align": 1 << 31}, "a row has 2147483648 tokens; int32"),
     ],
 )
 def test_what_is_not_of_the_plan_is_refused(options: dict[str, Any], message: str) -> None:

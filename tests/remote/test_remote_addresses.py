@@ -216,7 +216,7 @@ def test_unreadable_manifest(line: Line, tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     for output in (f"{folder}/below/all.shards.json", "s3://bucket/elsewhere/all.shards.json"):
         said = printed("pack", address, "--buckets", "512", "--output", output, status=2)
-        assert f"{output} would name {address}, which is not below" in said
+        assert f"{address} is not below" in said
         assert find_object(output) is None
     assert main(["pack", address, "--buckets", "512", "--output", f"{folder}/all.shards.json"]) == 0
     assert load_shards(f"{folder}/all.shards.json").shards[0].prefix == address

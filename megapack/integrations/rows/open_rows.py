@@ -26,7 +26,8 @@ from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex, find_strategy, pack
-from megapack.packing.sample_index import SourceIndex, describe_source
+from megapack.packing.sample_index import describe_source
+from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 

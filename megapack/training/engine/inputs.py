@@ -30,7 +30,7 @@ from megapack.data.run_record import flatten, is_within, model_record, tokenizer
 from megapack.data.steps import StepConfig
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
-from megapack.packing.sample_index import SourceIndex
+from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.dataset import read_lengths_file
 from megapack.training.config import PretrainConfig
