@@ -334,7 +334,7 @@ def test_a_plan_is_frozen_and_a_rank_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="rank is 2; the plan is for 2 ranks"):
         plan.of_rank(2)
     for rank in (-1, 2):  # chunks of another rank
-        with pytest.raises(ValueError, match=f"cp_rank is {rank} of 2 ranks, which are counted"):
+        with pytest.raises(ValueError, match=f"cp_rank is {rank}; it must be from 0 to 1"):
             context_parallel_indices(np.array([0, 8]), 2, rank)
 
 

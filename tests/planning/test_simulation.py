@@ -95,7 +95,7 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
     [
         ({"rank": 2}, "rank is 2; the plan is for 2 ranks"),
         ({"align": 0}, "align is 0; it must be at least 1"),
-        ({"lengths": [5]}, r"lengths has shape \(1,\) and dtype int64, and the plan 2 documents"),
+        ({"lengths": [5]}, r"lengths has shape \(1,\) and dtype int64; the plan has 2 documents"),
         ({"lengths": [5, 7]}, "document 1 has 7 tokens but was planned with 6"),
         ({"lengths": [0, 6]}, "at least 1"),
         ({"lengths": [4.5, 6]}, "give an integer of at least 1"),
@@ -334,8 +334,8 @@ def test_documents_are_cut_at_the_limit() -> None:
     ("wrong", "message"),
     [
         ({"data_parallel": 0}, "data_parallel is 0"),
-        ({"context_parallel": 3}, "context_parallel is 3; .* powers"),
-        ({"virtual_stages": 2}, "virtual_stages is 2 and pipeline_parallel 1"),
+        ({"context_parallel": 3}, "context_parallel is 3; .* power of two"),
+        ({"virtual_stages": 2}, "virtual_stages is 2, which needs pipeline_parallel"),
         ({"barrier": "never"}, "barrier is 'never'"),
     ],
 )
