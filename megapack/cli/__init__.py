@@ -1,1 +1,1 @@
-"""megapack-build: parse, call, report. Stands on storage, tokenization and packing; no torch."""
+"""megapack-build: commands that parse options, call the library and print the result."""

@@ -1,8 +1,10 @@
-"""The vocabulary of all commands: one option, one meaning, one help text.
+"""Options that several commands share: one spelling, one meaning, one help text each.
 
-A command declares a shared option through ``add_shared`` and nowhere else;
-tests/cli/test_vocabulary.py walks all parsers and holds that. Help of a command's own is added
-after the shared text, never instead of it.
+A command declares a shared option with ``add_shared`` and may add to its help, never replace it;
+tests/cli/test_vocabulary.py checks the parsers of all commands.
+
+    add_shared(parser, "--output", "--overwrite")
+    byte_count("64M")  # -> 67108864; a wrong value ends the command with a message
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ Arguments = argparse._ActionsContainer
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; a container or `taskset` can leave fewer than exist."""
+    """Return how many cores this process may use; containers and `taskset` can allow fewer."""
     return len(os.sched_getaffinity(0))
 
 
-# ---- what a value looks like -----------------------------------------------------------------
+# ---- Conversion of values ------------------------------------------------------------------------
 
 
-def _told(convert: Callable[[str], T]) -> Callable[[str], T]:
-    """Converts with our own error text; argparse alone would print only the type."""
+def _reporting(convert: Callable[[str], T]) -> Callable[[str], T]:
+    """Wrap a conversion so that argparse prints its message, not only the name of its type."""
 
     def converted(text: str) -> T:
         try:
@@ -42,12 +44,12 @@ def _told(convert: Callable[[str], T]) -> Callable[[str], T]:
     return converted
 
 
-byte_count = _told(parse_size)  # 64M -> 67108864
-dataset_prefix = _told(prefix_of)  # argparse would print what it refuses, passwords included
+byte_count = _reporting(parse_size)  # 64M -> 67108864
+dataset_prefix = _reporting(prefix_of)  # argparse would print a refused address with its password
 
 
 def capacities(text: str) -> list[int]:
-    """``2048,1024`` -> [1024, 2048], in tokens."""
+    """Convert ``2048,1024`` to [1024, 2048], in tokens."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
         _refuse(f"{text!r} is not a list of capacities; write 1024,2048,4096 (tokens, 1 or more)")
@@ -55,14 +57,14 @@ def capacities(text: str) -> list[int]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Convert a whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
         _refuse(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def share(text: str) -> float:
-    """``0.02`` or ``2/100`` -> 0.02; above 0 and at most 1."""
+    """Convert ``0.02`` or ``2/100`` to 0.02; above 0 and at most 1."""
     try:
         number = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -73,7 +75,7 @@ def share(text: str) -> float:
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """``0/8`` -> (0, 8)."""
+    """Convert ``0/8`` to (0, 8)."""
     i, slash, n = text.partition("/")
     if not slash or not i.isdecimal() or not n.isdecimal() or int(n) == 0:
         _refuse(f"{text!r} is not of the form I/N, as in 0/8")
@@ -81,7 +83,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def token_argument(text: str) -> str | int:
-    """``50256`` -> the id 50256; everything else is a token's name."""
+    """Convert ``50256`` to an id; any other text is the name of a token."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
@@ -89,83 +91,82 @@ def _refuse(message: str) -> NoReturn:
     raise argparse.ArgumentTypeError(message)
 
 
-# ---- options that several commands have --------------------------------------------------------
+# ---- Options that several commands have ----------------------------------------------------------
 
-_ALL_CORES = "the result is the same for any number (default: all usable cores)"
+_ALL_CORES = "the result does not depend on it (default: all usable cores)"
 
 SHARED: dict[str, dict[str, Any]] = {
     "--output-prefix": {
         "required": True,
         "metavar": "PREFIX",
-        "help": "dataset to write: PREFIX.bin/.idx and what belongs to it",
+        "help": "dataset to write: PREFIX.bin, PREFIX.idx and the files that belong to them",
     },
     "--output": {"metavar": "FILE", "help": "file to write"},
     "--overwrite": {
         "action": "store_true",
-        "help": "replace what is there with other content; without it that is an error",
+        "help": "replace existing files of other content (default: an error)",
     },
-    "--dry-run": {"action": "store_true", "help": "say what would be done, and write nothing"},
+    "--dry-run": {
+        "action": "store_true",
+        "help": "print what the command would do, and write nothing",
+    },
     "--json": {"action": "store_true", "help": "print the result as JSON on stdout"},
     "--threads": {
         "type": positive,
         "default": usable_cores(),
         "metavar": "N",
-        "help": f"threads; {_ALL_CORES}",
+        "help": f"number of threads; {_ALL_CORES}",
     },
     "--workers": {
         "type": positive,
         "default": usable_cores(),
         "metavar": "N",
-        "help": f"processes; {_ALL_CORES}",
+        "help": f"number of worker processes; {_ALL_CORES}",
     },
-    "--seed": {
-        "type": int,
-        "default": 0,
-        "metavar": "N",
-        "help": "of every random choice (default: 0)",
-    },
+    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed (default: 0)"},
     "--groups": {
         "metavar": "FILE.npy",
-        "help": "pack documents of one group as if they were one: a .npy of an id per document "
-        "(negative: on its own), or auto, PREFIX.groups of `tokenize --group-key`",
+        "help": "keep documents of one group together, as if they were one document: a .npy with "
+        "an id per document (negative: in no group), or auto for PREFIX.groups of `tokenize "
+        "--group-key`",
     },
     "--alignment": {
         "type": positive,
         "default": 1,
         "metavar": "M",
-        "help": "leave room for segments that begin at multiples of M, which is 2 x context "
-        "parallel size (default: 1, no room)",
+        "help": "leave room so that every segment can begin at a multiple of M tokens; M is twice "
+        "the context parallel size (default: 1, no room)",
     },
     "--fim-room": {
         "type": int,
         "default": 0,
         "metavar": "N",
-        "help": "leave room for every whole document to grow by N tokens: the sentinels of "
-        "fill-in-the-middle, 3 or 4, and what cuts between characters add (default: 0)",
+        "help": "leave room for N more tokens per whole document: fill-in-the-middle inserts 3 or "
+        "4 sentinels, and more tokens where it cuts between characters (default: 0)",
     },
     "--set": {
         "action": "append",
         "default": [],
         "metavar": "KEY=VALUE",
-        "help": "override a field of the YAML, as in --set data.order=uniform; may be repeated",
+        "help": "override a field of the YAML, as in --set data.order=uniform (repeatable)",
     },
     "--tokenizer": {
         "metavar": "T",
-        "help": "a .model, a tokenizer.json, a directory (also of vocab.json, merges.txt), or "
-        "bytes",
+        "help": "tokenizer: a .model, a tokenizer.json, a directory with one of them or with "
+        "vocab.json and merges.txt, or bytes",
     },
-    "--vocab-size": {"type": positive, "metavar": "N", "help": "number of token ids"},
-    "--dtype": {"metavar": "TYPE", "help": "type of the tokens on disk, as int32"},
+    "--vocab-size": {"type": positive, "metavar": "N", "help": "vocabulary size, in token ids"},
+    "--dtype": {"metavar": "TYPE", "help": "integer type of the tokens on disk, as in int32"},
     "--eod-token": {
         "type": token_argument,
         "metavar": "T",
-        "help": "token that ends documents: its name, or its id in decimal",
+        "help": "token that ends documents (EOD), by name or by decimal id",
     },
 }
 
 
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:
-    """Declare shared options; ``help`` is added to theirs, ``changes`` are argparse's."""
+    """Declare shared options; ``help`` is appended to theirs, ``changes`` are argparse's."""
     for name in names:
         option = {**SHARED[name], **changes}
         option["help"] = f"{option['help']}; {help}" if help else option["help"]
@@ -175,36 +176,40 @@ def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -
 def add_dataset_argument(
     parser: Arguments, *, many: bool, help: str = ""
 ) -> argparse._MutuallyExclusiveGroup:
-    """The datasets a command reads: positional, or behind --data-prefix; one of both is required.
+    """Declare the datasets that a command reads: positional or as --data-prefix, one is required.
 
-    With ``many`` the result is ``args.prefixes``, a list as it was typed, for
+    With ``many`` the values are ``args.prefixes``, as typed, for
     ``megapack.cli.datasets.dataset_prefixes`` (directories, .idx files); otherwise ``args.prefix``,
-    one string. The group that is returned takes alternatives, as --lengths of compare.
+    one string. Returns the group, to which a command can add alternatives (--lengths of compare).
     """
     group = parser.add_mutually_exclusive_group(required=True)
     more = f"; {help}" if help else ""
-    # SUPPRESS: the positional, where it is absent, must not overwrite what the option gave.
-    how: dict[str, Any] = {"metavar": "PREFIX", "default": argparse.SUPPRESS}
+    # SUPPRESS: an absent positional must not overwrite the value of the option.
+    settings: dict[str, Any] = {"metavar": "PREFIX", "default": argparse.SUPPRESS}
     if many:
-        text = f"datasets PREFIX.bin/.idx; also .idx files, or directories of them{more}"
-        group.add_argument("prefixes", nargs="*", help=text, **how)
+        text = f"datasets PREFIX.bin/.idx; also .idx files, or directories that hold them{more}"
+        group.add_argument("prefixes", nargs="*", help=text, **settings)
         group.add_argument(
-            "--data-prefix", nargs="+", dest="prefixes", metavar="PREFIX", help="the same"
+            "--data-prefix", nargs="+", dest="prefixes", metavar="PREFIX", help="same as PREFIX"
         )
     else:
         text = f"dataset PREFIX.bin/.idx{more}"
-        group.add_argument("prefix", nargs="?", type=dataset_prefix, help=text, **how)
+        group.add_argument("prefix", nargs="?", type=dataset_prefix, help=text, **settings)
         group.add_argument(
-            "--data-prefix", type=dataset_prefix, dest="prefix", metavar="PREFIX", help="the same"
+            "--data-prefix",
+            type=dataset_prefix,
+            dest="prefix",
+            metavar="PREFIX",
+            help="same as PREFIX",
         )
     return group
 
 
 def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
-    """The id that --eod-token means where ids are compared: a name needs --tokenizer.
+    """Return the id of --eod-token for a command that compares ids.
 
     Raises:
-        ConfigError: no tokenizer knows the name.
+        ConfigError: the token is a name, and --tokenizer is missing or does not know it.
     """
     if not isinstance(token, str):
         return token
@@ -215,13 +220,15 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
     return TokenizerFiles.open(tokenizer).special_token("eod", token).id
 
 
-def refuse_without(needed: str, **given: object) -> None:
-    """Refuse options that say nothing without ``needed``, which is not there.
+def refuse_without(needed: str, **options: object) -> None:
+    """Refuse options that have no effect without ``needed``, which is missing.
 
     Raises:
-        ConfigError: names the first one that is given (neither None nor False).
+        ConfigError: names the first option that is given (neither None nor False).
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None and value is not False:
-            told = "" if value is True else f" {value}"
-            raise ConfigError(f"--{name}{told} is for {needed}: give it, too")
+            shown = "" if value is True else f" {value}"
+            raise ConfigError(
+                f"--{name}{shown} works only with {needed}: give that, or leave --{name} out"
+            )

@@ -1,8 +1,8 @@
-"""What each packing strategy would make of a dataset, before a GPU is asked.
+"""Compare packing strategies on a dataset, before any GPU is used.
 
 Packs the same documents with every strategy (or those you name), counts padding, truncation,
 concatenation, dropped and repeated tokens and attention work, estimates the imbalance over the
-ranks, training time and cost, and recommends one with its reasons. Only lengths are read.
+ranks, training time and cost, and recommends one strategy with its reasons. It reads only lengths.
 
 examples:
   megapack-build compare corpus_text_document --html report.html
@@ -17,16 +17,14 @@ A strategy is written NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]].
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.text import Text
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
-from megapack.cli.output import Work, note, print_table
+from megapack.cli.output import Work, note, print_result, print_table
 from megapack.compare import (
     GPUS,
     MODELS,
@@ -48,88 +46,8 @@ from megapack.storage.dataset import read_lengths_file
 from megapack.storage.files import atomic_write, check_target
 from megapack.units import count, counted, percent, short
 
-# ---- What ``megapack-build compare`` prints -----------------------------------------------------
-
-
-def print_comparison(comparison: Comparison, prefix: str) -> None:
-    """A line per strategy and the recommendation, for a terminal; prefix: of its command."""
-    corpus, training = comparison.corpus, comparison.run
-    print(
-        f"{corpus.name}: {count(corpus.num_documents)} documents, {count(corpus.num_tokens)} "
-        f"tokens (mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, "
-        f"longest {count(corpus.longest)})"
-    )
-    if corpus.sampled_from is not None:
-        print(
-            f"a random sample of {count(corpus.num_documents)} of {count(corpus.sampled_from)} "
-            "documents; every figure is of the sample"
-        )
-    rows = []
-    for position, evaluation in enumerate(comparison.evaluations):
-        style = "dim" if comparison.recommendation.out[position] else ""
-        if position == comparison.recommendation.best:
-            style = "bold green"
-        rows.append([Text(cell(evaluation), style) for head, _, _, cell in COLUMNS if head])
-    print_table([head for head, *_ in COLUMNS if head], rows)
-    for label, reason in comparison.left_out.items():
-        print(f"left out: {label}: {reason}")
-    print(
-        "pad: of the positions; split: of the documents; docs: per sample; dropped, repeated: of\n"
-        f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
-        f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
-        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
-    )
-    if comparison.planned:
-        _print_planned(comparison)
-    _print_recommendation(comparison, prefix)
-
-
-def _print_planned(comparison: Comparison) -> None:
-    rows = [
-        [
-            "one rank"
-            if planned.max_context_parallel_size == 1
-            else f"up to {planned.max_context_parallel_size} ranks",
-            percent(planned.split_ratio, 3).removesuffix(" %"),
-            percent(planned.shared_ratio, 1).removesuffix(" %"),
-            f"{planned.micro_batches:.2f}",
-            f"{planned.extra_micro_batches:.2f}",
-            f"{planned.attention.per_step:.3f}",
-            f"{planned.model.per_step:.3f}",
-            f"{planned.model.per_micro_batch:.3f}",
-        ]
-        for planned in comparison.planned
-    ]
-    print("\nplanned steps: documents dealt one by one (megapack.plan_step) instead of samples")
-    heads = ("held by", "split %", "shared %", "micro", "extra", "imbal", "step", "micro step")
-    print_table(heads, rows)
-    first = comparison.planned[0]
-    best = comparison.evaluations[comparison.recommendation.best]
-    print(
-        f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: of them, "
-        "beyond what the tokens need;\nshared: of the tokens; step, micro step: all work of the "
-        "busiest rank over the mean, ranks\nmeeting at every optimizer step or micro step "
-        f"(step of {best.label}: {best.breakdown.critical_path:.3f});\n"
-        f"means of {counted(first.num_steps, 'drawn step')}"
-    )
-
-
-def _print_recommendation(comparison: Comparison, prefix: str) -> None:
-    recommendation = comparison.recommendation
-    best = comparison.evaluations[recommendation.best]
-    print(f"\nrecommended: {best.label}")
-    for reason in recommendation.reasons:
-        print(f"  {reason}")
-    for name, decision in best.decisions.items():
-        print(f"  {name}: {decision}")
-    fixed = recommendation.best_fixed
-    if fixed is not None and fixed != recommendation.best:
-        print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
-    print(f"\n  {best.case.command(prefix, comparison.seed, comparison.grouped_by)}")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, grouped by what they are about."""
     data = parser.add_argument_group("data")
     source = add_dataset_argument(data, many=False, help="only the .idx is read")
     source.add_argument(
@@ -139,24 +57,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-documents",
         metavar="N",
         type=positive,
-        help="use a random sample of N documents (said in every output)",
+        help="compare on a random sample of N documents; every output says so (default: all)",
     )
     packing = parser.add_argument_group("packing")
     packing.add_argument(
-        "--strategies", metavar="STRATEGY", nargs="+", help="default: all, see above for the form"
+        "--strategies",
+        metavar="STRATEGY",
+        nargs="+",
+        help="strategies to compare, in the form above (default: all)",
     )
     packing.add_argument(
         "--buckets",
         metavar="L,L,...",
         type=capacities,
         default="1024,2048,4096,8192,16384",
-        help="capacities in tokens; of the bucket strategies (default: %(default)s)",
+        help="bucket capacities in tokens; for the bucket strategies (default: %(default)s)",
     )
     packing.add_argument(
         "--capacity",
         metavar="L,L,...",
         type=capacities,
-        help="capacities of the fixed-length strategies (default: the largest bucket)",
+        help="capacities of the fixed-length strategies, in tokens (default: the largest bucket)",
     )
     add_shared(packing, "--alignment", "--fim-room", "--groups", "--seed", "--threads")
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
@@ -169,21 +90,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    """Option, default, type or choices, what its value is called, help."""
     options: tuple[tuple[str, Any, Any, str | None, str], ...] = (
-        ("--model", "1b", list(MODELS), None, "size"),
-        ("--model-shape", None, str, "PARAMETERS,LAYERS,WIDTH", "a model, as in 2.6e9,26,2304"),
-        ("--gpu", "h100", list(GPUS), None, "type"),
-        ("--gpu-tflops", None, float, "X", "dense 16-bit peak of a type not listed"),
-        ("--num-gpus", 64, int, "N", "how many"),
-        ("--gpu-price", 2.0, float, "X", "per GPU hour"),
-        ("--utilization", 0.4, float, "X", "share of the peak that training reaches"),
-        ("--train-tokens", None, float, "N", "document tokens (default: all, once)"),
-        ("--attention", "document", ["document", "sample"], None, "inside those, or over these"),
-        ("--dealing", "balanced", ["balanced", "random"], None, _DEALING),
+        # option, default, type or choices, metavar, help
+        ("--model", "1b", list(MODELS), None, "size of the model, in parameters"),
+        (
+            *("--model-shape", None, str, "PARAMETERS,LAYERS,WIDTH"),
+            "shape of another model, as in 2.6e9,26,2304; replaces --model",
+        ),
+        ("--gpu", "h100", list(GPUS), None, "type of the GPUs"),
+        (
+            *("--gpu-tflops", None, float, "X"),
+            "dense 16-bit peak of another type, in TFLOP/s; replaces --gpu",
+        ),
+        ("--num-gpus", 64, int, "N", "number of GPUs"),
+        ("--gpu-price", 2.0, float, "X", "dollars per GPU hour"),
+        ("--utilization", 0.4, float, "X", "share of the peak that training reaches, 0 to 1"),
+        (
+            *("--train-tokens", None, float, "N"),
+            "document tokens to train on (default: those of the data, once)",
+        ),
+        (
+            *("--attention", "document", ["document", "sample"], None),
+            "attend inside each document, or over the whole sample",
+        ),
+        (
+            *("--dealing", "balanced", ["balanced", "random"], None),
+            "assign the samples of a step to ranks longest first, each to the least loaded rank, "
+            "or at random",
+        ),
         ("--num-ranks", None, int, "N", "data-parallel ranks (default: --num-gpus)"),
-        ("--tokens-per-rank", 49_152, int, "N", "per step"),
-        ("--micro-batch-tokens", None, positive, "N", _MICRO_BATCHES),
+        ("--tokens-per-rank", 49_152, int, "N", "tokens of one rank in one step"),
+        (
+            *("--micro-batch-tokens", None, positive, "N"),
+            "also plan each step by its documents (megapack.plan_step), in micro batches of N "
+            "tokens per rank: with plain data parallelism and with dynamic context parallelism "
+            "(default: do not)",
+        ),
     )
     for name, default, kind, metavar, text in options:
         values = {"choices": kind} if isinstance(kind, list) else {"type": kind}
@@ -191,41 +133,36 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         group.add_argument(name, default=default, metavar=metavar, help=shown, **values)
 
 
-_DEALING = "a step's samples to ranks: longest first to the least loaded, or at random"
-_MICRO_BATCHES = (
-    "of a rank: says what planning each step by its documents (megapack.plan_step; plain data "
-    "parallelism, dynamic context parallelism) would give"
-)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Compare, print, and write what was asked for."""
+def run(args: argparse.Namespace) -> None:
     training = _training_run(args)
-    named: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "buckets": args.buckets,
         "capacities": args.capacity or [max(args.buckets)],
         "alignment": args.alignment,
         "fim_room": args.fim_room,
     }
     if args.strategies:
-        cases = [case for text in args.strategies for case in parse_case(text, **named)]
+        cases = [case for text in args.strategies for case in parse_case(text, **settings)]
         left_out: dict[str, str] = {}
     else:
-        cases, left_out = default_cases(**named)
+        cases, left_out = default_cases(**settings)
     if args.html is not None:
         check_matplotlib()
         check_target(args.html, overwrite=args.overwrite, difference="it is of another run")
-    lengths, name = _read_lengths(args)
-    ids = None
+    if args.lengths is None:
+        lengths, name = read_document_lengths(args.prefix), Path(args.prefix).name
+    else:
+        lengths, name = read_lengths_file(args.lengths), args.lengths.name
+    group_ids = None
     if args.groups is not None:
         if args.prefix is None and args.groups == "auto":
             raise ConfigError("--groups auto needs a dataset; with --lengths give a .npy of ids")
-        ids = read_groups(args.groups, args.prefix or "", len(lengths))
+        group_ids = read_groups(args.groups, args.prefix or "", len(lengths))
     sampled_from = None
     if args.max_documents is not None and args.max_documents < len(lengths):
         sampled_from = len(lengths)
-        chosen = _sample(len(lengths), args.max_documents, args.seed)
-        lengths, ids = lengths[chosen], None if ids is None else ids[chosen]
+        chosen = _sample_documents(len(lengths), args.max_documents, args.seed)
+        lengths, group_ids = lengths[chosen], None if group_ids is None else group_ids[chosen]
     with Work(f"{len(cases)} strategies on {counted(len(lengths), 'document')}") as work:
         comparison = compare(
             lengths,
@@ -239,20 +176,17 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             threads=args.threads,
             left_out=left_out,
-            groups=ids,
+            groups=group_ids,
             grouped_by=args.groups,
             progress=work,
         )
     prefix = "PREFIX" if args.prefix is None else args.prefix
-    if args.json:
-        print(json.dumps(to_json(comparison, prefix), indent=1))
-    else:
-        print_comparison(comparison, prefix)
+    facts = to_json(comparison, prefix)
+    print_result(args, facts, lambda: print_comparison(comparison, prefix), indent=1)
     if args.html is not None:
         with atomic_write(args.html) as file:
             file.write(printable(comparison_page(comparison)).encode())
         note(f"wrote {args.html}")
-    return 0
 
 
 def _training_run(args: argparse.Namespace) -> TrainingRun:
@@ -285,14 +219,74 @@ def _training_run(args: argparse.Namespace) -> TrainingRun:
     )
 
 
-def _read_lengths(args: argparse.Namespace) -> tuple[NDArray[Any], str]:
-    """Document lengths and a name for the report."""
-    if args.lengths is None:
-        return read_document_lengths(args.prefix), Path(args.prefix).name
-    return read_lengths_file(args.lengths), args.lengths.name
-
-
-def _sample(num_documents: int, count: int, seed: int) -> NDArray[Any]:
-    """``count`` documents without replacement, in file order."""
-    chosen = np.random.default_rng(seed).choice(num_documents, count, replace=False, shuffle=False)
+def _sample_documents(num_documents: int, number: int, seed: int) -> NDArray[Any]:
+    """Return the numbers of a random sample of documents, ascending."""
+    chosen = np.random.default_rng(seed).choice(num_documents, number, replace=False, shuffle=False)
     return np.asarray(np.sort(chosen))
+
+
+# ---- Printing ------------------------------------------------------------------------------------
+
+_PLANNED_COLUMNS: dict[str, Any] = {
+    "held by": lambda plan: (
+        "one rank"
+        if plan.max_context_parallel_size == 1
+        else f"up to {plan.max_context_parallel_size} ranks"
+    ),
+    "split %": lambda plan: percent(plan.split_ratio, 3).removesuffix(" %"),
+    "shared %": lambda plan: percent(plan.shared_ratio, 1).removesuffix(" %"),
+    "micro": lambda plan: f"{plan.micro_batches:.2f}",
+    "extra": lambda plan: f"{plan.extra_micro_batches:.2f}",
+    "imbal": lambda plan: f"{plan.attention.per_step:.3f}",
+    "step": lambda plan: f"{plan.model.per_step:.3f}",
+    "micro step": lambda plan: f"{plan.model.per_micro_batch:.3f}",
+}
+
+
+def print_comparison(comparison: Comparison, prefix: str) -> None:
+    """Print a row per strategy and the recommendation; ``prefix`` is the dataset to pack."""
+    corpus, training = comparison.corpus, comparison.run
+    recommendation = comparison.recommendation
+    print(
+        f"{corpus.name}: {count(corpus.num_documents)} documents, {count(corpus.num_tokens)} "
+        f"tokens (mean {corpus.mean:,.0f}, median {corpus.median:,.0f}, "
+        f"longest {count(corpus.longest)})"
+    )
+    if corpus.sampled_from is not None:
+        print(
+            f"a random sample of {count(corpus.num_documents)} of {count(corpus.sampled_from)} "
+            "documents; every figure is of the sample"
+        )
+    styles = ["dim" if reason else "" for reason in recommendation.out]
+    styles[recommendation.best] = "bold green"
+    columns = {column.head: column.cell for column in COLUMNS if column.head}
+    print_table(columns, comparison.evaluations, styles)
+    for label, reason in comparison.left_out.items():
+        print(f"left out: {label}: {reason}")
+    print(
+        "pad: of the positions; split: of the documents; docs: per sample; dropped, repeated: of\n"
+        f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
+        f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
+        f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
+    )
+    best = comparison.evaluations[recommendation.best]
+    if comparison.planned:
+        first = comparison.planned[0]
+        print("\nplanned steps: documents dealt one by one (megapack.plan_step) instead of samples")
+        print_table(_PLANNED_COLUMNS, comparison.planned)
+        print(
+            f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: of "
+            "them, beyond what the tokens need;\nshared: of the tokens; step, micro step: all work "
+            "of the busiest rank over the mean, ranks\nmeeting at every optimizer step or micro "
+            f"step (step of {best.label}: {best.breakdown.critical_path:.3f});\n"
+            f"means of {counted(first.num_steps, 'drawn step')}"
+        )
+    print(f"\nrecommended: {best.label}")
+    for reason in recommendation.reasons:
+        print(f"  {reason}")
+    for name, decision in best.decisions.items():
+        print(f"  {name}: {decision}")
+    fixed = recommendation.best_fixed
+    if fixed is not None and fixed != recommendation.best:
+        print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
+    print(f"\n  {best.case.command(prefix, comparison.seed, comparison.grouped_by)}")

@@ -1,4 +1,7 @@
-"""Options that are fields of BuildConfig: their names, types, choices and defaults stand there."""
+"""Options that are fields of BuildConfig, which defines their names, types, choices and defaults.
+
+add_fields(group, append_eod="end every document with EOD")  # --append-eod, a flag
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ _FIELDS = {field.name: field for field in dataclasses.fields(BuildConfig)}
 
 
 def add_fields(group: Arguments, **texts: str | dict[str, Any]) -> None:
-    """Declare fields, each with its help, or with a dict of it and of other things of argparse."""
+    """Declare fields as options: name -> help, or name -> help and other arguments of argparse."""
     for name, text in texts.items():
         hint = _HINTS[name]
         option: dict[str, Any] = {"help": text} if isinstance(text, str) else dict(text)
         if hint is bool:
             option["action"] = "store_true"
         else:
-            inner = [value for part in (hint, *typing.get_args(hint)) for value in _values(part)]
+            # The strings of a Literal and the types of a union.
+            inner = [
+                arg for part in (hint, *typing.get_args(hint)) for arg in typing.get_args(part)
+            ]
             default = _FIELDS[name].default
             if default is not dataclasses.MISSING:
                 option.setdefault("default", default)
@@ -35,19 +41,14 @@ def add_fields(group: Arguments, **texts: str | dict[str, Any]) -> None:
         group.add_argument("--" + OPTIONS.get(name, name).replace("_", "-"), **option)
 
 
-def _values(hint: Any) -> tuple[Any, ...]:
-    """The strings of a Literal, the types of a union."""
-    return typing.get_args(hint)
-
-
 def values_of(args: Any) -> dict[str, Any]:
-    """The fields of BuildConfig as a command line gave them."""
+    """Return the fields of BuildConfig from a parsed command line."""
     values = {name: getattr(args, OPTIONS.get(name, name)) for name in _FIELDS}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def add_corpus_arguments(parser: Arguments) -> None:
-    """--input and everything about how documents are found in it."""
+    """Declare --input and the options that say how to read documents from it."""
     size = {"type": byte_count, "metavar": "SIZE"}
     add_fields(
         parser.add_argument_group("corpus"),
@@ -56,25 +57,30 @@ def add_corpus_arguments(parser: Arguments) -> None:
             "required": True,
             "metavar": "PATH",
             "help": "files, globs or directories: JSON Lines (.jsonl, .json, .ndjson), .parquet, "
-            ".arrow (also what `datasets` saved); every other file is one document; all but "
+            ".arrow (also as saved by `datasets`); any other file is one document; all except "
             ".parquet and .arrow also as .gz and .zst",
         },
         suffixes={
             "nargs": "+",
             "metavar": "S",
-            "help": "what to take from directories, as .py, .rst.gz or 'train-*.jsonl' (default: "
-            f"{DATA_SUFFIXES})",
+            "help": "files to read from directories, as in .py, .rst.gz or 'train-*.jsonl' "
+            f"(default: {DATA_SUFFIXES})",
         },
-        format="what every file is (default: by its suffix)",
+        format="format of every file (default: by its suffix)",
         json_key={
             "metavar": "KEY",
-            "help": "JSON key or column; data.text reaches into objects and structs (text)",
+            "help": "JSON key or column of the text; data.text reaches into objects and structs "
+            "(default: text)",
         },
         max_input_bytes={
             **size,
-            "help": "take whole files, in order, up to this size in all; the first always",
+            "help": "read whole files, in order, until they exceed this size in total; the first "
+            "file is always read (default: all)",
         },
-        max_document_bytes={**size, "help": "a longer line or file is a fault; bounds memory (1G)"},
-        on_error="malformed JSON, missing key, wrong type, invalid UTF-8: stop, or drop and count "
-        "such documents (fail)",
+        max_document_bytes={
+            **size,
+            "help": "longest line or file in bytes; a longer one is a fault (default: 1G)",
+        },
+        on_error="at faults (malformed JSON, missing key, wrong type, invalid UTF-8): stop, or "
+        "drop and count the document (default: fail)",
     )

@@ -1,16 +1,16 @@
-"""Write packed samples for a trainer that reads files of its own and no index.
+"""Write packed samples in the file format of another trainer.
 
 --format bridge: the packed parquet of Megatron-Bridge (packed_train_data_path), with the labels of
-PREFIX.labels where they stand. A row is samples of one bucket, as many as the largest bucket holds;
-a segment is a sequence of it, which Bridge cuts into inputs and labels:
+PREFIX.labels if they exist. A row holds samples of one bucket, as many as fit the largest bucket. A
+segment becomes one sequence, which Bridge splits into inputs and labels:
 
-  document       5 6 7 8 | 9        a segment of 4 tokens and, as it goes on, the one behind it
+  document       5 6 7 8 | 9        a segment of 4 tokens and the next token of its document
   input_ids      5 6 7 8   9        inputs 5 6 7 8, labels 6 7 8 9
-  loss_mask      0 1 1 0   0        of the token that predicts; the last one is never read
-  seq_start_id   0                  of every sequence its first token
+  loss_mask      0 1 1 0   0        per predicting token; Bridge never reads the last one
+  seq_start_id   0                  first token of every sequence
 
-Beside it NAME.metadata.json is written (packed_metadata_path). Samples that were packed with
---alignment have their sequences padded to it (pad_seq_to_mult) with --eod-token.
+NAME.metadata.json is written next to it (packed_metadata_path). If the samples were packed with
+--alignment, their sequences are padded to it (pad_seq_to_mult) with --eod-token.
 
 examples:
   megapack-build export chats.samples --format bridge --output train.idx.parquet
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_shared, token_id
 from megapack.cli.datasets import local_file
-from megapack.cli.output import Work, printed_as_json
+from megapack.cli.output import Work, print_result
 from megapack.errors import ConfigError, require
 from megapack.packing import SampleIndex
 from megapack.packing.verify import prefix_of_samples
@@ -38,20 +38,22 @@ from megapack.storage.dataset import open_labels, open_weights
 from megapack.storage.files import atomic_write, check_target
 from megapack.units import count
 
-SUFFIXES = (".parquet", ".pq")  # by which Bridge knows them
-ROWS_PER_GROUP = 500  # Bridge reads a row group for a row; as it writes them itself
+SUFFIXES = (".parquet", ".pq")  # Bridge recognizes these
+ROWS_PER_GROUP = 500  # as Bridge writes them; it reads a row group to get a row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", help="a .samples file of `pack`")
-    parser.add_argument("--format", choices=("bridge",), required=True, help="of what is written")
-    add_shared(parser, "--output", required=True, help="ends in .parquet or .pq")
-    add_shared(parser, "--eod-token", help="pads aligned samples; a name needs --tokenizer")
-    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
+    parser.add_argument(
+        "--format", choices=("bridge",), required=True, help="format of the output, see above"
+    )
+    add_shared(parser, "--output", required=True, help="its name ends in .parquet or .pq")
+    add_shared(parser, "--eod-token", help="it pads aligned samples; a name needs --tokenizer")
+    add_shared(parser, "--tokenizer", help="needed if --eod-token is a name")
     add_shared(parser, "--overwrite", "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     output = local_file(args.output, "--output")
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"--output is {output}; Bridge reads {' and '.join(SUFFIXES)}")
@@ -70,15 +72,13 @@ def run(args: argparse.Namespace) -> int:
     with atomic_write(metadata, "w") as file:
         json.dump([facts], file)
     facts |= {"output": str(output), "metadata": str(metadata), "pad_seq_to_mult": index.alignment}
-    if not printed_as_json(args, facts):
-        counts = (f"{count(facts[f'num_{n}'])} {n}" for n in ("rows", "sequences", "labels"))
-        print(f"{output}: {', '.join(counts)}")
-        print(f"packed_sequence_size={facts['pack_size']} pad_seq_to_mult={index.alignment}")
-    return 0
+    counts = (f"{count(facts[f'num_{n}'])} {n}" for n in ("rows", "sequences", "labels"))
+    sizes = f"packed_sequence_size={facts['pack_size']} pad_seq_to_mult={index.alignment}"
+    print_result(args, facts, f"{output}: {', '.join(counts)}\n{sizes}")
 
 
 class PackedRow(NamedTuple):
-    """A row of Bridge's packed parquet."""
+    """Row of Bridge's packed parquet."""
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.int8]
@@ -88,23 +88,22 @@ class PackedRow(NamedTuple):
 def packed_rows(
     dataset: IndexedDataset, index: SampleIndex, pad: int | None
 ) -> Iterator[PackedRow]:
-    """The samples of an index as rows, by rising capacity, each of one bucket.
+    """Yield the samples of an index as rows, each of one bucket, by ascending capacity.
 
     Args:
         dataset, index: the documents and their samples.
         pad: id that fills aligned sequences.
 
     Raises:
-        ConfigError: the samples are aligned, and there is no `pad`, or it is no int32; there are
-            loss weights, which its mask of 0 and 1 cannot say; a label is another token than the
-            next one.
-        IndexMismatchError: labels of other documents.
+        ConfigError: the samples are aligned and `pad` is missing or not an int32; the dataset has
+            loss weights, which a mask of 0 and 1 cannot express; a label is not the next token.
+        IndexMismatchError: the labels belong to other documents.
     """
     labels = open_labels(dataset) or dataset
     if open_weights(dataset) is not None:
         raise ConfigError(
             f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
-            "train with megapack-pretrain or PackedTrainer, or move the weights away"
+            "train with megapack-pretrain or PackedTrainer, or move the weights to another folder"
         )
     if index.alignment > 1 and pad is None:
         raise ConfigError(
@@ -117,24 +116,24 @@ def packed_rows(
     def sequence(
         document: int, begin: int, length: int
     ) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-        """Tokens of a segment with the one behind it, if there is one, and their loss mask."""
+        """Return the tokens of a segment, the next token of its document, and their loss mask."""
         first = int(dataset.document_offsets[document])
         end = min(begin + length + 1, int(dataset.document_lengths[document]))
         tokens = dataset.tokens[first + begin : first + end].astype(np.int32)
-        learned = labels.tokens[first + begin : first + end]
+        label_tokens = labels.tokens[first + begin : first + end]
         mask = np.zeros(len(tokens), np.int8)
-        mask[:-1] = learned[1:] >= 0
-        other = mask[:-1].astype(bool) & (learned[1:] != tokens[1:])
-        if other.any():
+        mask[:-1] = label_tokens[1:] >= 0
+        differs = mask[:-1].astype(bool) & (label_tokens[1:] != tokens[1:])
+        if differs.any():
             raise ConfigError(
-                f"document {document} has label {learned[1:][other][0]} for token "
-                f"{tokens[1:][other][0]}, and Bridge takes labels from tokens: train with another "
-                "host, or write labels that are the token or -100"
+                f"document {document} has label {label_tokens[1:][differs][0]} for token "
+                f"{tokens[1:][differs][0]}, and Bridge takes labels from tokens: train with "
+                "another host, or write labels that are the token or -100"
             )
-        room = -(len(tokens) - 1) % index.alignment
-        if room:
-            tokens = np.append(tokens, np.full(room, pad, np.int32))
-            mask = np.append(mask, np.zeros(room, np.int8))
+        padding = -(len(tokens) - 1) % index.alignment
+        if padding:
+            tokens = np.append(tokens, np.full(padding, pad, np.int32))
+            mask = np.append(mask, np.zeros(padding, np.int8))
         return tokens, mask
 
     bounds, capacities = index.bucket_sample_offsets.tolist(), index.bucket_capacity.tolist()
@@ -143,7 +142,7 @@ def packed_rows(
         for first in range(begin, end, samples_per_row):
             samples = range(first, min(end, first + samples_per_row))
             sequences = [sequence(*segment) for i in samples for segment in index.sample(i)[1]]
-            # Alone at the end of a document a token predicts nothing.
+            # A single token at the end of a document predicts nothing.
             row = [(tokens, mask) for tokens, mask in sequences if len(tokens) > 1]
             if row:
                 tokens, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
@@ -152,17 +151,17 @@ def packed_rows(
 
 
 def _write(file: Any, rows: Iterator[PackedRow], index: SampleIndex, work: Work) -> dict[str, Any]:
-    """Write the rows; what Bridge wants to know of them, and how many there are."""
+    """Write the rows; return the metadata that Bridge reads, and counts."""
     arrow = require("pyarrow", "writing parquet")
     parquet = require("pyarrow.parquet", "writing parquet")
     types = {"input_ids": arrow.int32(), "loss_mask": arrow.int8(), "seq_start_id": arrow.int32()}
-    schema = arrow.schema({name: arrow.list_(of) for name, of in types.items()})
+    schema = arrow.schema({name: arrow.list_(kind) for name, kind in types.items()})
     longest, sizes, sequences, labels = 0, [], [], 0
     largest = int(index.bucket_capacity[-1])
     with parquet.ParquetWriter(file, schema) as writer:
         while group := list(islice(rows, ROWS_PER_GROUP)):
             columns = zip(zip(*group, strict=True), types.values(), strict=True)
-            arrays = [arrow.array(list(values), type=arrow.list_(of)) for values, of in columns]
+            arrays = [arrow.array(list(values), type=arrow.list_(kind)) for values, kind in columns]
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
             for row in group:
                 inputs = np.diff(row.seq_start_id, append=len(row.input_ids)) - 1
@@ -172,7 +171,9 @@ def _write(file: Any, rows: Iterator[PackedRow], index: SampleIndex, work: Work)
                 labels += int(row.loss_mask.sum())
             work(len(sizes), index.num_samples)
     if not sizes:
-        raise ConfigError(f"{index.path} has no sequence of two tokens: nothing to export")
+        raise ConfigError(
+            f"{index.path} has no sequence of two tokens or more: there is nothing to export"
+        )
     return {
         "dataset_max_seqlen": longest,
         "max_samples_per_bin": max(sequences),

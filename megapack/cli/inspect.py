@@ -1,11 +1,12 @@
-"""Look inside the files megapack makes (and those other tools made).
+"""Show the content of datasets, .samples files and shard manifests.
 
-An .idx (or the prefix of a dataset) shows what is stored and how long the documents are; a
-.samples file shows how it was packed and what the packing is worth; a shard manifest shows what
-its datasets hold together, with --shards also each. With --sample, one sample
-is shown as training sees it: its text, where documents begin and end, which tokens have no label
-(PREFIX.labels, where it stands, decides that) and with which weight the others count
-(PREFIX.weights); with --fim, how documents are told with their middle at the end.
+A dataset (prefix or .idx, of megapack or another tool) shows what is stored and how long the
+documents are. A .samples file shows how it was packed, and the metrics of the packing. A shard
+manifest shows the totals of its datasets, with --shards also each dataset.
+
+--sample I shows one sample as training gets it: its text, where documents begin and end, which
+tokens have no label (from PREFIX.labels, if it exists) and the loss weights of the others (from
+PREFIX.weights). --fim shows documents as fill-in-the-middle reorders them.
 
 examples:
   megapack-build inspect data/train
@@ -29,7 +30,7 @@ from rich.text import Text
 
 from megapack.cli.arguments import add_shared, refuse_without
 from megapack.cli.datasets import named_files
-from megapack.cli.output import Screen, note, print_table, printed_as_json
+from megapack.cli.output import Screen, note, print_result, print_table
 from megapack.cli.pack import describe_shards, print_composition, print_shards
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -44,35 +45,38 @@ if TYPE_CHECKING:
     from megapack.data import PackedDataset
     from megapack.data.steps import StepView
 
-# ---- Token ids to text, by the tokenizer that made a dataset and no other -----------------------
+Decode = Callable[[Sequence[int]], str]
 
 
-def decoder(
-    name: str, dataset: IndexedDataset, token_ids: Sequence[int]
-) -> Callable[[Sequence[int]], str]:
-    """Ids to text. Raises ConfigError if this cannot be the tokenizer that made the dataset."""
+def decoder(name: str, dataset: IndexedDataset, token_ids: Sequence[int]) -> Decode:
+    """Return a function from token ids to text.
+
+    Raises:
+        ConfigError: the tokenizer cannot be the one that made the dataset.
+    """
     from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
     files = TokenizerFiles.open(name)
-    named = (dataset.meta or {}).get("tokenizer") or {}
-    told = f"; its metadata names {named['name']}" if "name" in named else ""
-    if named.get("vocab_size", files.vocab_size) != files.vocab_size:
+    recorded = (dataset.meta or {}).get("tokenizer") or {}
+    origin = f"; its metadata names {recorded['name']}" if "name" in recorded else ""
+    if recorded.get("vocab_size", files.vocab_size) != files.vocab_size:
         raise ConfigError(
             f"{dataset.prefix} was not made by {name} ({files.vocab_size:,} ids): its metadata "
-            f"names {named.get('name')} ({named['vocab_size']:,} ids); give that as --tokenizer"
+            f"names {recorded.get('name')} ({recorded['vocab_size']:,} ids); give that as "
+            "--tokenizer"
         )
     if max(token_ids, default=0) >= files.vocab_size:
         raise ConfigError(
             f"{dataset.prefix} was not made by {name}: token id {max(token_ids)} is not one of "
-            f"its {files.vocab_size:,} ids{told}; give the tokenizer that made it"
+            f"its {files.vocab_size:,} ids{origin}; give the tokenizer that made it"
         )
-    if named.get("digest", files.digest) != files.digest:
-        note(f"{name} is not the file that made {dataset.prefix}{told}")
+    if recorded.get("digest", files.digest) != files.digest:
+        note(f"{name} is not the file that made {dataset.prefix}{origin}")
     return open_reference(files).decode
 
 
-# ---- One sample as a person reads it: where documents begin and end, and which tokens are trained
+# ---- One sample: where documents begin and end, and which tokens are trained ---------------------
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 MASKED = "bold red reverse"
@@ -81,7 +85,7 @@ ELISION = 400  # characters shown of the beginning and of the end of a segment
 
 @dataclass(frozen=True)
 class SegmentView:
-    """A segment with what training makes of it; positions and offsets in tokens."""
+    """Segment as training gets it; positions and offsets in tokens."""
 
     document: int
     begin: int
@@ -89,41 +93,39 @@ class SegmentView:
     document_length: int
     sample_offset: int
     token_ids: list[int]
-    has_label: list[bool]  # of every token: is the loss of predicting its successor counted?
-    weights: list[float] | None  # with which weight, where there are loss weights
-    group: int  # number of its group in the sample; of its own without groups
-    fim: str = ""  # how the document is turned round, if it is
-
-    @property
-    def ends_document(self) -> bool:
-        return self.end == self.document_length
+    has_label: list[bool]  # per token: does predicting its successor count in the loss?
+    weights: list[float] | None  # loss weight per token, where the dataset has weights
+    group: int  # number of its group in the sample; without groups every segment is one
+    fim: str = ""  # how fill-in-the-middle reorders the document; empty: not at all
 
     @property
     def num_labels(self) -> int:
         return sum(self.has_label)
 
-    def labelled(self) -> str:
-        if all(self.has_label):
-            return "every token has a label"
-        if self.num_labels == len(self.token_ids) - 1 and self.ends_document:
-            return "last token has no label"
-        return f"{self.num_labels:,} of {len(self.token_ids):,} tokens have a label"
-
-    def weighed(self) -> str:
-        """What its labels weigh, for its head line."""
-        if self.weights is None:
-            return ""
-        own = [w for w, is_label in zip(self.weights, self.has_label, strict=True) if is_label]
-        span = f" of {min(own):g} to {max(own):g}" if own else ""
-        return f", loss weights{span}, together {sum(own):g}"
-
-    def extent(self) -> str:
+    def describe(self) -> str:
+        """Return which part of the document the segment is."""
         if self.fim:
-            return f"whole document of {self.document_length:,} tokens, told as {self.fim}"
-        if self.begin == 0 and self.ends_document:
+            return f"whole document of {self.document_length:,} tokens, as {self.fim}"
+        is_end = self.end == self.document_length
+        if self.begin == 0 and is_end:
             return "whole document"
-        continued = "" if self.ends_document else ", goes on elsewhere"
+        continued = "" if is_end else ", continues elsewhere"
         return f"tokens [{self.begin:,}, {self.end:,}) of {self.document_length:,}{continued}"
+
+    def describe_labels(self) -> str:
+        """Return which tokens have a label, and their loss weights."""
+        if all(self.has_label):
+            text = "every token has a label"
+        elif self.num_labels == len(self.token_ids) - 1 and self.end == self.document_length:
+            text = "last token has no label"
+        else:
+            text = f"{self.num_labels:,} of {len(self.token_ids):,} tokens have a label"
+        if self.weights is None:
+            return text
+        labels = zip(self.weights, self.has_label, strict=True)
+        weights = [weight for weight, is_label in labels if is_label]
+        span = f" of {min(weights):g} to {max(weights):g}" if weights else ""
+        return f"{text}, loss weights{span}, together {sum(weights):g}"
 
 
 def view_sample(
@@ -132,34 +134,32 @@ def view_sample(
     sample: int,
     segments: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[SegmentView]:
-    """The segments of a sample, with the labels of ``<prefix>.labels`` where that stands.
+    """Return segments of a sample, with the labels of ``<prefix>.labels`` if that exists.
 
     Args:
-        dataset, index: the sample's.
-        sample: its number.
-        segments: of it, those (document, begin, length) to show; None: all.
+        dataset, index: documents and their samples.
+        sample: sample number.
+        segments: those (document, begin, length) of the sample to return; None: all.
 
     Raises:
         IndexError: there is no such sample.
-        IndexMismatchError: the index or the labels are of another dataset.
+        IndexMismatchError: the index or the labels belong to another dataset.
     """
     index.check_source(dataset)
-    chosen, weights = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
-    everything = index.sample(sample)[1]
-    segments = everything if segments is None else segments
-    groups = dict(zip(everything, index.groups_of(sample), strict=True))
-    offsets, lengths = dataset.document_offsets, dataset.document_lengths
+    label_tokens, weight_data = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
+    all_segments = index.sample(sample)[1]
+    groups = dict(zip(all_segments, index.groups_of(sample), strict=True))
     views: list[SegmentView] = []
-    for document, begin, length in segments:
-        first, end = int(offsets[document]), begin + length
+    for document, begin, length in all_segments if segments is None else segments:
+        first, end = int(dataset.document_offsets[document]), begin + length
         start = first + begin
-        document_length = int(lengths[document])
-        # A token's label is its successor in the document; the last one has none.
-        of_labels = slice(start + 1, first + min(end + 1, document_length))
-        labels, weighed = chosen[of_labels], None
-        if weights is not None:
-            weighed = weights.tokens[of_labels].view(np.float16).astype(float).tolist()
-            weighed += [0.0] * (length - len(labels))
+        document_length = int(dataset.document_lengths[document])
+        # A token's label is its successor in the document; the last token has none.
+        label_range = slice(start + 1, first + min(end + 1, document_length))
+        labels, weights = label_tokens[label_range], None
+        if weight_data is not None:
+            weights = weight_data.tokens[label_range].view(np.float16).astype(float).tolist()
+            weights += [0.0] * (length - len(labels))
         views.append(
             SegmentView(
                 document=document,
@@ -169,40 +169,37 @@ def view_sample(
                 sample_offset=sum(len(view.token_ids) for view in views),
                 token_ids=dataset.tokens[start : start + length].tolist(),
                 has_label=(labels >= 0).tolist() + [False] * (length - len(labels)),
-                weights=weighed,
+                weights=weights,
                 group=groups[document, begin, length],
             )
         )
     return views
 
 
-def turned_round(
-    views: list[SegmentView],
-    data: PackedDataset,
-    sample: int,
-    step_view: StepView,
+def apply_fim(
+    views: list[SegmentView], data: PackedDataset, sample: int, step_view: StepView
 ) -> list[SegmentView]:
-    """The segments of a sample, with those documents as they are told that are turned round.
+    """Return the segments of a sample as fill-in-the-middle reorders them.
 
     Args:
-        views: all segments of the sample but those of masked documents.
-        data: of the sample, with fim; documents attend to themselves.
-        sample: its id there.
+        views: all segments of the sample without those of excluded documents.
+        data: dataset of the sample, with fim and attention inside documents.
+        sample: sample id in ``data``.
         step_view: of this one sample, without an attention window.
     """
     batch = data.micro_batch([sample], view=step_view)
     draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], step_view)}
     tokens, mask = (batch[name][0].tolist() for name in ("tokens", "loss_mask"))
     bounds, labels = batch["cu_seqlens"].tolist(), (batch["labels"][0] >= 0).tolist()
-    found = []
+    result = []
     for number, view in enumerate(views):
-        own = slice(bounds[number], bounds[number + 1])
-        told: dict[str, Any] = {"sample_offset": own.start}
+        tokens_of_view = slice(bounds[number], bounds[number + 1])
+        changes: dict[str, Any] = {"sample_offset": bounds[number]}
         if number in draws:
-            weights = None if view.weights is None else mask[own]
-            told |= {"token_ids": tokens[own], "has_label": labels[own], "weights": weights}
-        found.append(replace(view, **told, fim=draws.get(number, "")))
-    return found
+            changes |= {"token_ids": tokens[tokens_of_view], "has_label": labels[tokens_of_view]}
+            changes["weights"] = None if view.weights is None else mask[tokens_of_view]
+        result.append(replace(view, **changes, fim=draws.get(number, "")))
+    return result
 
 
 def print_sample(
@@ -210,12 +207,15 @@ def print_sample(
     index: SampleIndex,
     sample: int,
     segments: list[SegmentView],
-    decode: Callable[[Sequence[int]], str] | None,
+    decode: Decode | None,
     *,
     full: bool = False,
 ) -> None:
-    """Segments in turn, those of a group in its colour; tokens without a label stand in reverse
-    red. A run of tokens that have another loss weight than 1 is followed by it."""
+    """Print the segments one after the other, those of a group in one colour.
+
+    Tokens without a label are in reverse red. A run of tokens with a loss weight other than 1 is
+    followed by the weight.
+    """
     bucket, _ = index.sample(sample)
     capacity = int(index.bucket_capacity[bucket])
     used = sum(len(view.token_ids) for view in segments)
@@ -230,32 +230,31 @@ def print_sample(
         style="bold",
     )
     console.write_line(f"cu_seqlens {cu_seqlens}")
-    first_of: dict[int, int] = {}  # group -> its first segment
+    first_segments: dict[int, int] = {}  # group -> its first segment
     for number, view in enumerate(segments):
-        first_of.setdefault(view.group, number)
-    if len(first_of) < len(segments):
-        of_groups = [segments[number].sample_offset for number in first_of.values()]
-        ends = cu_seqlens[len(segments) :]
-        console.write_line(f"cu_seqlens {of_groups + ends} with attention: group")
+        first_segments.setdefault(view.group, number)
+    if len(first_segments) < len(segments):
+        starts = [segments[number].sample_offset for number in first_segments.values()]
+        console.write_line(
+            f"cu_seqlens {starts + cu_seqlens[len(segments) :]} with attention: group"
+        )
     for number, view in enumerate(segments):
-        colour = COLOURS[list(first_of).index(view.group) % len(COLOURS)]
-        first = first_of[view.group]
+        colour = COLOURS[list(first_segments).index(view.group) % len(COLOURS)]
+        first = first_segments[view.group]
         group = "" if first == number else f", in the group of segment {first}"
         console.write_line(
-            f"--- segment {number}: document {view.document:,}{group}, {view.extent()}; sample "
+            f"--- segment {number}: document {view.document:,}{group}, {view.describe()}; sample "
             f"positions [{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
-            f"{len(view.token_ids) - 1:,}; {view.labelled()}{view.weighed()}",
+            f"{len(view.token_ids) - 1:,}; {view.describe_labels()}",
             style=f"bold {colour}",
         )
-        console.print(_body(view, decode, colour, full=full), soft_wrap=True)
+        console.print(_text_of_segment(view, decode, colour, full=full), soft_wrap=True)
     if used < capacity:
         console.write_line(f"--- padding: {capacity - used:,} tokens, no labels", style=MASKED)
 
 
-def _body(
-    view: SegmentView, decode: Callable[[Sequence[int]], str] | None, colour: str, *, full: bool
-) -> Text:
-    """Runs of tokens with and without a label, of one weight; only whole runs can be decoded."""
+def _text_of_segment(view: SegmentView, decode: Decode | None, colour: str, *, full: bool) -> Text:
+    """Return the text of a segment, decoded in runs of tokens with one style and one weight."""
     show = decode or (lambda ids: " ".join(map(str, ids)) + " ")
     body = Text()
     weights = view.weights or [1.0] * len(view.token_ids)
@@ -263,23 +262,17 @@ def _body(
         zip(view.has_label, weights, view.token_ids, strict=True), key=lambda token: token[:2]
     ):
         text = show([token_id for _, _, token_id in run])
-        body.append(_shorten(text, full=full), style=colour if has_label else MASKED)
+        hidden = len(text) - 2 * ELISION
+        if hidden > 0 and not full:
+            elided = f"\n  ... {hidden:,} characters (--full shows them) ...\n"
+            text = f"{text[:ELISION]}{elided}{text[-ELISION:]}"
+        body.append(text, style=colour if has_label else MASKED)
         if has_label and weight != 1:
             body.append(f"<{weight:g}>", style="dim")
     return body
 
 
-def _shorten(text: str, *, full: bool) -> str:
-    if full or len(text) <= 2 * ELISION:
-        return text
-    hidden = len(text) - 2 * ELISION
-    return (
-        f"{text[:ELISION]}\n  ... {hidden:,} characters (--full shows them) ...\n{text[-ELISION:]}"
-    )
-
-
-QUANTILES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-BAR = 40  # characters of the longest bar
+# ---- Options -------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -299,26 +292,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="prefixes",
         default=[],
         metavar="PREFIX",
-        help="the same; beside a .samples file its dataset (default: where it lay when packed)",
+        help="same as PREFIX; with a .samples file, its dataset (default: where it was when "
+        "packed)",
     )
     parser.add_argument("--sample", type=int, metavar="I", help="show sample I of a .samples file")
-    add_shared(parser, "--tokenizer", help="turns ids into text")
+    add_shared(parser, "--tokenizer", help="shows --sample as text instead of token ids")
     parser.add_argument(
         "--fim",
         metavar="MANIFEST",
-        help="of --sample: turn documents round as the manifest's section fim says, at its rate",
+        help="show --sample after fill-in-the-middle, with the section fim of this blend manifest",
     )
     parser.add_argument(
-        "--epoch", type=int, default=0, metavar="E", help="of --fim: as pass E does"
+        "--epoch",
+        type=int,
+        default=0,
+        metavar="E",
+        help="epoch for --fim, which reorders other documents in every epoch (default: 0)",
     )
-    add_shared(parser, "--seed", help="of --fim: that of the run")
-    parser.add_argument("--shards", action="store_true", help="list those of a shard manifest")
-    parser.add_argument("--full", action="store_true", help="do not shorten the text of segments")
+    add_shared(parser, "--seed", help="for --fim; give the seed of the run")
+    parser.add_argument(
+        "--shards", action="store_true", help="list every dataset of a shard manifest"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="show the whole text of segments, without ellipses"
+    )
     add_shared(parser, "--json")
 
 
-def run(args: argparse.Namespace) -> int:
-    console = Screen()
+def run(args: argparse.Namespace) -> None:
     prefixes, names, manifests = named_files(args.prefixes)
     if not names and not prefixes and not manifests:
         raise ConfigError(
@@ -327,7 +328,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fim is None:
         refuse_without("--fim MANIFEST", epoch=args.epoch or None, seed=args.seed or None)
     if not 0 <= args.epoch < 1 << 63:
-        raise ConfigError(f"--epoch {args.epoch}: passes are counted from 0, in 63 bits")
+        raise ConfigError(f"--epoch is {args.epoch}; it must be at least 0 and below 2^63")
     if args.sample is None:
         refuse_without("--sample I", fim=args.fim, tokenizer=args.tokenizer, full=args.full)
     if not manifests:
@@ -340,27 +341,26 @@ def run(args: argparse.Namespace) -> int:
                 f"--sample needs one .samples file and at most one dataset, not "
                 f"{' '.join(args.prefixes)}"
             )
-        _show_sample(console, names[0], prefixes, args)
-        return 0
+        _show_sample(names[0], prefixes, args)
+        return
     sources = [load_shards(name) for name in manifests]
     indices = {name: SampleIndex.load(name) for name in names}
     datasets = [describe_dataset(IndexedDataset(prefix)) for prefix in prefixes]
-    if args.json:
-        facts = [_describe_source(index, each=args.shards) for index in sources]
-        facts += [describe_index(name, index) for name, index in indices.items()]
-        facts += datasets
-        printed_as_json(args, facts[0] if len(facts) == 1 else facts)
-        return 0
-    for source in sources:
-        print_shards(source, each=args.shards)
-    for name, index in indices.items():
-        _print_index(console, name, index)
-    for described in datasets:
-        _print_dataset(console, described)
-    return 0
+
+    def show() -> None:
+        for source in sources:
+            print_shards(source, each=args.shards)
+        for name, index in indices.items():
+            _print_index(name, index)
+        for facts in datasets:
+            _print_dataset(facts)
+
+    facts = [_describe_source(index, each=args.shards) for index in sources]
+    facts += [describe_index(name, index) for name, index in indices.items()] + datasets
+    print_result(args, facts[0] if len(facts) == 1 else facts, show)
 
 
-def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse.Namespace) -> None:
+def _show_sample(path: str, prefixes: list[str], args: argparse.Namespace) -> None:
     index = SampleIndex.load(path)
     if not 0 <= args.sample < index.num_samples:
         raise ConfigError(
@@ -370,40 +370,37 @@ def _show_sample(console: Screen, path: str, prefixes: list[str], args: argparse
     dataset = IndexedDataset(prefixes[0] if prefixes else prefix_of_samples(path, index))
     segments = view_sample(dataset, index, args.sample)
     if args.fim is not None:
-        segments = _turned_round(args, dataset, index, segments)
+        from megapack.data import PackedDataset, load_blend  # noqa: PLC0415 (torch)
+        from megapack.data.steps import StepView  # noqa: PLC0415
+
+        fim = load_blend(args.fim).fim
+        if fim is None:
+            raise ConfigError(f"--fim {args.fim}: the manifest has no section fim; add one")
+        data = PackedDataset(dataset, index, fim=fim)
+        epochs, rates = np.array([args.epoch]), np.array([fim.rate])
+        view = StepView(epochs=epochs, fim_rates=rates, seed=args.seed)
+        segments = apply_fim(segments, data, args.sample, view)
     decode = None
     if args.tokenizer is not None:
         decode = decoder(args.tokenizer, dataset, [i for view in segments for i in view.token_ids])
-    print_sample(console, index, args.sample, segments, decode, full=args.full)
+    print_sample(Screen(), index, args.sample, segments, decode, full=args.full)
 
 
-def _turned_round(
-    args: argparse.Namespace,
-    dataset: IndexedDataset,
-    index: SampleIndex,
-    segments: list[SegmentView],
-) -> list[SegmentView]:
-    from megapack.data import PackedDataset, load_blend  # noqa: PLC0415 (torch)
-    from megapack.data.steps import StepView  # noqa: PLC0415
+# ---- Facts about files, as JSON and as text ------------------------------------------------------
 
-    fim = load_blend(args.fim).fim
-    if fim is None:
-        raise ConfigError(f"--fim {args.fim}: the manifest has no section fim")
-    data = PackedDataset(dataset, index, fim=fim)
-    epochs, rates = np.array([args.epoch]), np.array([fim.rate])
-    view = StepView(epochs=epochs, fim_rates=rates, seed=args.seed)
-    return turned_round(segments, data, args.sample, view)
+QUANTILES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+BAR = 40  # characters of the longest bar
 
 
 def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:
-    about = {"strategy": index.strategy, "parameters": index.parameters, "seed": index.seed}
-    facts = {**describe_shards(index), **about}
+    facts = describe_shards(index)
+    facts |= {"strategy": index.strategy, "parameters": index.parameters, "seed": index.seed}
     facts["arranged"] = None if index.arranged is None else vars(index.arranged)
     return facts | ({"shards": [vars(shard) for shard in index.shards]} if each else {})
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
-    """Facts about a dataset as JSON values; lengths in tokens per document."""
+    """Return facts about a dataset as JSON values; lengths in tokens per document."""
     lengths = dataset.document_lengths
     quantiles = np.quantile(lengths, QUANTILES).round().astype(int) if lengths.size else []
     counts = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)).tolist()
@@ -423,8 +420,8 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
-    """Facts about a .samples file as JSON values."""
-    source = {key: of for key, of in (index.source or {}).items() if key != IDX_CHECKSUMS}
+    """Return facts about a .samples file as JSON values."""
+    source = {key: value for key, value in (index.source or {}).items() if key != IDX_CHECKSUMS}
     return {
         "path": path,
         "strategy": index.strategy,
@@ -438,7 +435,8 @@ def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
     }
 
 
-def _print_dataset(console: Screen, facts: dict[str, Any]) -> None:
+def _print_dataset(facts: dict[str, Any]) -> None:
+    console = Screen()
     console.write_line(f"{facts['prefix']}: {facts['dtype']} tokens", style="bold")
     console.write_line(
         f"{counted(facts['num_documents'], 'document')} ({facts['num_empty_documents']:,} empty) "
@@ -453,23 +451,23 @@ def _print_dataset(console: Screen, facts: dict[str, Any]) -> None:
         for key, value in meta.items():
             if isinstance(value, (str, int)) and key not in facts:
                 console.write_line(f"{key}: {value}")
-    quantiles = facts["length_quantiles"].items()
     console.write_line("document lengths")
-    print_table(("quantile", "tokens"), [(f"{float(q):.0%}", f"{n:,}") for q, n in quantiles])
-    _print_histogram(console, facts["documents_up_to_power_of_two"])
-
-
-def _print_histogram(console: Screen, counts: dict[str, int]) -> None:
-    tallest = max(counts.values(), default=0)
+    columns: dict[str, Any] = {
+        "quantile": lambda row: f"{float(row[0]):.0%}",
+        "tokens": lambda row: f"{row[1]:,}",
+    }
+    print_table(columns, facts["length_quantiles"].items())
+    counts = facts["documents_up_to_power_of_two"]
     for upper, count in counts.items():
         if count:
-            bar = "#" * max(1, round(BAR * count / tallest))
+            bar = "#" * max(1, round(BAR * count / max(counts.values())))
             console.write_line(f"{'<= ' + format(int(upper), ','):>14} {bar:{BAR}} {count:,}")
 
 
-def _print_index(console: Screen, path: str, index: SampleIndex) -> None:
+def _print_index(path: str, index: SampleIndex) -> None:
+    console = Screen()
     dataset = (index.source or {}).get("prefix", "bare lengths")
     console.write_line(f"{path}: {index.strategy} of {dataset}", style="bold")
-    chosen = ", ".join(f"{k}={v}" for k, v in sorted(index.parameters.items()))
-    console.write_line(f"seed={index.seed}, {chosen}")
+    parameters = ", ".join(f"{k}={v}" for k, v in sorted(index.parameters.items()))
+    console.write_line(f"seed={index.seed}, {parameters}")
     print_composition(index)

@@ -1,8 +1,12 @@
-"""megapack-build: one command per file of this folder; only the chosen one is imported.
+"""megapack-build: prepare data for training, and inspect data and runs.
 
-Results go to stdout, progress and logs to stderr. Exit status: 0 done, 1 the input or a file is
-at fault (the message says which) or verify found damage, 2 the command line or the configuration is
-at fault, 130 interrupted, 141 whoever read the output left (as in ``| head``).
+Results go to stdout, progress and notes to stderr. Exit status:
+
+    0    done
+    1    an input or another file is wrong (the message names it), or verify found damage
+    2    the command line or the configuration is wrong
+    130  interrupted
+    141  the reader of the output has exited, as in `| head`
 """
 
 from __future__ import annotations
@@ -25,23 +29,27 @@ from megapack.tokenization.corpus.inputs import require_utf8
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
-# command -> (module with add_arguments(parser) and run(args) -> int, one line of help)
+# command -> (module with add_arguments(parser) and run(args) -> exit status or None, help line);
+# only the module of the chosen command is imported
 COMMANDS = {
-    "tokenize": ("megapack.cli.tokenize", "text -> documents (.bin/.idx)"),
-    "train-tokenizer": ("megapack.cli.train_tokenizer", "corpus -> sentencepiece BPE model"),
-    "pack": ("megapack.cli.pack", "documents -> samples in buckets (.samples)"),
-    "arrange": ("megapack.cli.arrange", "a source anew, in the order in which it is drawn"),
-    "compare": ("megapack.cli.compare", "what each strategy would make of a dataset"),
-    "simulate": ("megapack.cli.simulate", "steps replayed on a cluster: time, bubbles, idle ranks"),
-    "inspect": ("megapack.cli.inspect", "look inside .idx and .samples files"),
-    "trace": ("megapack.cli.trace", "which documents a run sees, and when"),
-    "report": ("megapack.cli.report", "a run on one page: losses, decisions, speed (HTML)"),
-    "merge": ("megapack.cli.merge", "many .bin/.idx pairs -> one"),
-    "verify": ("megapack.cli.verify", "is this dataset whole and what it claims to be?"),
-    "repair": ("megapack.cli.repair", "mend what can be mended in a damaged .idx"),
-    "upload": ("megapack.cli.upload", "datasets and their .samples -> an object store"),
-    "export": ("megapack.cli.export", "samples -> files of another trainer"),
-    "import": ("megapack.cli.import_", "index other people's token files"),
+    "tokenize": ("megapack.cli.tokenize", "text -> dataset of token ids (.bin/.idx)"),
+    "train-tokenizer": (
+        "megapack.cli.train_tokenizer",
+        "corpus -> BPE tokenizer (sentencepiece or tokenizer.json)",
+    ),
+    "pack": ("megapack.cli.pack", "document lengths -> samples in buckets (.samples)"),
+    "arrange": ("megapack.cli.arrange", "copy a source with its tokens in the order of training"),
+    "compare": ("megapack.cli.compare", "compare packing strategies on a dataset"),
+    "simulate": ("megapack.cli.simulate", "simulate steps on a cluster: time, bubbles, idle ranks"),
+    "inspect": ("megapack.cli.inspect", "show the content of .idx and .samples files"),
+    "trace": ("megapack.cli.trace", "show which documents a run trains on, and when"),
+    "report": ("megapack.cli.report", "write an HTML page about a run: losses, decisions, speed"),
+    "merge": ("megapack.cli.merge", "many datasets -> one"),
+    "verify": ("megapack.cli.verify", "check datasets and .samples files for damage"),
+    "repair": ("megapack.cli.repair", "repair a damaged .idx"),
+    "upload": ("megapack.cli.upload", "copy datasets and their .samples to an object store"),
+    "export": ("megapack.cli.export", "samples -> files for another trainer"),
+    "import": ("megapack.cli.import_", "index token files of other tools"),
 }
 
 
@@ -51,14 +59,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {redacted(message)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own lets a closed pipe pass, or not, depending on how stdout is buffered.
+        # argparse's own method ignores a closed pipe or not, depending on the buffering of stdout.
         if message:
             (file or sys.stderr).write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # text that a terminal has no letters for
+    """Run one command and return the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack characters of the text
         sys.stdout.reconfigure(errors="backslashreplace")
     with printable_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -70,16 +78,16 @@ def _main(arguments: list[str]) -> int:
         try:
             return _dispatch(arguments)
         finally:
-            sys.stdout.flush()  # at the interpreter's end nobody could handle a closed pipe
+            sys.stdout.flush()  # at the end of the interpreter a closed pipe is not handled
     except BrokenPipeError:
-        left = [stream for stream in (sys.stdout, sys.stderr) if _reader_left(stream)]
-        if not left:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _reader_left(stream)]
+        if not closed:
             raise
-        for stream in left:  # what is still buffered goes nowhere
+        for stream in closed:  # discard buffered text
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 141
     except KeyboardInterrupt:
-        # From here on there is nothing to tidy up: another one ends the process at once.
+        # Nothing remains to be cleaned up: a second interrupt ends the process at once.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("megapack-build: interrupted", file=sys.stderr)
         return 130
@@ -92,17 +100,17 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"megapack {__version__}")
         return 0
-    name, *rest = arguments
+    name, *options = arguments
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         print(f"megapack-build: no command {name!r}{hint}\n\n{_overview()}", file=sys.stderr)
         return 2
-    return _run(name, rest)
+    return _run(name, options)
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command, as main() uses it."""
+    """Return the parser of one command."""
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
         prog=f"megapack-build {name}",
@@ -120,7 +128,7 @@ def _run(name: str, arguments: list[str]) -> int:
         for argument in arguments:
             require_utf8(argument)
         args = build_parser(name).parse_args(arguments)
-        return int(importlib.import_module(COMMANDS[name][0]).run(args))
+        return int(importlib.import_module(COMMANDS[name][0]).run(args) or 0)
     except (MegapackError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_left(sys.stdout):
             raise
@@ -128,7 +136,7 @@ def _run(name: str, arguments: list[str]) -> int:
             print(redacted(traceback.format_exc()), end="", file=sys.stderr)
         print(f"megapack-build {name}: error: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
-    except ModuleNotFoundError as error:  # torch, where only data are built
+    except ModuleNotFoundError as error:  # torch, on machines that only build data
         if debug or error.name is None or error.name.startswith("megapack"):
             raise
         remedy = f"it needs the package {error.name} ({error}): pip install {error.name}"
@@ -137,7 +145,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _reader_left(stream: TextIO) -> bool:
-    """Whether the stream is a pipe that nobody reads any more."""
+    """Return whether the stream is a pipe whose reader has closed it."""
     poll = select.poll()
     poll.register(stream, select.POLLOUT)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,15 +1,15 @@
-"""Concatenate datasets into one, documents in the order given.
+"""Concatenate datasets into one, in the order given.
 
   megapack-build merge shards/*.idx --output-prefix corpus
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
-A dataset that is named twice comes twice; a directory names each .idx in it, and the other files of
-a dataset (shards/* in a shell) do not name it once more. Labels, loss weights and groups that stand
-beside the datasets are left out, and a note says how they are merged, in the same order.
+A directory stands for every .idx in it; other files of a dataset (shards/* in a shell) do not name
+it again. A dataset that is named twice is merged twice. Labels, loss weights and groups of the
+inputs are left out, and a note says how to merge them in the same order.
 
-Takes datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
-their size, and the result is byte for byte what one builder would have written. Any of them may be
-an address (s3://bucket/folder/name): inputs are fetched whole, and the result is uploaded when it
+Reads datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
+their size, and the result has the bytes that one builder would have written. Inputs and output may
+be addresses (s3://bucket/folder/name): inputs are fetched whole, and the result is uploaded when it
 is complete.
 """
 
@@ -19,7 +19,7 @@ import argparse
 
 from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes, documents_of
-from megapack.cli.output import Work, note, printed_as_json
+from megapack.cli.output import Work, note, print_result
 from megapack.storage import IndexedDataset
 from megapack.storage.index_file import BESIDE
 from megapack.storage.merge import merge
@@ -29,21 +29,23 @@ from megapack.units import counted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
     add_shared(parser, "--output-prefix")
-    add_shared(parser, "--dtype", help="inputs of others are converted where all ids fit")
-    parser.add_argument("--multimodal", action="store_true", help="the inputs have modes")
+    add_shared(parser, "--dtype", help="other inputs are converted if all their ids fit")
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the inputs have a mode per sequence; keep them"
+    )
     parser.add_argument(
         "--allow-mixed-tokenizers",
         action="store_true",
-        help="merge although the inputs' meta files name different tokenizers, or some name none, "
-        "or their documents begin or end with different tokens",
+        help="merge although the meta files of the inputs name different tokenizers, or some name "
+        "none, or the documents begin or end with different tokens (default: an error)",
     )
     parser.add_argument(
-        "--remove-inputs", action="store_true", help="delete the inputs once the result stands"
+        "--remove-inputs", action="store_true", help="delete the inputs when the result is complete"
     )
     add_shared(parser, "--overwrite", "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     prefixes = documents_of(dataset_prefixes(args.prefixes))
     for end in BESIDE:
         if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
@@ -71,14 +73,11 @@ def run(args: argparse.Namespace) -> int:
         "dtype": result.dtype.name,
         "is_new": is_new,
     }
-    if printed_as_json(args, facts):
-        return 0
+    text = f"nothing to do: {args.output_prefix} is there already"
     if is_new:
-        print(
+        text = (
             f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "
             f"{counted(result.num_documents, 'document')}, "
             f"{counted(result.num_tokens, f'{result.dtype.name} token')}"
         )
-    else:
-        print(f"nothing to do: {args.output_prefix} is there already")
-    return 0
+    print_result(args, facts, text)

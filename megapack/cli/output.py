@@ -1,4 +1,16 @@
-"""The look all commands share: tables and JSON on stdout, progress and remarks on stderr."""
+"""Output of all commands: results on stdout, progress and notes on stderr.
+
+- Screen: stdout or stderr with styles
+- print_table: declared columns, one row per item
+- print_result: facts as JSON with --json, else as text
+- Work: a progress bar, or now and then a line where stderr is not a terminal
+
+    columns = {"bucket": lambda row: count(row[0]), "samples": lambda row: count(row[1])}
+    print_table(columns, [(1024, 17), (2048, 1234)])
+    # bucket  samples
+    # 1,024        17
+    # 2,048     1,234
+"""
 
 from __future__ import annotations
 
@@ -8,8 +20,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -20,13 +33,14 @@ from rich.text import Text
 from megapack.errors import printable
 from megapack.executors import Counted
 
+T = TypeVar("T")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Screen(Console):
-    """stdout or stderr with styles; every other control character is made visible.
+    """stdout or stderr with styles; other control characters are printed as escapes.
 
-    A reader that left early (``| head``) is an error here; main() ends quietly on it.
+    Writing to a closed pipe (``| head``) raises BrokenPipeError, which main() handles.
     """
 
     def __init__(self, stream: Any = None, width: int | None = 10_000) -> None:
@@ -34,69 +48,81 @@ class Screen(Console):
         # rich would cut the cells of a table at the width of the terminal, or at 80 on a pipe.
         super().__init__(highlight=False, width=width, file=getattr(stream, "unfiltered", stream))
 
-    def render(self, *args: Any, **how: Any) -> Iterator[Segment]:
-        for part in super().render(*args, **how):
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for part in super().render(*args, **options):
             yield part if part.control else part._replace(text=printable(part.text))
 
     def write_line(self, text: str, style: str | None = None) -> None:
-        """Text as it is: no markup is looked for, and no end of line is put in."""
+        """Print text without interpreting markup and without wrapping it."""
         self.print(text, style=style, markup=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table on stdout, the first column left-aligned, numbers right-aligned.
+def print_table(
+    columns: Mapping[str, Callable[[T], Any]], rows: Iterable[T], styles: Iterable[str] = repeat("")
+) -> None:
+    """Print a table on stdout: the first column left-aligned, the others right-aligned.
 
-    Cells are shown as they are: no markup is looked for in names; a ``Text`` keeps its style.
+    Args:
+        columns: head -> function that returns the cell of a row.
+        rows: the items to print.
+        styles: rich style of each row.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(c if isinstance(c, Text) else Text(printable(str(c))) for c in row))
+    for i, head in enumerate(columns):
+        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
+    for row, style in zip(rows, styles, strict=False):
+        # Text, because rich would look for markup in a str.
+        table.add_row(*(Text(printable(str(cell(row))), style) for cell in columns.values()))
     Screen().print(table)
 
 
-def printed_as_json(args: argparse.Namespace, facts: Any) -> bool:
-    """With --json print them, and that is all."""
+def print_result(
+    args: argparse.Namespace, facts: Any, text: str | Callable[[], None], indent: int | None = 2
+) -> None:
+    """Print facts as JSON with --json, otherwise a text, or what the function ``text`` prints."""
     if args.json:
-        print(json.dumps(facts, indent=2))
-    return bool(args.json)
+        print(json.dumps(facts, indent=indent))
+    elif isinstance(text, str):
+        print(text)
+    else:
+        text()
 
 
 def note(text: str) -> None:
-    """A remark on stderr."""
+    """Print a note on stderr."""
     print(f"note: {text}", file=sys.stderr)
 
 
-def is_part(args: argparse.Namespace, done: str, whole: str) -> bool:
-    """Whether --part was given: then say what is done, and who writes ``whole``."""
+def is_part(args: argparse.Namespace, done: str, output: str) -> bool:
+    """Return whether --part was given; if so, print what is done and how ``output`` is written."""
     if args.part is not None:
         i, n = args.part
         note(
-            f"part {i}/{n}: {done}; when all parts are, run the command without --part, which "
-            f"writes {whole}"
+            f"part {i}/{n}: {done}; when all parts are done, run the command without --part to "
+            f"write {output}"
         )
     return args.part is not None
 
 
 class Work:
-    """How far a long run has come: a bar on a terminal, a line now and then elsewhere.
+    """Progress of a long command: a bar on a terminal, elsewhere a line every ten seconds.
 
-    ``with Work(title) as work:`` and hand it to whoever calls ``progress(done, total)``.
+    ``with Work(title) as work:`` passes ``work`` as a callback ``progress(done, total)``, or
+    ``work.counting(...)`` where pieces are reported as ``Counted``.
     """
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._shown = self._begin = time.monotonic()
+        self._last_line = self._begin = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            shown = "{task.percentage:3.0f} %  {task.fields[said]}"
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(shown))
+            text = "{task.percentage:3.0f} %  {task.fields[text]}"
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(text))
             self._bar = Progress(*columns, console=Screen(sys.stderr, None), transient=True)
-            self._task = self._bar.add_task(title, total=None, said="")
+            self._task = self._bar.add_task(title, total=None, text="")
             self._bar.start()
 
     def __enter__(self) -> Work:
@@ -106,26 +132,26 @@ class Work:
         if self._bar is not None:
             self._bar.stop()
 
-    def counting(self, total: int, of: Callable[[Counted], int]) -> Callable[[Counted], None]:
-        """A callback to report every piece that is done; ``of`` says what is counted."""
+    def counting(self, total: int, amount: Callable[[Counted], int]) -> Callable[[Counted], None]:
+        """Return a callback for pieces of work; ``amount`` returns how much a piece counts."""
         done = 0
 
-        def report(more: Counted) -> None:
+        def report(piece: Counted) -> None:
             nonlocal done
-            done += of(more)
+            done += amount(piece)
             self(done, total)
 
         return report
 
     def __call__(self, done: int, total: int, rates: str = "") -> None:
-        """``rates`` are shown beside the share that is done."""
+        """Show that ``done`` of ``total`` is done, with ``rates`` as text."""
         now = time.monotonic()
         seconds, share = now - self._begin, min(1.0, done / total) if total else 1.0
-        left = f"{seconds / share - seconds:,.0f} s left" if share else ""
+        remaining = f"{seconds / share - seconds:,.0f} s left" if share else ""
         if self._bar is not None:
-            said = f"{rates}  {left}" if rates else left
-            self._bar.update(self._task, completed=share, total=1.0, said=said)
-        elif now - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = now
-            more = f", {rates}, {left}" if rates else ""
+            text = f"{rates}  {remaining}" if rates else remaining
+            self._bar.update(self._task, completed=share, total=1.0, text=text)
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            more = f", {rates}, {remaining}" if rates else ""
             print(f"{self._title}: {share:4.0%} after {seconds:,.0f} s{more}", file=sys.stderr)

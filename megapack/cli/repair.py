@@ -1,12 +1,12 @@
-"""Mend what can be mended in a damaged .idx, by what the rest of the files proves.
+"""Repair a damaged .idx, as far as the other files of the dataset prove what it must hold.
 
   megapack-build verify corpus                        # what is wrong
   megapack-build repair corpus --dry-run              # what would be done
   megapack-build repair corpus
 
-Mends dtype codes of another tool's table, pointers that overflowed, documents that a GPT-NeoX
-merge lost, an .idx cut by a full disk. Tokens are never changed. The old .idx stays as .idx.orig.
-Then the dataset is verified; exit status 1 when damage remains.
+Repairs dtype codes of another tool's table, pointers that overflowed, documents that a GPT-NeoX
+merge dropped, and an .idx truncated by a full disk. It never changes tokens. The old .idx is kept
+as .idx.orig. Then the dataset is verified; exit status 1 if damage remains.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ from megapack.storage.verify import verify
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
     add_shared(parser, "--dry-run")
-    parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
+    parser.add_argument(
+        "--no-tokens", action="store_true", help="do not read .bin: faster, with fewer checks"
+    )
     parser.add_argument(
         "--drop-truncated",
         action="store_true",
-        help="when .bin is too short, keep the documents that are whole",
+        help="if .bin is too short, keep the documents that are complete (default: an error)",
     )
     parser.add_argument(
-        "--drop-trailing", action="store_true", help="cut bytes of .bin that belong to no sequence"
+        "--drop-trailing",
+        action="store_true",
+        help="cut bytes at the end of .bin that belong to no sequence (default: an error)",
     )
     parser.add_argument(
         "--one-document-per-sequence",
         action="store_true",
-        help="give up document indices that make no sense",
+        help="replace invalid document bounds: make every sequence a document (default: an error)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(
-        any([_repair(prefix, args) for prefix in dict.fromkeys(dataset_prefixes(args.prefixes))])
-    )
+    prefixes = dict.fromkeys(dataset_prefixes(args.prefixes))
+    return int(any([_repair(prefix, args) for prefix in prefixes]))
 
 
 def _repair(prefix: str, args: argparse.Namespace) -> bool:
-    """Whether damage remains."""
+    """Repair one dataset; return whether damage remains."""
     try:
-        done = repair(
+        steps = repair(
             prefix,
             drop_truncated=args.drop_truncated,
             drop_trailing=args.drop_trailing,
@@ -58,19 +61,19 @@ def _repair(prefix: str, args: argparse.Namespace) -> bool:
             dry_run=args.dry_run,
         )
     except FormatError as error:
-        print(f"{prefix}: cannot be mended: {error}")
+        print(f"{prefix}: cannot be repaired: {error}")
         return True
-    if done:
+    if steps:
         print(f"{prefix}: {'what would be done:' if args.dry_run else 'done:'}")
-        print(*[f"  {step}" for step in done], sep="\n")
+        print(*[f"  {step}" for step in steps], sep="\n")
         if args.dry_run:
             return False
     with Work(f"reading {prefix}") as progress:
         findings = verify(prefix, tokens=not args.no_tokens, progress=progress)
     remaining = [finding for finding in findings if finding.severity == "error"]
     if remaining:
-        print(f"{prefix}: still DAMAGED, in what repair does not mend:")
+        print(f"{prefix}: still DAMAGED, in parts that repair cannot restore:")
         print_findings(remaining)
-    elif not done:
-        print(f"{prefix}: nothing to mend{' (.bin was not read)' if args.no_tokens else ''}")
+    elif not steps:
+        print(f"{prefix}: nothing to repair{' (.bin was not read)' if args.no_tokens else ''}")
     return bool(remaining)

@@ -3,9 +3,9 @@
   megapack-build train-tokenizer --input corpus/*.jsonl --output tokenizer.model --vocab-size 32000
   megapack-build train-tokenizer --input src/ --suffix .py --output tokenizer.json --type bpe-json
 
-The default is a sentencepiece BPE model with byte fallback: it loses nothing (no normalization,
-white space kept), splits digits, and encodes any text. The sample is spread evenly over the corpus
-and depends on nothing but the inputs and options; the same command gives the same file.
+The default is a sentencepiece BPE model with byte fallback. It is lossless (no normalization, white
+space kept), splits digits, and encodes any text. The training sample is spread evenly over the
+corpus and depends only on the inputs and options; the same command writes the same file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.tokenizers.train import train_tokenizer
 from megapack.units import counted, size
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
@@ -35,29 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--type",
         choices=("sentencepiece", "bpe-json"),
         default="sentencepiece",
-        help="a sentencepiece .model, or a byte-level BPE tokenizer.json (sentencepiece)",
+        help="a sentencepiece .model, or a byte-level BPE tokenizer.json (default: sentencepiece)",
     )
-    add_shared(group, "--vocab-size", default=32000, help="of the tokenizer to train (32000)")
+    add_shared(group, "--vocab-size", default=32000, help="of the new tokenizer (default: 32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,
         default="64M",
         metavar="SIZE",
-        help="text to learn from, spread over the corpus (64M)",
+        help="size of the text to train on, sampled from the whole corpus (default: 64M)",
     )
     group.add_argument(
         "--special-token",
         nargs="+",
         default=[],
         metavar="T",
-        help="further tokens that are never split, as for chat roles",
+        help="more tokens that are never split, as for chat roles (default: none)",
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     suffix = ".json" if args.type == "bpe-json" else ".model"
-    if not args.output.endswith(suffix):  # by which `tokenize` knows what it is
+    if not args.output.endswith(suffix):  # `tokenize` recognizes tokenizers by their suffix
         raise ConfigError(f"--output is {args.output}; --type {args.type} writes NAME{suffix}")
     files = find_inputs(
         args.input,
@@ -87,4 +85,3 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(result.num_documents, 'document')} ({size(result.num_text_bytes)}) in "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    return 0

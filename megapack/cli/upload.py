@@ -4,11 +4,11 @@
   megapack-build upload shards/*.idx gs://bucket/folder
   megapack-build upload web.shards.json s3://bucket/folder
 
-Each takes its name along, and with it its .samples, labels, loss weights and groups where they lie
-beside it; a .samples of another name is named by itself. Beside every dataset come checksums of its
-blocks, by which readers know that what arrives is right. The .idx comes last: a dataset is there in
-whole or not at all. A shard manifest comes behind all its shards, which keep their places beside
-it.
+Files keep their names. A dataset is copied with its .samples, labels, loss weights and groups, if
+they exist; a .samples file of another name must be named itself. A file with checksums of blocks is
+added, with which readers check what they receive. The .idx is copied last, so a reader finds either
+the whole dataset or none. A shard manifest is copied after all its shards, and its folder keeps its
+layout.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megapack.storage.index_file import BESIDE
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 
-Copy = tuple[Callable[[str, str], None], str, str]  # how, from where, to where
+Copy = tuple[Callable[[str, str], None], str, str]  # function, source, target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")
-    parser.add_argument("address", metavar="ADDRESS", help="folder, like s3://bucket/folder")
+    parser.add_argument("address", metavar="ADDRESS", help="folder, as in s3://bucket/folder")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     folder = args.address.rstrip("/")
     if not is_remote(folder):
-        raise ConfigError(f"{args.address} is no address; give one like s3://bucket/folder")
+        raise ConfigError(f"{args.address} is not an address; give one like s3://bucket/folder")
     prefixes, samples, manifests = named_files(args.prefixes)
     copies: dict[str, Copy] = {}
     for copy in _copies(documents_of(prefixes), samples, manifests, folder):
@@ -48,12 +48,11 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{other} and {source} would both be {target}: upload them to two folders"
             )
-    for manifest in manifests:  # it speaks of shards that are replaced now
+    for manifest in manifests:  # the old one lists shards that are replaced now
         remove_object(f"{folder}/{Path(manifest).name}")
-    for how, source, target in copies.values():
-        how(source, target)
+    for copy_file, source, target in copies.values():
+        copy_file(source, target)
         print(f"{source} -> {target}")
-    return 0
 
 
 def _copies(
@@ -61,8 +60,8 @@ def _copies(
 ) -> Iterator[Copy]:
     for prefix in prefixes:
         target = f"{folder}/{Path(prefix).name}"
-        beside = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
-        for end in ("", *beside):
+        companions = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
+        for end in ("", *companions):
             yield upload_dataset, f"{prefix}{end}", f"{target}{end}"
         if Path(f"{prefix}.samples").exists():
             yield _put, f"{prefix}.samples", f"{target}.samples"
@@ -73,7 +72,7 @@ def _copies(
 
 
 def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
-    """All shards of a manifest that are not at an address already, then the manifest."""
+    """Yield the local shards of a manifest, then the manifest."""
     shards = load_shards(manifest).shards
     places = {
         path: path if is_remote(path) else related(Path(manifest), path)
@@ -83,9 +82,9 @@ def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
     for place in places.values():
         if not is_below(folder, place if is_remote(place) else f"{folder}/{place}"):
             raise ConfigError(
-                f"{manifest} names {place}, which would not be below {folder}: what a manifest "
-                "names keeps its place beside it. Upload that dataset by itself, and pack its "
-                "address there"
+                f"{manifest} names {place}, which would not be below {folder}; the files of a "
+                "manifest must be in its folder or below. Upload that dataset separately, and "
+                "pack it from its address"
             )
     for shard in shards:
         if not is_remote(shard.prefix):

@@ -1,4 +1,4 @@
-"""Is a dataset whole, and is it what it claims to be?
+"""Check datasets, .samples files and shard manifests for damage.
 
   megapack-build verify corpus
   megapack-build verify corpus.samples
@@ -6,23 +6,22 @@
   megapack-build verify shards/ --no-tokens          # the index only: seconds instead of minutes
   megapack-build verify corpus --vocab-size 50257 --eod-token 50256
 
-Checks header, sizes, pointers, document indices, dtype tables that clash, checksums, the range of
-token ids, the ends of documents, and duplicates among the datasets named; of a .samples file all
-checksums and, where its dataset is, that every segment lies inside its document; of a shard
-manifest all of that for every shard, and that its files are what the manifest says of them (told of
-those where something is wrong). Datasets at addresses are fetched one after the other. Exit status
-1 when there are errors; warnings and notes do not count.
+For a dataset it checks header, sizes, pointers, document indices, conflicting dtype tables,
+checksums, the range of token ids, the ends of documents, and duplicates among the named datasets.
+For a .samples file it checks all checksums and, if its dataset is found, that every segment lies
+inside its document. For a shard manifest it checks every shard, and the files of each against the
+manifest; it prints only shards with findings. Datasets at addresses are fetched one at a time.
+Exit status 1 if there are errors; warnings and notes do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
 from megapack.cli.datasets import named_files
-from megapack.cli.output import Work
+from megapack.cli.output import Work, print_result
 from megapack.errors import FormatError
 from megapack.packing.sharded import SUFFIX, load_shards
 from megapack.packing.verify import verify_samples, verify_shard
@@ -32,10 +31,16 @@ from megapack.units import counted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")
-    parser.add_argument("--no-tokens", action="store_true", help="do not read .bin")
-    add_shared(parser, "--vocab-size", help="larger ids are errors (default: meta file)")
-    add_shared(parser, "--eod-token", help="must end every non-empty document (default: meta file)")
-    add_shared(parser, "--tokenizer", help="knows the name that --eod-token gives")
+    parser.add_argument(
+        "--no-tokens", action="store_true", help="do not read .bin: faster, with fewer checks"
+    )
+    add_shared(parser, "--vocab-size", help="larger ids are errors (default: from the meta file)")
+    add_shared(
+        parser,
+        "--eod-token",
+        help="every non-empty document must end with it (default: from the meta file)",
+    )
+    add_shared(parser, "--tokenizer", help="needed if --eod-token is a name")
     add_shared(parser, "--json")
 
 
@@ -60,20 +65,22 @@ def run(args: argparse.Namespace) -> int:
     datasets = [name for name in findings if not name.endswith((".samples", SUFFIX))]
     for prefix, duplicate in find_duplicates(datasets).items():
         findings[prefix].append(duplicate)
-    if args.json:
-        print(json.dumps({p: [dataclasses.asdict(f) for f in fs] for p, fs in findings.items()}))
-    else:
-        for name, found in findings.items():
-            if name in named or any(finding.severity != "note" for finding in found):
-                print(f"{name}: {'DAMAGED' if has_errors(found) else 'sound'}")
-                print_findings(found)
+
+    def show() -> None:
+        for name, listed in findings.items():
+            if name in named or any(finding.severity != "note" for finding in listed):
+                print(f"{name}: {'DAMAGED' if has_errors(listed) else 'sound'}")
+                print_findings(listed)
+
+    facts = {p: [dataclasses.asdict(f) for f in listed] for p, listed in findings.items()}
+    print_result(args, facts, show, indent=None)
     return int(any(map(has_errors, findings.values())))
 
 
 def _verify_source(
     manifest: str, *, tokens: bool
 ) -> tuple[dict[str, list[Finding]], list[Finding]]:
-    """Findings about the files of all shards and the manifest."""
+    """Return the findings about the files of all shards, and those about the manifest."""
     try:
         index = load_shards(manifest)
     except FormatError as error:
@@ -82,10 +89,10 @@ def _verify_source(
     damaged = []
     with Work(f"reading {counted(len(index.shards), 'dataset')}") as work:
         for number, shard in enumerate(index.shards):
-            found = verify_shard(index, number, tokens=tokens)
-            if any(map(has_errors, found.values())):
+            findings = verify_shard(index, number, tokens=tokens)
+            if any(map(has_errors, findings.values())):
                 damaged.append(f"{number} ({shard.prefix})")
-            files |= found
+            files |= findings
             work(number + 1, len(index.shards))
     if not damaged:
         return files, [Finding("note", "shards", counted(len(index.shards), "sound dataset"))]
@@ -94,7 +101,7 @@ def _verify_source(
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """One line each, and what helps."""
+    """Print one line per finding, and a line with its remedy."""
     for finding in findings:
         remedy = f"\n           -> {finding.remedy}" if finding.remedy else ""
         print(f"  {finding.severity:7}  {finding.message}{remedy}")

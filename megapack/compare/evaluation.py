@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -222,20 +222,31 @@ def _share(name: str) -> Callable[[Evaluation], str]:
     return cell
 
 
-# Of a terminal's table the head ("": not there), of the page's its head and unit; the cell.
-COLUMNS: tuple[tuple[str, str, str, Callable[[Evaluation], str]], ...] = (
-    ("strategy", "strategy", "", lambda e: e.label),
-    ("pad %", "padding", "%", _share("padding_ratio")),
-    ("split %", "truncated", "%", _share("truncation_ratio")),
-    ("docs", "concatenated", "docs/sample", lambda e: f"{e.metrics['concatenation_ratio']:.2f}"),
-    ("dropped %", "dropped", "%", _share("dropped_ratio")),
-    ("repeated %", "repeated", "%", _share("repeated_ratio")),
-    ("", "samples", "", lambda e: count(e.metrics["num_samples"])),
-    ("", "attention", "tokens", lambda e: f"{e.mean_context:,.0f}"),
-    ("imbal", "imbalance", "busiest / mean", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    ("hours", "GPU hours", "", lambda e: short(e.breakdown.gpu_hours)),
-    ("cost", "cost", "", lambda e: money(e.breakdown.cost)),
-    ("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
+class Column(NamedTuple):
+    """Column of the tables on the terminal and on the page."""
+
+    head: str  # on the terminal; "": only on the page
+    page_head: str
+    unit: str  # on the page
+    cell: Callable[[Evaluation], str]
+
+
+COLUMNS = (
+    Column("strategy", "strategy", "", lambda e: e.label),
+    Column("pad %", "padding", "%", _share("padding_ratio")),
+    Column("split %", "truncated", "%", _share("truncation_ratio")),
+    Column(
+        *("docs", "concatenated", "docs/sample"),
+        lambda e: f"{e.metrics['concatenation_ratio']:.2f}",
+    ),
+    Column("dropped %", "dropped", "%", _share("dropped_ratio")),
+    Column("repeated %", "repeated", "%", _share("repeated_ratio")),
+    Column("", "samples", "", lambda e: count(e.metrics["num_samples"])),
+    Column("", "attention", "tokens", lambda e: f"{e.mean_context:,.0f}"),
+    Column("imbal", "imbalance", "busiest / mean", lambda e: f"{e.imbalance('balanced'):.3f}"),
+    Column("hours", "GPU hours", "", lambda e: short(e.breakdown.gpu_hours)),
+    Column("cost", "cost", "", lambda e: money(e.breakdown.cost)),
+    Column("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
 )
 
 

@@ -310,7 +310,7 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        ("lengths.npy", (), "holds lengths alone: give --max-tokens"),
+        ("lengths.npy", (), "holds only lengths: give --max-tokens"),
         (
             "lengths.npy",
             ("--max-tokens", "600", "--linear-cost-tokens", "-1"),
@@ -318,13 +318,17 @@ def test_shared_samples_run_on_groups(folder: Path) -> None:
         ),
         ("lengths.npy", ("--max-tokens", "600", "--exchange-cost-tokens", "nan"), "must be finite"),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
-        ("run.yaml", ("--max-tokens", "600"), "says itself what a step holds"),
+        ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),
-        ("wrong.txt", ("--max-tokens", "600"), "'seven' is no number of tokens"),
-        ("large.txt", ("--max-tokens", "600"), f"'{1 << 62}' is no number of tokens up to 2^40"),
+        ("wrong.txt", ("--max-tokens", "600"), "'seven' is not a number of tokens"),
+        ("large.txt", ("--max-tokens", "600"), f"'{1 << 62}' is not a number of tokens up to 2^40"),
         ("empty.txt", ("--max-tokens", "600"), "no document has a token"),
         ("below.npy", ("--max-tokens", "600"), "a document has -3 tokens; give 0 or more"),
-        ("lengths.npy", ("--max-tokens", "6", "--set", "seed=1"), "--set seed=1 is for a run"),
+        (
+            "lengths.npy",
+            ("--max-tokens", "6", "--set", "seed=1"),
+            "--set seed=1 works only with a run",
+        ),
     ],
 )
 def test_errors_say_what_is_wrong(

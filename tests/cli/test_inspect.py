@@ -57,7 +57,7 @@ def test_every_document_is_in_some_sample(corpus: Path) -> None:
     for text in TEXTS[:3]:
         assert f"{text}<eod>" in shown
     assert shown.count("<eod>") == len(TEXTS)
-    assert "goes on elsewhere" in shown
+    assert "continues elsewhere" in shown
 
 
 def test_text_is_shown_by_a_terminal_without_letters_for_it(
@@ -179,12 +179,12 @@ def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
         (["{}.samples", "{}", "{}.samples", "--sample", "0"], 2, "needs one .samples file"),
         (["{}.missing"], 1, "No such file"),
         (["{}.samples", "--sample", "0", "--tokenizer", "nowhere.model"], 2, "no tokenizer at"),
-        (["{}.samples", "--fim", "b.yaml"], 2, "--fim b.yaml is for --sample I: give it, too"),
-        (["{}.samples", "--tokenizer", "bytes"], 2, "--tokenizer bytes is for --sample I"),
-        (["{}.samples", "--sample", "0", "--epoch", "2"], 2, "--epoch 2 is for --fim MANIFEST"),
-        (["{}.samples", "--sample", "0", "--fim", "b.yaml", "--epoch", "-1"], 2, "passes are"),
+        (["{}.samples", "--fim", "b.yaml"], 2, "--fim b.yaml works only with --sample I: give"),
+        (["{}.samples", "--tokenizer", "bytes"], 2, "--tokenizer bytes works only with --sample I"),
+        (["{}.samples", "--sample", "0", "--epoch", "2"], 2, "--epoch 2 works only with --fim"),
+        (["{}.samples", "--sample", "0", "--fim", "b.yaml", "--epoch", "-1"], 2, "--epoch is -1"),
         (["{}.samples", "--sample", "0", "--json"], 2, "--json describes files, and --sample"),
-        (["{}.samples", "--shards"], 2, "--shards is for a shard manifest"),
+        (["{}.samples", "--shards"], 2, "--shards works only with a shard manifest"),
     ],
 )
 def test_wrong_request_says_so(

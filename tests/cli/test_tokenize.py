@@ -107,10 +107,10 @@ def test_megatrons_spellings_mean_the_same_or_are_refused(tmp_path: Path, corpus
     tokenize(corpus, tmp_path / "b", "--tokenizer", model, "--append-eod")
     assert ids_of(tmp_path / "a") == ids_of(tmp_path / "b")
     for more, message in (
-        (("--tokenizer-type", "GPT2BPETokenizer"), "is no GPT2BPETokenizer"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "is not a GPT2BPETokenizer"),
         (("--partitions", "4"), "--partitions is not needed: leave it out"),
         (("--vocab-file", "v.json"), "name one tokenizer, both together"),
-        (("--json-keys", "a/b"), "'a/b' cannot be part of a file's name"),
+        (("--json-keys", "a/b"), "'a/b' cannot be part of a file name"),
         (("--json-keys", "a", "--messages-key", "m"), "leave out --json-key and --messages-key"),
     ):
         assert message in printed(*common, tmp_path / "c", *more, status=2)

@@ -123,12 +123,16 @@ def test_documents_with_their_middle_last_say_how(config: Path, tmp_path: Path) 
     table = printed(*asked, "--ranks", 2)
     assert table.count(" PSM ") + table.count(" SPM ") == turned
     text = printed(*asked, "--tokenizer", "bytes", "--full")
-    assert text.count("told as PSM") + text.count("told as SPM") == turned == text.count("<bos>")
+    assert (
+        text.count(" tokens, as PSM") + text.count(" tokens, as SPM")
+        == turned
+        == text.count("<bos>")
+    )
     shown = next(s for s in found if s["fim"] and s["source"] == "web")
     [how, *_] = shown["fim"]
     options = ("--fim", tmp_path / "blend.yaml", "--epoch", shown["epoch"], "--seed", 3)
     picture = printed("inspect", tmp_path / "web.samples", "--sample", shown["sample"], *options)
-    assert f"told as {how['how']}, cut at {how['cuts'][0]} and {how['cuts'][1]}; " in picture
+    assert f" tokens, as {how['how']}, cut at {how['cuts'][0]} and {how['cuts'][1]}; " in picture
 
 
 def test_ranks_have_the_step_among_them(config: Path) -> None:
@@ -219,20 +223,23 @@ def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> Non
         (["--document", "web"], "'web' is not SOURCE:D with a number D and one of the sources web"),
         (["--document", "wep:3"], "one of the sources web, code"),
         (["--document", f"web:{1 << 63}"], "is not SOURCE:D with a number D"),
-        (["--ranks", "2"], "--ranks 2 is for --step N"),
-        (["--output", "x.npy"], "--output x.npy is for --unseen SOURCE"),
-        (["--step", "1", "--full"], "--full is for --tokenizer T: give it, too"),
+        (["--ranks", "2"], "--ranks 2 works only with --step N"),
+        (["--output", "x.npy"], "--output x.npy works only with --unseen SOURCE"),
+        (["--step", "1", "--full"], "--full works only with --tokenizer T: give that"),
         (
             ["--skipped", "--max-step", "3"],
-            "--max-step 3 covers many steps: leave it out",
+            "--max-step 3 has no effect with --step and --skipped: leave it out",
         ),
-        (["--document", "web:3", "--max-step", f"{10**12}"], "at most 100,000 are listed: look"),
+        (
+            ["--document", "web:3", "--max-step", f"{10**12}"],
+            "at most 100,000 are listed: consider",
+        ),
         (
             ["--max-step", f"{10**16}"],
             "reaches to step 10000000000000000, and a run has at most 2^53",
         ),
         (["--step", "-1"], "steps are counted from 0"),
-        (["--step", "1", "--rank", "0"], "--rank 0 is for --ranks N: give it, too"),
+        (["--step", "1", "--rank", "0"], "--rank 0 works only with --ranks N: give that"),
         (["--step", "1", "--ranks", "3"], "3 ranks do not divide the 4 micro batches"),
         (["--set", "data.blend=null"], "data: give prefix and index"),
     ],

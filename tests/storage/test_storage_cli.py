@@ -47,7 +47,7 @@ def test_verify_says_what_is_wrong_and_repair_mends_it(tmp_path: Path) -> None:
     assert files(tmp_path / "data") != whole
     printed("repair", tmp_path / "data")
     assert files(tmp_path / "data") == whole
-    assert "nothing to mend" in printed("repair", tmp_path / "data")
+    assert "nothing to repair" in printed("repair", tmp_path / "data")
 
 
 def test_import_then_verify(tmp_path: Path) -> None:
@@ -70,18 +70,18 @@ def test_import_then_verify(tmp_path: Path) -> None:
 
 
 def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
-    """Once it said "nothing to mend" and exited with 0 where verify had said DAMAGED."""
+    """Once it said "nothing to repair" and exited with 0 where verify had said DAMAGED."""
     write(tmp_path / "data", SMALL)
     with (tmp_path / "data.bin").open("r+b") as file:
         file.write(b"\xff")
     assert build("verify", tmp_path / "data").returncode == 1
     done = build("repair", tmp_path / "data")
-    assert done.returncode == 1 and "nothing to mend" not in done.stdout
+    assert done.returncode == 1 and "nothing to repair" not in done.stdout
     assert "data: still DAMAGED" in done.stdout and "restore .bin from a copy" in done.stdout
     done = build("repair", "--dry-run", tmp_path / "data")
     assert done.returncode == 1 and "still DAMAGED" in done.stdout
     said = printed("repair", "--no-tokens", tmp_path / "data")
-    assert "nothing to mend (.bin was not read)" in said
+    assert "nothing to repair (.bin was not read)" in said
 
 
 def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) ->
         file.write(b"more")
     done = build("repair", tmp_path / "a", tmp_path / "b")
     assert done.returncode == 1
-    assert "a: cannot be mended: " in done.stdout and "--drop-truncated" in done.stdout
+    assert "a: cannot be repaired: " in done.stdout and "--drop-truncated" in done.stdout
     assert (tmp_path / "b.idx").read_bytes() == whole
 
 
