@@ -79,10 +79,11 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
     if plan.chat_format == "template":
         template_chats = chat_templates().TemplateChats
         chats = template_chats(files, plan.chat_loss, config.template_variables)
-        return ChatCoder(chats.code, plan.frame).code
+        return ChatCoder(chats.render_all, chats.code, plan.frame).code
     encoder = open_encoder(files, plan.backend, limits)
     if plan.chat_loss is not None:
-        return ChatCoder(HeaderChats(encoder, plan.chat_loss, files.name).code, plan.frame).code
+        headers = HeaderChats(encoder, plan.chat_loss, files.name)
+        return ChatCoder(iter, headers.code, plan.frame).code
     fraction = config.verify_fraction
     reference = open_reference(files) if fraction > 0 else None
     return TextCoder(

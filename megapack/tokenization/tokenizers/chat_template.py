@@ -19,46 +19,23 @@ Source: transformers 5.23, ``utils/chat_template_utils.py`` and ``apply_chat_tem
 from __future__ import annotations
 
 import datetime
-import functools
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
-import jinja2.filters
 import jinja2.meta
 import jinja2.nodes
-import jinja2.runtime
 import jinja2.sandbox
-import jinja2.tests
 
 from megapack.errors import ConfigError, DataError
 from megapack.tokenization.tokenizers.coding import TemplateError
+from megapack.tokenization.tokenizers.limited import renew_time_limit
 
 Span = tuple[int, int]  # [begin, end) of a text, in characters
 
-# Work of one rendering: 2^28, and 1,000 for every character of its variables. A character that is
-# made costs 1, a step 128: up to 2 million steps.
-_WORK = 1 << 28
-_WORK_PER_CHARACTER = 1000
-_STEP = 128
-_PART = 64  # of a list or an object that is written
-_MAX_INTEGER_BITS = 1 << 16
-
-# Filters that pass values on, or count them, and never write them as text.
-_PASSING = frozenset(
-    ("abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int")
-    + ("items", "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse")
-    + ("safe", "select", "selectattr", "sort", "unique")
-)
-
-# Filters and tests that compare or hash values: their work grows with everything inside a value.
-_COMPARING = frozenset(
-    ("dictsort", "groupby", "max", "min", "sort", "unique", "in", "eq", "equalto", "==", "ne", "!=")
-    + ("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=")
-)
+_MAX_CHARACTERS = 1 << 28  # of one rendered conversation
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -67,7 +44,7 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    generated: list[Span]  # what the template marks as the assistant's, {% generation %}
+    answers: list[Span]  # written by the assistant, e.g. in {% generation %} blocks
 
 
 class ChatTemplate:
@@ -103,14 +80,19 @@ class ChatTemplate:
             TemplateError: anything else went wrong.
         """
         environment = self._environment
-        environment.begin(variables)
+        environment.num_characters, environment.generated = 0, []
+        renew_time_limit()
         blocks = []
         try:
             for block in self._template.generate(**variables):
                 blocks.append(block)
                 environment.num_characters += len(block)
+                if environment.num_characters > _MAX_CHARACTERS:
+                    raise _Excess(f"it writes more than {_MAX_CHARACTERS:,} characters")
         except _Refusal as error:
             raise DataError(f"{self._name} refuses it: {error}") from error
+        except MemoryError:
+            raise
         except Exception as error:
             raise TemplateError(f"{self._place(error)}: {_reason(error)}") from error
         text = "".join(blocks)
@@ -159,7 +141,7 @@ class _Refusal(jinja2.TemplateError):  # type: ignore[misc]
 
 
 class _Excess(jinja2.TemplateRuntimeError):  # type: ignore[misc]
-    """Too much work."""
+    """Too long a text."""
 
 
 class _Generation(jinja2.ext.Extension):  # type: ignore[misc]
@@ -211,220 +193,22 @@ class _Dict:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """transformers' environment. Work is counted where a template can multiply it: by iterations
-    and calls, the four operators that make long values of short ones, ``~``, filters and outputs.
-    """
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    """transformers' environment."""
 
     def __init__(self) -> None:
         self.has_generation = False
-        self.begin({})
+        self.num_characters = 0  # written so far
+        self.generated: list[tuple[int, str]] = []  # where each marked answer begins, its text
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, jinja2.ext.loopcontrols],
-            finalize=self._written,
         )
-        filters = {**jinja2.filters.FILTERS, "tojson": _to_json, "random": _no_chance}
-        self.filters = {name: self._counted(name, f) for name, f in filters.items()}
-        self.filters |= {"megapack.iterated": self._iterated, "megapack.written": self._written}
-        self.filters["megapack.walked"] = self._walked
-        tests = jinja2.tests.TESTS
-        compared = {name: self._counted(name, tests[name]) for name in _COMPARING & {*tests}}
-        self.tests = {**tests, **compared}
+        self.filters |= {"tojson": _to_json, "random": _no_chance}
         self.globals["lipsum"] = _no_chance
         self.globals["raise_exception"] = _refuse
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
-
-    def begin(self, variables: Mapping[str, Any]) -> None:
-        """Start counting for a rendering."""
-        self.num_characters = 0  # written so far
-        self.generated: list[tuple[int, str]] = []  # where it begins, and the text
-        self._left = _WORK
-        self._unmeasured: Mapping[str, Any] | None = dict(variables)  # measured when _WORK is spent
-
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._spend(_STEP)
-        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
-        if isinstance(owner, (str, bytes, int)):
-            if obj.__name__ == "join" and args:
-                args = (list(self._iterated(args[0])),)
-            given = [*args, *kwargs.values()]
-            self._written(given)
-            self._allow(_method_bound(obj.__name__, owner, given))
-        elif owner is not None or isinstance(obj, _Dict):
-            searched = [owner] if getattr(obj, "__name__", "") in ("count", "index") else []
-            self._walked([*searched, *args, *kwargs.values()])
-        elif isinstance(obj, jinja2.runtime.LoopContext):  # {% for ... recursive %}
-            args = (self._iterated(args[0]), *args[1:])
-        result = super().call(context, obj, *args, **kwargs)
-        self._spend(_size(result))
-        return result
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):
-            self._spend(len(left) + len(right))  # most of what templates do
-            return left + right
-        if operator == "%" and isinstance(left, (str, bytes)):
-            self._allow(_format_bound(str(left), [right]))
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length()
-            if bits + right.bit_length() > _MAX_INTEGER_BITS:
-                raise _Excess(f"an integer of more than {_MAX_INTEGER_BITS:,} bits")
-        elif operator == "*":
-            self._allow(max(_size(left), 1) * right if isinstance(right, int) else 0)
-            self._allow(max(_size(right), 1) * left if isinstance(left, int) else 0)
-        elif isinstance(left, (list, tuple)):
-            self._allow(_PART * (len(left) + _size(right)))
-        result = super().call_binop(context, operator, left, right)
-        self._spend(_size(result) * (_PART if isinstance(result, (list, tuple)) else 1))
-        return result
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-        """The template with counting filters in its loops and around the operands of ``~``."""
-        tree = super()._parse(source, name, filename)
-
-        def filtered(node: Any, filter: str) -> Any:
-            result = jinja2.nodes.Filter(node, filter, [], [], None, None, lineno=node.lineno)
-            return result.set_environment(self)
-
-        for loop in list(tree.find_all(jinja2.nodes.For)):
-            loop.iter = filtered(loop.iter, "megapack.iterated")
-        for concat in list(tree.find_all(jinja2.nodes.Concat)):
-            concat.nodes = [filtered(node, "megapack.written") for node in concat.nodes]
-        # Comparing and hashing walk nested values, a part that lies in them many times many times.
-        for compare in list(tree.find_all(jinja2.nodes.Compare)):
-            operands = [compare.expr, *(operand.expr for operand in compare.ops)]
-            if len(operands) == 2 and any(isinstance(o, jinja2.nodes.Const) for o in operands):
-                continue  # with a constant there is nothing to walk
-            compare.expr = filtered(compare.expr, "megapack.walked")
-            for operand in compare.ops:
-                operand.expr = filtered(operand.expr, "megapack.walked")
-        for pair in list(tree.find_all(jinja2.nodes.Pair)):
-            pair.key = filtered(pair.key, "megapack.walked")
-        return tree
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        return super().getitem(obj, self._walked(argument))
-
-    def _iterated(self, values: Any) -> Any:
-        if hasattr(values, "__len__"):
-            self._spend(_STEP * len(values))
-            return values
-        return self._each(values)
-
-    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            self._spend(_STEP)
-            yield value
-
-    def _written(self, value: Any) -> Any:
-        """Before it becomes text. What lies in a value many times is written many times."""
-        if isinstance(value, str):
-            self._spend(len(value))
-        else:
-            for part in _walk(value):
-                self._spend(_characters(part))
-        return value
-
-    def _walked(self, value: Any) -> Any:
-        """Before it is compared or hashed. Objects and lists cost by what lies in them."""
-        if isinstance(value, (list, tuple, dict)):
-            for _ in _walk(value):
-                self._spend(_PART)
-        return value
-
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        skipped = int(hasattr(function, "jinja_pass_arg"))  # a context stands before the value
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._spend(4 * _STEP)  # about the time it takes
-            value, *rest = [*args[skipped:], *kwargs.values()]
-            if name in _COMPARING:
-                self._walked([value, *rest])
-            if name in _PASSING or name in _COMPARING:
-                self._spend(_size(value))
-            else:
-                before = self._left
-                self._written([value, *rest])
-                widths = [part if isinstance(part, int) else _size(part) for part in rest]
-                if name == "format":
-                    self._allow(_format_bound(str(value), rest))
-                else:
-                    self._allow((before - self._left) * max([1, *widths]))
-            result = function(*args, **kwargs)
-            self._spend(_size(result))
-            return result
-
-        return run
-
-    def _spend(self, work: int) -> None:
-        self._left -= work
-        if self._left < 0:
-            self._allow(0)
-
-    def _allow(self, work: int) -> None:
-        """Before work that is seen coming."""
-        if work > self._left and self._unmeasured is not None:
-            self._left += _WORK_PER_CHARACTER * sum(map(_characters, _walk(self._unmeasured)))
-            self._unmeasured = None
-        if work > self._left:
-            raise _Excess(
-                f"more work than {_WORK:,} characters made, and {_WORK_PER_CHARACTER:,} for each "
-                f"of the conversation (a step of a loop counts {_STEP}): loops or text multiply "
-                "without end"
-            )
-
-
-def _walk(value: Any) -> Iterator[Any]:
-    """A value and all that is written with it; without end only where it is."""
-    stack = [value]
-    while stack:
-        part = stack.pop()
-        yield part
-        if isinstance(part, dict):
-            stack += part
-            stack += part.values()
-        elif isinstance(part, (list, tuple)):
-            stack += part
-
-
-def _characters(value: Any) -> int:
-    return _PART + (len(value) if isinstance(value, (str, bytes)) else 0)
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 0
-
-
-def _method_bound(name: str, owner: Any, args: Sequence[Any]) -> int:
-    """Characters that a method of a string, of bytes or of an integer may make of it."""
-    size = _size(owner)
-    width = max([0, *(value for value in args if isinstance(value, int))])
-    if name in ("ljust", "rjust", "center", "zfill", "to_bytes"):
-        return size + width
-    if name == "expandtabs":
-        return size * max(8, width)
-    if name == "replace" and len(args) > 1 and isinstance(args[0], type(owner)):
-        return size + int(owner.count(args[0])) * _size(args[1])
-    if name == "translate" and args:
-        table = args[0].values() if isinstance(args[0], dict) else args[0]
-        return size * max([1, *map(_size, table)])
-    if name == "join" and args:
-        return size * len(args[0]) + sum(map(_size, args[0]))
-    return _format_bound(str(owner), args) if name in ("format", "format_map") else 0
-
-
-def _format_bound(text: str, args: Sequence[Any]) -> int:
-    """Most characters that ``%`` and ``format`` make; a width ``*`` stands in ``args``."""
-    widths = [int(digits[:18]) for digits in re.findall(r"\d+", text)]
-    if "*" in text or re.search(r":[^}]*{", text):
-        widths += [value for value in _walk(list(args)) if isinstance(value, int)]
-    fields = max(text.count("%"), text.count("{"))
-    return fields * (max([0, *widths]) + sum(map(_characters, _walk(list(args)))))
 
 
 def _reason(error: Exception) -> str:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,10 @@ from megapack.tokenization.corpus.documents import (
     offsets_of,
 )
 from megapack.tokenization.tokenizers.encoders import Encoder
+from megapack.tokenization.tokenizers.limited import LimitError
 from megapack.tokenization.tokenizers.probe import first_difference
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 ChatLoss = Literal["content", "turn"]
 
@@ -286,27 +288,34 @@ class CodedChat(NamedTuple):
     learned: NDArray[np.bool_]  # of every token: does it carry loss?
 
 
-class ChatCoder:
+class ChatCoder(Generic[T]):
     """Blocks whose documents are JSON lists of ``{"role": ..., "content": ...}``, or objects that
     hold one as ``messages`` (``ReadOptions.beside``).
 
-    The tokens that frame a document carry no loss, but for an end token behind a learned one: a
+    The tokens that frame a document carry no loss, except an end token after a learned one: a
     model that learns its last answer learns that it ends there.
 
     Args:
-        code_chat: one conversation's tokens; a DataError where it cannot be said.
+        read: runs over all documents of a block first; yields an item for each.
+        code: tokens of an item; raises DataError if the conversation is unusable.
     """
 
-    def __init__(self, code_chat: Callable[[Chat], CodedChat], frame: Frame) -> None:
-        self._code_chat = code_chat
+    def __init__(
+        self,
+        read: Callable[[Sequence[str]], Iterable[T]],
+        code: Callable[[T], CodedChat],
+        frame: Frame,
+    ) -> None:
+        self._read = read
+        self._code = code
         self._frame = frame
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
         kept = np.zeros(len(block), np.bool_)
-        for i, text in enumerate(block.strings()):
+        for i, item in enumerate(self._items(block)):
             try:
-                chat = self._code_chat(Chat.read(text))
+                chat = self._code(item)
             except DataError as error:
                 failed = isinstance(error, TemplateError)
                 kind = "chat template failed" if failed else "unusable chat"
@@ -328,6 +337,20 @@ class ChatCoder:
         tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
         return Coded(tokens, offsets, labels, kept)
+
+    def _items(self, block: TextBlock) -> Iterator[T]:
+        num_read = 0
+        try:
+            for item in self._read(block.strings()):
+                yield item
+                num_read += 1
+        except LimitError as error:
+            # Not a fault of the document that --on-error skip may leave out: another machine may
+            # be fast enough, and both must build the same dataset.
+            raise ConfigError(
+                f"{block.place(num_read)}: the chat template cannot render it: {error}; use "
+                "another template, or remove the document"
+            ) from error
 
     def _framed(self, chat: CodedChat) -> CodedChat:
         prefix, suffix = self._frame.prefix, self._frame.suffix
@@ -374,7 +397,9 @@ class HeaderChats:
                     "with --special-token, or use --chat-format template"
                 )
 
-    def code(self, chat: Chat) -> CodedChat:
+    def code(self, document: str) -> CodedChat:
+        """Return the tokens of a document's JSON. Raises DataError."""
+        chat = Chat.read(document)
         if chat.beside.get("tools"):
             raise DataError("role headers do not say its tools; --tools-key '' leaves them out")
         texts: list[str] = []

@@ -10,13 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import resource
-import select
-import signal
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,6 +24,7 @@ from megapack.tokenization.tokenizers.encoders import (
     open_reference,
     require_backend,
 )
+from megapack.tokenization.tokenizers.limited import LimitError, run_limited
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 _SAMPLE_BYTES = 1 << 19
@@ -95,63 +90,32 @@ def require_runnable(files: TokenizerFiles) -> None:
         FormatError: the tokenizer library refuses the files.
         MegapackError: a package is missing.
     """
-    if files.kind == "bytes" or not hasattr(os, "fork"):
+    if files.kind == "bytes":
         return
     require("sentencepiece" if files.kind == "sentencepiece" else "tokenizers", files.name)
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns of threads; the child uses none of theirs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
-            os.write(writer, _trial(files).encode()[:4096])
-        finally:
-            os._exit(0)
-    os.close(writer)
-    deadline = time.monotonic() + 3 * _TRIAL_SECONDS
     try:
-        if not select.select([reader], [], [], deadline - time.monotonic())[0]:
-            os.kill(child, signal.SIGKILL)
-        told = os.read(reader, 4096).decode(errors="replace")
-    finally:
-        os.close(reader)
-        _, status = os.waitpid(child, 0)
-    if told != _WORKS:
-        problem = told or "it ended the process that tried it"
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
-            problem = f"it needs more than {_TRIAL_SECONDS} s, or more memory than there is"
+        (problem,) = run_limited(_trial(files), seconds=_TRIAL_SECONDS, num_bytes=_TRIAL_BYTES)
+    except LimitError as error:
+        problem = str(error)
+    if problem is not None:
         raise FormatError(
             f"tokenizer {files.name} cannot be used: {problem}. Fetch its files again, or choose "
             "another tokenizer"
         )
 
 
-_WORKS = "works"
-
-
-def _trial(files: TokenizerFiles) -> str:
-    """Run the reference under limits; "works", or what went wrong in one line."""
-    try:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + _TRIAL_BYTES,) * 2)
-    except (OSError, ValueError):
-        pass  # no such limit on this system
-    used = int(time.process_time())
-    resource.setrlimit(resource.RLIMIT_CPU, (used + _TRIAL_SECONDS,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # What a library prints before it aborts would be several lines.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+def _trial(files: TokenizerFiles) -> Iterator[str | None]:
+    """Run the reference; yield None, or what went wrong in one line."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process has none of the parent's threads
     try:
         encoder = open_reference(files)
     except BaseException as error:
-        return first_line(error)
+        yield first_line(error)
+        return
     # Failing on a text is the matter of that document; running without end is not.
     with contextlib.suppress(BaseException):
         encoder.encode(TextBlock.of_texts(hard_texts(files)))
-    return _WORKS
+    yield None
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:

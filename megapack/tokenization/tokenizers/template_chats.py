@@ -15,7 +15,7 @@ rendered up to every answer, with and without it, and the answer is what came to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from megapack.tokenization.tokenizers.chat_template import (
 )
 from megapack.tokenization.tokenizers.coding import ASSISTANT, Chat, ChatLoss, CodedChat, Message
 from megapack.tokenization.tokenizers.encoders import load_tokenizers
+from megapack.tokenization.tokenizers.limited import LimitError, run_limited
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 _TOOLS, _DOCUMENTS, _CLOCK = "tools", "documents", "strftime_now"
@@ -38,6 +39,8 @@ _TOOLS, _DOCUMENTS, _CLOCK = "tools", "documents", "strftime_now"
 _GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
+
+_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # of one rendering
 
 
 class TemplateChats:
@@ -69,7 +72,22 @@ class TemplateChats:
         # Nothing is added to a rendered text, and offsets shall cover white space, too.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
-    def code(self, chat: Chat) -> CodedChat:
+    def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
+        """Render JSON documents in a child process; yield an error for each that has no text.
+
+        Raises:
+            LimitError: the template needs too much time or memory for the next document.
+        """
+        return run_limited(map(self._render_json, texts), **_LIMITS)
+
+    def _render_json(self, text: str) -> Rendered | DataError:
+        try:
+            return self.render(Chat.read(text))
+        except DataError as error:
+            return error.with_traceback(None)
+
+    def render(self, chat: Chat) -> Rendered:
+        """Return a conversation's text and the answers in it. Raises DataError."""
         said = self._said_beside(chat)
         tools = said[_TOOLS] is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if tools else "default"]
@@ -83,15 +101,19 @@ class TemplateChats:
             given = {"messages": normalized(messages), "add_generation_prompt": prompt}
             return template.render(**given, **variables)
 
-        # Marks stand around the content; what a role header is they do not say.
+        # Marks enclose the content only, not the role header.
         if template.marks_answers and self._loss == "content":
-            text, spans = render(chat.messages)
-        else:
-            text, spans = _compared(render, chat.messages, self._loss, self._special)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            return render(chat.messages)
+        return _compared(render, chat.messages, self._loss, self._special)
+
+    def code(self, rendered: Rendered | DataError) -> CodedChat:
+        """Return the tokens of a rendered conversation. Raises an error that it is given."""
+        if isinstance(rendered, DataError):
+            raise rendered
+        encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
         at = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         learned = np.zeros(len(at), np.bool_)
-        for begin, end in spans:
+        for begin, end in rendered.answers:
             inside = np.flatnonzero((at[:, 0] < end) & (at[:, 1] > begin))
             learned[inside[1:] if self._loss == "turn" else inside] = True
         return CodedChat(np.array(encoding.ids, np.int32), learned)
@@ -210,11 +232,18 @@ def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
             f"{files.name} has no chat template (tokenizer_config.json or chat_template.jinja "
             "beside it); use --chat-format headers"
         )
-    return {
-        name: ChatTemplate(sources[name], f"the chat template of {files.name}")
-        for name in ("default", "tool_use")
-        if name in sources
-    }
+    title = f"the chat template of {files.name}"
+
+    def compiled() -> dict[str, ChatTemplate]:
+        names = [name for name in ("default", "tool_use") if name in sources]
+        return {name: ChatTemplate(sources[name], title) for name in names}
+
+    # Jinja evaluates constant expressions when it compiles: try in a child process first.
+    try:
+        any(run_limited((not compiled() for _ in range(1)), **_LIMITS))
+    except LimitError as error:
+        raise ConfigError(f"{title} cannot be compiled: {error}; use another template") from error
+    return compiled()
 
 
 def _names_read(templates: Mapping[str, ChatTemplate]) -> frozenset[str]:

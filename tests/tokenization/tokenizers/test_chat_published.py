@@ -193,7 +193,8 @@ class Sides:
         words += (f"strftime_now={DAY}",) if "strftime_now" in reads else ()
         if words not in self.coders:
             self.coders[words] = TemplateChats(self.files, "content", words)
-        return self.coders[words].code(Chat(messages, said))
+        coder = self.coders[words]
+        return coder.code(coder.render(Chat(messages, said)))
 
 
 def test_published_templates_give_the_tokens_and_masks_of_transformers(
@@ -230,7 +231,7 @@ def test_answers_without_marks_end_with_their_turn(tmp_path: Path, bpe_json: Pat
         end = {"qwen2_5": "<|im_end|>", "llama3": "<|eot_id|>"}[name]
         tokenizer = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
         for messages, beside in CHATS[:3]:
-            ids, learned = coder.code(Chat(messages, beside))
+            ids, learned = coder.code(coder.render(Chat(messages, beside)))
             runs = [m["content"] + end for m in messages if m["role"] == ASSISTANT]
             if name == "llama3":  # it trims
                 runs = [m["content"].strip() + end for m in messages if m["role"] == ASSISTANT]
@@ -249,8 +250,9 @@ def test_two_templates_are_chosen_as_transformers_chooses(tmp_path: Path, bpe_js
     assert set(files.file_digests) >= {"chat_template.jinja", "tool_use.jinja"}
     host = peer("transformers").AutoTokenizer.from_pretrained(tmp_path / "t")
     messages = [user("hi"), answer("yo")]
+    coder = TemplateChats(files, "content")
     for tools in (None, [], [ADD]):
-        ours = TemplateChats(files, "content").code(Chat(messages, {"tools": tools}))
+        ours = coder.code(coder.render(Chat(messages, {"tools": tools})))
         expected = host.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
         assert ours.ids.tolist() == expected
 
