@@ -257,7 +257,7 @@ def build_loader(
         check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
             torch.distributed.
         dealt: of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size, start_step,
-            num_steps, dealing, uneven, sequence_parallel_size, weighted_loss.
+            num_steps, dealing, pad_last, sequence_parallel_size, weighted_loss.
 
     Returns:
         A loader; iterating over it gives dicts of

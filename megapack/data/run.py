@@ -72,8 +72,9 @@ class DataConfig(StepConfig):
     have the same gradients; they differ in the unit of the weights (``megapack.data.sampler``)."""
     fim: FimConfig | None = None
     """Fill-in-the-middle of prefix and index; a blend's manifest has its own."""
-    uneven: Literal["error", "pad"] = "error"
-    """When ranks do not divide the micro batches of a step: stop, or give some an empty one."""
+    pad_last: bool = False
+    """If the ranks do not divide the micro batches of a step: give the remaining ranks an empty
+    micro batch. false: refuse such sizes. Like torch's ``drop_last``, but nothing is dropped."""
     verify: bool = True
     """Read the .samples files once per node at start and compare their checksums."""
     check_ranks_every: int = 100
@@ -107,7 +108,8 @@ class DataConfig(StepConfig):
             ConfigError: naming sizes that would do.
         """
         check_group(sequence_parallel_size, num_ranks)
-        self.check_micro_batches(num_ranks, self.micro_batch_tokens, self.uneven, "data: ")
+        tokens, pad_last = self.micro_batch_tokens, self.pad_last
+        self.check_micro_batches(num_ranks, tokens, pad_last=pad_last, where="data: ")
 
     def schedule(self, seed: int) -> ScheduleConfig:
         """The settings that decide the content of steps."""
@@ -357,7 +359,7 @@ def plan_steps(
         num_steps=num_steps,
         dealing={
             "micro_batch_tokens": config.data.micro_batch_tokens,
-            "uneven": config.data.uneven,
+            "pad_last": config.data.pad_last,
             "sequence_parallel_size": config.engine.sequence_parallel_size,
             "weighted_loss": True,  # training multiplies losses by loss_mask
         },

@@ -151,9 +151,9 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         start_step: first step, counted from the beginning of the run.
         num_steps: how many; None: to the end of the first epoch.
         dealing: ``balanced``: equal attention work per rank; ``in_order``: as scheduled.
-        uneven: what happens when ranks do not divide the micro batches of a step: ``error``, or
-            ``pad``: some ranks have an empty micro batch at the end (all padding, no labels),
-            which keeps a run going on fewer nodes.
+        pad_last: if the ranks do not divide the micro batches of a step, give some ranks an empty
+            micro batch at the end (all padding, no labels), so that a run can continue on fewer
+            nodes; False: refuse such sizes. Like torch's ``drop_last``, but nothing is dropped.
         sequence_parallel_size: consecutive ranks that share the samples longer than
             micro_batch_tokens (``ranks_per_micro_batch``).
         samples: of the dataset that gathers them; None: the schedule's.
@@ -176,7 +176,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         start_step: int = 0,
         num_steps: int | None = None,
         dealing: Literal["balanced", "in_order"] = "balanced",
-        uneven: Literal["error", "pad"] = "error",
+        pad_last: bool = False,
         sequence_parallel_size: int = 1,
         samples: SampleSource | None = None,
         weighted_loss: bool = False,
@@ -192,8 +192,6 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         check_range("sampler", at_least=0, num_steps=num_steps)
         if dealing not in ("balanced", "in_order"):
             raise ConfigError(f"dealing is {dealing!r}; it must be 'balanced' or 'in_order'")
-        if uneven not in ("error", "pad"):
-            raise ConfigError(f"uneven is {uneven!r}; it must be 'error' or 'pad'")
         self.schedule = schedule
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
@@ -206,7 +204,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         self.dealing = dealing
         self._samples = samples or schedule.samples
         for stage in schedule.stages:
-            self._check_sizes(stage, uneven)
+            self._check_sizes(stage, pad_last=pad_last)
         check_epochs(schedule, self.start_step + self.num_steps)
         if not weighted_loss:
             for settings in schedule.program:
@@ -216,9 +214,11 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     )
             refuse_token_weights(self._samples, _refuse_weights)
 
-    def _check_sizes(self, stage: StageDraws, uneven: Literal["error", "pad"]) -> None:
+    def _check_sizes(self, stage: StageDraws, *, pad_last: bool) -> None:
         tokens = self.micro_batch_tokens
-        stage.config.check_micro_batches(self.data_parallel_size, tokens, uneven, str(stage))
+        stage.config.check_micro_batches(
+            self.data_parallel_size, tokens, pad_last=pad_last, where=str(stage)
+        )
         count = stage.config.draw_tokens // tokens
         row = stage.config.row_tokens
         for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):

@@ -200,32 +200,33 @@ class StepConfig:
         return tokens // row * (row // capacity)
 
     def check_micro_batches(
-        self, num_ranks: int, tokens: int, uneven: Literal["error", "pad"], where: str = ""
+        self, num_ranks: int, tokens: int, *, pad_last: bool = False, where: str = ""
     ) -> None:
-        """Refuse ranks among which the micro batches of a draw cannot be dealt.
+        """Check that a draw can be split into micro batches for every rank.
 
         Args:
             num_ranks: data-parallel size.
-            tokens: of a micro batch, one forward of one rank.
-            uneven: ``pad`` gives some ranks an empty micro batch.
-            where: how the message begins.
+            tokens: tokens of a micro batch, one forward of one rank.
+            pad_last: some ranks may get an empty micro batch.
+            where: prefix of the message.
 
         Raises:
-            ConfigError: micro batches do not divide the draw, or ranks the micro batches; the
-                message names sizes that do.
+            ConfigError: the size of a micro batch does not divide the draw, or the number of ranks
+                does not divide the number of micro batches; the message names sizes that do.
         """
         if tokens < 1 or self.draw_tokens % tokens:
-            shared, rest = divmod(self.draw_tokens, 1 if uneven == "pad" else num_ranks)
+            shared, remainder = divmod(self.draw_tokens, 1 if pad_last else num_ranks)
+            fitting = "none" if remainder else _divisors(shared)
             raise ConfigError(
                 f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
-                f"of a draw; with {num_ranks} ranks {'none' if rest else _divisors(shared)} would"
+                f"of a draw; with {num_ranks} ranks {fitting} would"
             )
         count = self.draw_tokens // tokens
-        if count % num_ranks and uneven != "pad":
+        if count % num_ranks and not pad_last:
             raise ConfigError(
                 f"{where}{num_ranks} ranks do not divide the {count} micro batches of {tokens} "
                 f"tokens in a draw of {self.draw_tokens}; use {_divisors(count)} ranks, another "
-                "micro_batch_tokens, or uneven='pad', which gives some ranks an empty micro batch"
+                "micro_batch_tokens, or pad_last=true, which gives some ranks an empty micro batch"
             )
 
 

@@ -280,7 +280,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "label_boundary": draw(st.sampled_from(["document", "sample"])),
         "positions": draw(st.sampled_from(["segment", "document", "sample"])),
         "order": draw(st.sampled_from(["proportional", "uniform", "grow-p2", "sequential"])),
-        "uneven": draw(st.sampled_from(["error", "pad"])),
+        "pad_last": draw(st.booleans()),
         "tokens_per_step": 256,
         "micro_batch_tokens": draw(st.sampled_from([64, 64 // size])),
         **({"mix": "micro_step", "micro_step_tokens": 128} if mixed else {}),
@@ -306,7 +306,7 @@ def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
 
     tree, data = run["tree"], dict(run["tree"]["data"])
     options = {name: data.pop(name) for name in ("attention", "label_boundary", "positions")}
-    dealing = {name: data.pop(name) for name in ("uneven", "micro_batch_tokens")}
+    dealing = {name: data.pop(name) for name in ("pad_last", "micro_batch_tokens")}
     if run["source"] == "one":
         packed = api.PackedDataset(str(folder / "web"), str(folder / "web.samples"), **options)
     else:

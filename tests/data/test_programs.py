@@ -434,7 +434,7 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
 
 def check_ranks(schedule: Schedule, step: int) -> None:
     """Any world size and micro batch that fit: one bucket at a time, together the step."""
-    options = {"uneven": "pad", "num_steps": step + 1, "weighted_loss": True}
+    options = {"pad_last": True, "num_steps": step + 1, "weighted_loss": True}
     for size, micro in ((1, 16), (3, 16)):
         own = [of_rank(rank, size, micro, **options) for rank in range(size)]
         ranks = [BucketBatchSampler(schedule, **one).micro_batches(step) for one in own]

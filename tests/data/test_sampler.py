@@ -96,9 +96,9 @@ def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing:
 def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * micro_batches)
     if micro_batches % size:
-        with pytest.raises(ConfigError, match="uneven='pad'"):
+        with pytest.raises(ConfigError, match="pad_last=true"):
             samplers(schedule, size, 64)
-    ranks = samplers(schedule, size, 64, uneven="pad")
+    ranks = samplers(schedule, size, 64, pad_last=True)
     batches = [sampler.micro_batches(3) for sampler in ranks]
     assert {len(own) for own in batches} == {-(-micro_batches // size)}
     ids = [i for own in batches for batch in own for i in batch]
@@ -184,7 +184,6 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
         ({"start_step": -1}, "counted from 0"),
         ({"num_steps": -1}, "num_steps is -1; it must be at least 0"),
         ({"dealing": "even"}, "dealing is 'even'; it must be 'balanced' or 'in_order'"),
-        ({"uneven": "drop"}, "uneven is 'drop'; it must be 'error' or 'pad'"),
     ):
         with pytest.raises(ConfigError, match=message):
             BucketBatchSampler(schedule, **{**of_rank(micro=64), **options})

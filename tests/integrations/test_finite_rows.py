@@ -166,7 +166,7 @@ def test_finite_schedule_deals_every_sample_once_to_any_ranks(
     dealt = [
         list(
             BucketBatchSampler(
-                schedule, data_parallel_rank=rank, dealing=dealing, uneven="pad", **of_all
+                schedule, data_parallel_rank=rank, dealing=dealing, pad_last=True, **of_all
             )
         )
         for rank in range(ranks)

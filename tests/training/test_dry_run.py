@@ -34,7 +34,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         (1, {}, {}),
         (4, {}, {}),
         (2, {}, {}),
-        (3, {"uneven": "pad"}, {}),
+        (3, {"pad_last": True}, {}),
         (8, {"micro_batch_tokens": 64}, {"sequence_parallel_size": 4}),
     ],
     ids=["one rank", "one micro step", "two micro steps", "uneven ranks", "shared samples"],
@@ -70,7 +70,7 @@ def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, blend: Path, tmp_pa
     padding = sum(of.tokens - of.useful_tokens for of in work) * flops.per_token
     (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
     assert float(said) == pytest.approx(sum(of.flops for of in work) + padding, rel=0.01)
-    uneven = replace(config, data=replace(config.data, uneven="pad"))
+    uneven = replace(config, data=replace(config.data, pad_last=True))
     (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(uneven, world_size=3))
     idle = (6 * config.data.micro_batch_tokens - config.data.tokens_per_step) * flops.per_token
     assert float(said) == pytest.approx(sum(of.flops + idle for of in work) + padding, rel=0.01)
@@ -83,7 +83,7 @@ def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list
         data_parallel_rank=rank,
         data_parallel_size=ranks,
         micro_batch_tokens=config.data.micro_batch_tokens,
-        uneven=config.data.uneven,
+        pad_last=config.data.pad_last,
         sequence_parallel_size=config.engine.sequence_parallel_size,
     )
     (index,) = inputs.schedule.samples.indices
@@ -118,7 +118,7 @@ def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path)
     assert several.startswith(f"buckets per step: several, one for every {int(tokens):,} tokens")
     assert "mix: step would fill each step from one bucket" in several
     assert "needs several micro steps in a step" in said("one micro step", 4)
-    assert "share its micro steps evenly" in said("uneven", 3, uneven="pad")
+    assert "share its micro steps evenly" in said("uneven", 3, pad_last=True)
 
 
 def test_a_tokenizer_that_is_not_there_is_met_before_the_start(

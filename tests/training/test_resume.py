@@ -101,7 +101,7 @@ def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
 ) -> None:
     run = copy(after=6, engine={"zero_stage": stage})
     # Three ranks do not divide the four micro batches of a step.
-    run.start("data.uneven=pad", ranks=ranks).succeed("written by 2 ranks with ZeRO-1")
+    run.start("data.pad_last=true", ranks=ranks).succeed("written by 2 ranks with ZeRO-1")
     _same_curve(run, whole, rel=2e-3)
     last, positions = run.log[-1], 1536 if ranks == 3 else 1024  # of six micro batches, of four
     assert last["padding"] == pytest.approx(1 - last["useful_tokens"] / positions)

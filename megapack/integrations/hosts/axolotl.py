@@ -130,5 +130,5 @@ def _micro_batches(cfg: Any, key: str) -> MicroBatches:
         rows.packed,
         rows.schedule,
         micro_batch_tokens=cfg.micro_batch_size * cfg.sequence_len,
-        uneven="pad" if finite else "error",
+        pad_last=finite,
     )

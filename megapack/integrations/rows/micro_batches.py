@@ -60,7 +60,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         micro_batch_tokens: tokens of one forward of one rank.
         data_parallel_rank, data_parallel_size: this rank; ``PackedTrainer`` sets them.
         num_steps: optimizer steps offered, from the beginning of the run; None: one epoch.
-        options: of ``BucketBatchSampler`` (dealing, uneven).
+        options: of ``BucketBatchSampler`` (dealing, pad_last).
 
     Attributes:
         with_token_mask: items say which tokens are no padding (``token_mask``, bool (tokens,)), for
@@ -120,7 +120,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         schedule, options = self.schedule, self._options
         if evaluated:
             schedule = Schedule(self.dataset, schedule.config, finite=True)
-            options = {**options, "uneven": "pad"}
+            options = {**options, "pad_last": True}
         return MicroBatches(
             self.dataset,
             schedule,

@@ -380,7 +380,7 @@ NO_EFFECT = {
     **dict.fromkeys(("data.prefix", "data.index", "data.blend"), _RESOLVED),
     **dict.fromkeys(("data.valid_prefix", "data.valid_index", "model.probe"), _OUTPUT),
     **dict.fromkeys(("data.verify", "data.check_ranks_every", "optimizer.max_skipped"), _OUTPUT),
-    **dict.fromkeys(("data.micro_batch_tokens", "data.uneven", "engine.zero_stage"), _LAYOUT),
+    **dict.fromkeys(("data.micro_batch_tokens", "data.pad_last", "engine.zero_stage"), _LAYOUT),
     **dict.fromkeys(
         (
             "engine.activation_checkpointing",
