@@ -29,7 +29,7 @@ from files import forget
 from lengths import BUCKETS
 
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
-from megapack.data.loader import ThreadPrefetcher, reading_ahead
+from megapack.data.loader import ThreadPrefetcher, prefetch_local
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 
@@ -53,7 +53,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
         nonlocal waits
         if how == EXACTLY:
             dataset.disable_readahead()
-        for item in sampler if depth is None else reading_ahead(sampler, dataset, depth):
+        for item in sampler if depth is None else prefetch_local(sampler, dataset, depth):
             yield dataset.micro_batch(item.sample_ids, layout=layout, capacity=item.capacity)
             waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 

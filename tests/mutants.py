@@ -234,8 +234,8 @@ window_growth: an attention window grows a step early
 
 megapack/data/sample_order.py: tests/data/test_questions.py tests/data/test_programs.py
 times_of_samples: the document that comes next counts as seen
-- times: Ids = epoch + (self.places(epoch, samples) < place)
-+ times: Ids = epoch + (self.places(epoch, samples) <= place)
+- times: Ids = epoch + (self.positions(epoch, samples) < position)
++ times: Ids = epoch + (self.positions(epoch, samples) <= position)
 
 # Assignment: equal work.
 
@@ -252,11 +252,11 @@ costliest_last: the costliest samples of a rank come last
 
 megapack/data/sampler.py: dealing
 ranks_of_group: ranks that share a sample are not beside each other
-- dealt.micro_batches(self.data_parallel_rank // shared)
-+ dealt.micro_batches(self.data_parallel_rank % (self.data_parallel_size // shared))
+- assignment.micro_batches(self.data_parallel_rank // shared)
++ assignment.micro_batches(self.data_parallel_rank % (self.data_parallel_size // shared))
 work_of_ranks: the work of one group is told of another
-- rows.append(np.repeat(dealt.loads_of_micro_batches / shared, shared, axis=1))
-+ rows.append(np.tile(dealt.loads_of_micro_batches / shared, (1, shared)))
+- rows.append(np.repeat(assignment.loads_of_micro_batches / shared, shared, axis=1))
++ rows.append(np.tile(assignment.loads_of_micro_batches / shared, (1, shared)))
 
 megapack/data/sampler.py: dealing
 heaviest_first: the heaviest micro batch of a step comes last
@@ -270,11 +270,11 @@ window_cost: the last piece of a segment costs as much as a whole one
 
 megapack/data/program.py: tests/data/test_repetition.py
 limit_of_stage: a later stage may take again what the stages before it took of a source
-- math.floor(own - share * taken)
-+ math.floor(own)
+- math.floor(limit - share * taken)
++ math.floor(limit)
 limit_of_rest: who is short is given the share of those who are not
-- rest, weight_of_rest = rest - own, weight_of_rest - weights[d]
-+ rest, weight_of_rest = rest - own, weight_of_rest
+- unassigned, total_weight = unassigned - limit, total_weight - weights[d]
++ unassigned, total_weight = unassigned - limit, total_weight
 
 megapack/data/program.py: tests/data/test_stages.py
 rates_of_stage: a stage takes rates of fim that it does not name from the mixture
@@ -390,19 +390,19 @@ list_digest: an edited list of as many documents passes for the old one
 - f"{len(masked)} documents, xxh3 {digest}"
 + f"{len(masked)} documents, xxh3 "
 list_in_force: work and labels are counted with documents of the newest list
-- is_listed & (self.lists[source][at] <= view.num_lists)
-+ is_listed & (self.lists[source][at] < view.num_lists)
+- is_listed & (self.first_lists[source][i] <= view.num_lists)
++ is_listed & (self.first_lists[source][i] < view.num_lists)
 
 megapack/data/resume.py: resume
 past_sources: a source that joins at the present step is refused
 - if stage["from_step"] < step)
 + if stage["from_step"] <= step)
 undrawn_sources: a source that is not drawn may not be replaced
-- drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
-+ drawn = len(weights)
+- num_drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
++ num_drawn = len(weights)
 undrawn_indices: data that were not drawn count at a resume
-- return bool(then[:num_drawn] == now[:num_drawn])
-+ return bool(then == now)
+- compared = tuple(values[:num_drawn] for values in padded)
++ compared = tuple(padded)
 resumed_tokens: a step that was half seen is passed over
 - + missing // int(begin["tokens_per_step"])
 + + -(-missing // int(begin["tokens_per_step"]))
@@ -421,8 +421,8 @@ shard_of_sample: the first sample of a shard is looked for in the one before
 
 megapack/data/loader.py: tests/data/test_read_ahead.py
 asked_one_by_one: every micro batch makes requests of its own
--             num_asked = most
-+             num_asked = 1
+-             batches_per_request = batches_per_portion
++             batches_per_request = 1
 
 megapack/storage/remote/cache.py: tests/remote/test_remote_reading.py -k blocks
 requests_of_blocks: a request for every 16 KiB
@@ -626,7 +626,7 @@ mirror_order: the checkpoint with the largest step is restored, not the newest
 - removesuffix(_MIRRORED) for name in own), key=tokens_of)
 + removesuffix(_MIRRORED) for name in own))
 
-megapack/data/run_record.py: tests/training/test_run_record.py
+megapack/data/resume.py: tests/training/test_run_record.py
 record_missing_key: a key that only one of two runs has is not compared
 - sorted(current.keys() | saved.keys())
 + sorted(current.keys() & saved.keys())

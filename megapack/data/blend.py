@@ -1,18 +1,18 @@
-"""Several datasets in one run: the manifest that lists them, as it is written.
+"""Manifest of a run with several datasets.
 
-- ``BlendConfig``, ``load_blend``: the manifest. ``Source``: one dataset of it.
-- ``Stage``, ``Ramp``: what changes from a step on.
-- ``Mixture``: the same beside sources that are open; ``PackedDataset`` is given its fields.
-- ``HostOptions``: keys that only hosts ask for.
+- ``BlendConfig``, ``load_blend``: the manifest. ``Source``: one of its datasets.
+- ``Stage``, ``Ramp``: changes from a step on.
+- ``Mixture``: settings of a blend whose sources are open; arguments of ``PackedDataset``.
+- ``HostOptions``: keys that only hosts use.
 
     sources:                       # YAML or JSON; paths are relative to this file
       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.6}
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2, valid_prefix: code/v}
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
-      - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # not yet
-    max_epochs: 4                  # no source is repeated more often: such a run is refused, or
-    run_tokens: 10_000_000_000     # over so many tokens the others take what a source is short of
+      - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
+    max_epochs: 4                  # a run that repeats a source more often is refused, unless
+    run_tokens: 10_000_000_000     # its weight is lowered to last for so many tokens
     attention_window: 2048
     fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
@@ -20,13 +20,13 @@
       - {from_step: 9000, skip_steps: 200}                      # skips what steps 9000 to 9199 drew
       - {from_step: 9500, attention_window: 8192, window_steps: 2000}
       - {from_step: 12000, weights: {web: 0.5, late: 0.5}, order: grow-p2, loss_weights: {late: 2}}
-      - {from_step: 14000, weights: {late: 1}, ramp: {until_step: 15000}}    # little by little
+      - {from_step: 14000, weights: {late: 1}, ramp: {until_step: 15000}}    # gradually
       - {from_step: 15000, exclude: {web: takedown.txt}, fim_rates: {code: 0.9}}
 
-What a stage does not say stays as it was (``megapack.data.program``). The same file serves launch/
-and the hosts of ``megapack.integrations``, which also pack sources that have no index and form rows
-(``HostOptions``: launch/ reads past these keys). The blend happens inside every bucket, so that all
-ranks still have the same bucket at every micro step.
+A stage keeps all settings that it does not name (``megapack.data.program``). launch/ and the hosts
+of ``megapack.integrations`` read the same file; hosts also pack sources without an index and form
+rows (``HostOptions``, which launch/ ignores). Sources are blended inside every bucket, so that all
+ranks have the same bucket at every micro step.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from typing import Any, Literal
 from megapack.config import check_positive, check_range, load_config, whole_numbers
 from megapack.data.fim import FimConfig
 from megapack.data.sample_order import Scores
+from megapack.data.stage_settings import Window
 from megapack.data.steps import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
@@ -52,7 +53,7 @@ class Source:
     """One dataset of a blend."""
 
     prefix: str | None = None
-    """Path of the .bin/.idx pair, without the ending; None: a shard manifest names them."""
+    """Path of the .bin/.idx pair, without the ending; None: a shard manifest names the pairs."""
     index: str | None = None
     """Path of its .samples, or of a shard manifest (many datasets, packed by one
     ``megapack-build pack``); None, for hosts that pack: by the manifest's strategy."""
@@ -60,76 +61,69 @@ class Source:
     """Shards ``[first, last)`` of a shard manifest, so that shards added later can be another
     source; None: all."""
     weight: float | None = None
-    """Share of the tokens seen in training; None for all sources: by their sizes. 0: nothing, until
-    a stage gives the source another weight."""
+    """Share of the tokens seen in training; None for all sources: by their sizes. 0: not drawn
+    until a stage gives the source another weight."""
     max_epochs: float | None = None
     """``BlendConfig.max_epochs`` of this source; None: that of the manifest."""
     name: str | None = None
     """For stages and reports; None: the prefix, or the shard manifest."""
     labels: str = "auto"
-    """Prefix of a label dataset, token by token beside the tokens, -100 where there is no loss.
-    ``auto``: <prefix>.labels where that exists; ``none``: every token has its label."""
+    """Prefix of a label dataset, one label per token, -100 for no loss. ``auto``: <prefix>.labels
+    if that exists; ``none``: every token has its label."""
     token_weights: str = "auto"
-    """Prefix of a dataset of loss weights, token by token beside the tokens: of every token the
-    factor on the loss of predicting it. ``auto``: <prefix>.weights where that exists; ``none``: 1
-    for all."""
+    """Prefix of a dataset of loss weights, one per token: factor on the loss of predicting it.
+    ``auto``: <prefix>.weights if that exists; ``none``: 1 for all."""
     loss_weight: float = 1.0
-    """Factor on the loss of its labels: each counts like so many in the mean over a step. The loss
-    denominator is the sum of these factors, so equal factors change nothing."""
+    """Factor on the loss of its labels. The loss denominator is the sum of all factors, so equal
+    factors change nothing."""
     fim_rate: float | None = None
-    """Share of its documents that are told with their middle at the end; None: ``fim.rate`` of the
+    """Share of its documents that fill-in-the-middle transforms; None: ``fim.rate`` of the
     manifest."""
     valid_prefix: str | None = None
-    """Held-out documents of the same kind, for ``launch/``: its evaluations tell their loss beside
-    those of the other sources. Hosts have validation data of their own."""
+    """Held-out documents of the same kind, for ``launch/``, which reports their loss separately.
+    Hosts have their own validation data."""
     valid_index: str | None = None
     """Their .samples; None: packed on the fly."""
     scores: str | None = None
     """A .npy of one number per document, by which every epoch is ordered instead of shuffled
     (``megapack.data.sample_order``)."""
     score_order: Literal["ascending", "descending"] = "ascending"
-    """Whether the lowest or the highest scores come first."""
+    """Lowest or highest scores first."""
 
     def __post_init__(self) -> None:
-        check_range(f"source {self.title!r}", at_least=0, weight=self.weight)
-        check_range(f"source {self.title!r}", at_least=0, at_most=1, fim_rate=self.fim_rate)
-        check_positive(
-            f"source {self.title!r}", loss_weight=self.loss_weight, max_epochs=self.max_epochs
-        )
-        sharded = self.index is not None and is_shard_manifest(self.index)
-        if sharded == (self.prefix is not None):
+        subject = f"source {self.title!r}"
+        check_range(subject, at_least=0, weight=self.weight)
+        check_range(subject, at_least=0, at_most=1, fim_rate=self.fim_rate)
+        check_positive(subject, loss_weight=self.loss_weight, max_epochs=self.max_epochs)
+        is_sharded = self.index is not None and is_shard_manifest(self.index)
+        if is_sharded == (self.prefix is not None):
             raise ConfigError(
-                f"source {self.title!r} needs a prefix, or a shard manifest as its index, and not "
-                "both"
+                f"{subject} needs a prefix, or a shard manifest as its index, and not both"
             )
-        if self.shards is not None and not (sharded and len(self.shards) == 2):
+        if self.shards is not None and not (is_sharded and len(self.shards) == 2):
             raise ConfigError(
-                f"source {self.title!r} has shards {list(self.shards)}; that is [first, end] of a "
-                "shard manifest"
+                f"{subject} has shards {list(self.shards)}; give [first, end] of a shard manifest"
             )
         if self.scores is None and self.score_order != "ascending":
             raise ConfigError(
-                f"source {self.title!r} has score_order {self.score_order} and no scores; give "
-                "their file, too"
+                f"{subject} has score_order {self.score_order} and no scores; give their file, too"
             )
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
-                f"source {self.title!r} has a valid_index and no valid_prefix; give the documents "
-                "that it is an index of, too"
+                f"{subject} has a valid_index and no valid_prefix; give its documents, too"
             )
 
     def relative_to(self, folder: Path) -> Source:
-        """The source with paths relative to the manifest's folder; addresses stay."""
-        names = ["prefix", "index", "labels", "token_weights", "valid_prefix", "valid_index"]
-        names += ["scores"]
-        given = {name: getattr(self, name) for name in names}
-        paths: dict[str, Any] = {
-            name: path_in(folder, path)
-            for name, path in given.items()
-            if path is not None
-            and not (name in ("labels", "token_weights") and path in ("auto", "none"))
+        """Return the source with paths relative to the manifest's folder; addresses stay."""
+        names = ["prefix", "index", "valid_prefix", "valid_index", "scores"]
+        names += [
+            n for n in ("labels", "token_weights") if getattr(self, n) not in ("auto", "none")
+        ]
+        paths = {name: getattr(self, name) for name in names}
+        resolved: dict[str, Any] = {
+            n: path_in(folder, p) for n, p in paths.items() if p is not None
         }
-        return replace(self, **paths)
+        return replace(self, **resolved)
 
     @property
     def title(self) -> str:
@@ -137,7 +131,7 @@ class Source:
         return self.name or self.prefix or str(self.index)
 
     def open_index(self) -> SourceIndex:
-        """Its samples. Raises as ``load_index`` does."""
+        """Return its samples. Raises as ``load_index`` does."""
         assert self.index is not None
         return load_index(self.index, self.shards)
 
@@ -149,27 +143,26 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """How the weights of a stage are reached; they hold from the end of the ramp on.
+    """Gradual change to the weights of a stage.
 
     Over n steps the share of a source goes from a to b as a + (b - a) f(t / n), with f(x) = x
-    (linear) or (1 - cos(pi x)) / 2 (cosine). The steps are cut into pieces of equal length, each a
-    stage of its own with an exact blend; its shares are the means of a + (b - a) f over its steps.
+    (linear) or (1 - cos(pi x)) / 2 (cosine). The ramp consists of pieces of equal length, each a
+    stage with an exact blend; its shares are the means of a + (b - a) f over its steps.
 
-    So at the end of every piece the blend has followed f, and between two ends it is at most
-    |b - a| n / (8 pieces^2) steps' worth of tokens from it (linear; pi / 2 times that for cosine):
-    what a function of slope s and mean 0 adds up to over a length h is at most s h^2 / 8. With 32
-    pieces that is |b - a| n / 8192. To this comes what every stage may be off, 1.69 samples per
-    bucket.
+    At the end of every piece the blend has followed f. Between two ends it differs by at most
+    |b - a| n / (8 pieces^2) steps' worth of tokens (linear; pi / 2 times that for cosine), since
+    the integral of a function of slope s and mean 0 over a length h is at most s h^2 / 8. With 32
+    pieces that is |b - a| n / 8192, plus the 1.69 samples per bucket of every stage.
     """
 
     until_step: int | None = None
-    """The first step that has the stage's own weights."""
+    """First step with the stage's final weights."""
     until_tokens: int | None = None
-    """Instead of until_step: the first step before which so many tokens were taken."""
+    """Instead of until_step: number of tokens before that step."""
     shape: Literal["linear", "cosine"] = "linear"
-    """f, by which the weights go from the old ones to the new."""
+    """f, the shape of the change."""
     pieces: int = 32
-    """How many stages of constant weights the ramp is cut into."""
+    """Number of stages of constant weights that approximate the ramp."""
 
     def __post_init__(self) -> None:
         if (self.until_step is None) == (self.until_tokens is None):
@@ -179,20 +172,20 @@ class Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Changes from a step on. Everything but where it begins may be left out."""
+    """Changes from a step on; only its begin is required."""
 
     from_step: int | None = None
-    """The first step of the stage, counted from the beginning of the run."""
+    """First step of the stage, counted from the beginning of the run."""
     from_tokens: int | None = None
-    """Instead of from_step: the first step before which so many tokens were taken, with padding."""
+    """Instead of from_step: number of tokens before that step, with padding."""
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
     """As in ``megapack.data.steps.StepConfig``, like all down to ``micro_step_tokens``."""
     order: str | None = None
-    """How buckets follow each other from here on."""
+    """Order of the buckets."""
     num_cycles: int | None = None
-    """Goes with order: a stage that gives another order and not this takes the order's own."""
+    """Cycles of the order per epoch; None with another order: that order's default."""
     mix: Literal["step", "micro_step"] | None = None
     """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
@@ -202,42 +195,58 @@ class Stage:
     the run without this skip. Other stages may begin among these steps; the settings of this stage
     apply to them. The samples count as seen and return in the next epoch."""
     exclude: dict[str, str] | None = None
-    """Source name -> file of document ids, .npy of integers or text with one per line: masked from
-    here to the end of the run (``megapack.data.sources``)."""
+    """Source name -> file of document ids (.npy of integers, or text with one per line) to mask
+    until the end of the run (``megapack.data.sources``)."""
     ramp: Ramp | None = None
-    """The weights are reached step by step; None: at once. Later stages without weights leave the
-    ramp going."""
+    """Gradual change to the weights; None: at once. Later stages without weights do not end it."""
     loss_weights: dict[str, float] | None = None
-    """Source name -> ``Source.loss_weight`` from here on; that of a source not named stays."""
+    """Source name -> ``Source.loss_weight``; other sources keep theirs."""
     fim_rates: dict[str, float] | None = None
-    """Source name -> ``Source.fim_rate`` from here on; that of a source not named stays."""
+    """Source name -> ``Source.fim_rate``; other sources keep theirs."""
     attention_window: int | None = None
-    """Attention stays inside pieces of so many tokens of a segment (``Window``); 0: inside
-    segments, as without a window."""
+    """Attention is limited to pieces of so many tokens of a segment (``Window``); 0: to segments,
+    as without a window."""
     window_steps: int = 0
-    """The window goes in so many steps from the one before to this one, on a line."""
+    """Number of steps in which the window changes linearly from the former one to this one."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
             raise ConfigError("a stage begins at from_step or at from_tokens: give one of them")
         names = ("from_step", "from_tokens", "tokens_per_step", "num_cycles", "micro_step_tokens")
         whole_numbers(str(self), self, *names)
-        rest = ("skip_steps", "attention_window", "window_steps")
-        whole_numbers(str(self), self, *rest, at_least=0)
+        optional = ("skip_steps", "attention_window", "window_steps")
+        whole_numbers(str(self), self, *optional, at_least=0)
         if self.window_steps and not self.attention_window:
             raise ConfigError(
                 f"{self} has window_steps {self.window_steps} and attention_window "
-                f"{self.attention_window}; give the window it goes to"
+                f"{self.attention_window}; give the window at their end"
             )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
         if self.weights == {}:
             raise ConfigError(f"{self} has empty weights; name at least one source")
         if self.ramp is not None and self.weights is None:
-            raise ConfigError(f"{self} has a ramp and no weights; give those to reach")
+            raise ConfigError(f"{self} has a ramp and no weights; give the weights at its end")
+
+    def window_after(self, before: Window | None, begin: int) -> Window | None:
+        """Return the attention window from the stage's first step on; ``before``: the former one.
+
+        Raises:
+            ConfigError: a window cannot grow from none.
+        """
+        if self.attention_window is None:
+            return before
+        if not self.window_steps:
+            return Window(self.attention_window) if self.attention_window else None
+        if before is None:
+            raise ConfigError(
+                f"{self} has window_steps {self.window_steps} and there is no window before it to "
+                "begin with; give an attention_window to the stage before, or to the manifest"
+            )
+        return Window(self.attention_window, before.at(begin), begin, self.window_steps)
 
     def relative_to(self, folder: Path) -> Stage:
-        """The stage with paths relative to the manifest's folder."""
+        """Return the stage with paths relative to the manifest's folder."""
         if self.exclude is None:
             return self
         files = {name: str(folder / path) for name, path in self.exclude.items()}
@@ -251,24 +260,24 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """Sources and how often each may be repeated."""
+    """Sources of a run, limits of their repeats, and stages."""
 
     sources: tuple[Source, ...]
-    """What the run draws from, one entry a dataset."""
+    """One entry per dataset."""
     max_epochs: float | None = None
-    """A run that would repeat a source more often is refused; None: no limit. With ``run_tokens``
-    the weight of a source gives way instead, and the others have what is left over."""
+    """Most epochs of a source; a run with more is refused. None: no limit. With ``run_tokens`` the
+    weights of sources at their limit are lowered instead, in favor of the others."""
     run_tokens: int | None = None
     """Tokens of the whole run, steps x tokens_per_step, for which weights keep to ``max_epochs``
-    (``megapack.data.program.within_epochs``); equal weights are UniMax's then. What lies behind has
-    the weights as they are written."""
+    (``megapack.data.program.within_epochs``); with equal weights this is UniMax. Later tokens have
+    the written weights."""
     stages: tuple[Stage, ...] = ()
     """Changes at later steps, in order."""
     attention_window: int | None = None
-    """Until a stage says otherwise: attention stays inside pieces of so many tokens of a segment
-    (``megapack.data.stage_settings.Window``). None: inside segments."""
+    """Limits attention to pieces of so many tokens of a segment, up to the first stage with another
+    window (``megapack.data.stage_settings.Window``). None: to segments."""
     fim: FimConfig | None = None
-    """Fill-in-the-middle (``megapack.data.fim``). None: documents are told as they are."""
+    """Fill-in-the-middle (``megapack.data.fim``). None: off."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -276,8 +285,8 @@ class BlendConfig:
         check_positive("manifest", max_epochs=self.max_epochs, run_tokens=self.run_tokens)
         if self.run_tokens is not None and set(self.limits) == {None}:
             raise ConfigError(
-                f"the manifest has run_tokens {self.run_tokens} and no max_epochs that weights "
-                "could keep to in them: give it to the manifest, or to a source"
+                f"the manifest has run_tokens {self.run_tokens} and no max_epochs: give it to the "
+                "manifest, or to a source"
             )
         check_range("manifest", at_least=0, attention_window=self.attention_window)
         drawn = [source for source in self.sources if source.weight != 0]
@@ -294,13 +303,28 @@ class BlendConfig:
     @property
     def limits(self) -> list[float | None]:
         """``max_epochs`` of every source."""
-        return [
-            self.max_epochs if source.max_epochs is None else source.max_epochs
-            for source in self.sources
-        ]
+        return [self.max_epochs if s.max_epochs is None else s.max_epochs for s in self.sources]
+
+    @property
+    def mixture(self) -> Mixture:
+        """Settings of the blend, to be used with its open sources."""
+        sources = self.sources
+        weights = [source.weight for source in sources]
+        return Mixture(
+            weights=None if set(weights) == {None} else weights,
+            names=[source.title for source in sources],
+            scores=[source.by_score for source in sources],
+            loss_weights=[source.loss_weight for source in sources],
+            fim=self.fim,
+            fim_rates=[source.fim_rate for source in sources],
+            max_epochs=self.limits,
+            run_tokens=self.run_tokens,
+            stages=self.stages,
+            attention_window=self.attention_window,
+        )
 
     def relative_to(self, folder: Path) -> BlendConfig:
-        """The manifest with paths relative to its folder."""
+        """Return the manifest with paths relative to its folder."""
         return replace(
             self,
             sources=tuple(source.relative_to(folder) for source in self.sources),
@@ -311,7 +335,7 @@ class BlendConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What a run says of its sources, beside their documents and samples."""
+    """Settings of a run for its sources, one value per source; part of ``PackedDataset``."""
 
     weights: Sequence[float | None] | None = None
     """Shares of tokens; None: in proportion to the tokens. A source of weight 0 is not drawn until
@@ -322,32 +346,32 @@ class Mixture:
     """Changes at later steps."""
     decided: Sequence[Stage] = ()
     """Stages that the run appended by its own rules (``megapack.data.run.Decision``), in the order
-    in which they were made; each changes weights, skips steps, or both."""
+    of the decisions; each changes weights, skips steps, or both."""
     scores: Sequence[Scores | None] | None = None
-    """Order by score, one per source; None, also in the list: shuffled."""
+    """Order by score; None, also in the list: shuffled."""
     max_epochs: float | Sequence[float | None] | None = None
-    """How often a source is repeated at most, one for all or one per source; None: no limit."""
+    """Most epochs of a source, one for all or one per source; None: no limit."""
     run_tokens: int | None = None
-    """Tokens for which weights keep to ``max_epochs``; None: a run that does not is refused."""
+    """Tokens for which weights keep to ``max_epochs``; None: a run that exceeds it is refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
     loss: Loss = "token_mean"
-    """What a step's loss is the mean of (``megapack.data.sampler``)."""
+    """Mean that the loss of a step is (``megapack.data.sampler``)."""
     attention_window: int | None = None
-    """Until a stage says otherwise, tokens (``Window``); None or 0: none."""
+    """Attention window of the first stage, tokens (``Window``); None or 0: none."""
     fim: FimConfig | None = None
-    """Fill-in-the-middle (``megapack.data.fim``); None: none."""
+    """Fill-in-the-middle (``megapack.data.fim``); None: off."""
     fim_rates: Sequence[float | None] | None = None
     """Share of every source's documents; None, also in the list: ``fim.rate``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
-        """The same with names where it has none.
+        """Return the mixture with one value per source; ``names`` are used if it has none.
 
         Raises:
-            ConfigError: not one of each per source, or a limit that is not above 0.
+            ConfigError: another number of values than sources, or a limit that is not above 0.
         """
         none, limits = [None] * len(names), self.max_epochs
-        given: dict[str, Sequence[Any]] = {
+        columns: dict[str, Sequence[Any]] = {
             "names": self.names or names,
             "weights": none if self.weights is None else self.weights,
             "scores": self.scores or none,
@@ -355,59 +379,80 @@ class Mixture:
             "loss_weights": none if self.loss_weights is None else self.loss_weights,
             "fim_rates": none if self.fim_rates is None else self.fim_rates,
         }
-        for what, of_sources in given.items():
-            if len(of_sources) != len(names):
+        for field_name, values in columns.items():
+            if len(values) != len(names):
                 raise ConfigError(
-                    f"{len(of_sources)} {what} for {len(names)} indices; give one for each"
+                    f"{len(values)} {field_name} for {len(names)} indices; give one for each"
                 )
         check_positive("the run", run_tokens=self.run_tokens)
-        for name, limit in zip(given["names"], given["max_epochs"], strict=True):
+        for name, limit in zip(columns["names"], columns["max_epochs"], strict=True):
             check_positive(f"source {name!r}", max_epochs=None if limit == math.inf else limit)
-        weights = [None if weight is None else float(weight) for weight in given["weights"]]
-        usual = 0.0 if self.fim is None else self.fim.rate
+        weights = [None if weight is None else float(weight) for weight in columns["weights"]]
+        default = 0.0 if self.fim is None else self.fim.rate
         return replace(
             self,
-            names=list(given["names"]),
+            names=list(columns["names"]),
             weights=None if self.weights is None else weights,
-            scores=list(given["scores"]),
-            max_epochs=list(given["max_epochs"]),
-            fim_rates=[usual if rate is None else float(rate) for rate in given["fim_rates"]],
+            scores=list(columns["scores"]),
+            max_epochs=list(columns["max_epochs"]),
+            fim_rates=[default if rate is None else float(rate) for rate in columns["fim_rates"]],
         )
 
     @property
+    def window(self) -> Window | None:
+        """Attention window of the first stage. Raises ConfigError."""
+        check_range("the run", at_least=0, attention_window=self.attention_window)
+        return Window(self.attention_window) if self.attention_window else None
+
+    @property
+    def windows(self) -> list[int]:
+        """All attention windows of the run and its stages, tokens."""
+        return [s.attention_window for s in (self, *self.stages) if s.attention_window]
+
+    def check_alignment(self, alignment: int) -> None:
+        """Raise ConfigError if an attention window is not a multiple of the alignment."""
+        for window in self.windows:
+            if window % alignment:
+                raise ConfigError(
+                    f"attention_window {window} is not a multiple of the alignment {alignment} (2 "
+                    "x context parallel size), at which the pieces of a segment must begin; choose "
+                    "a multiple"
+                )
+
+    @property
     def largest_fim_rates(self) -> list[float]:
-        """Of every source the largest rate that it has in some stage."""
-        begin = zip(self.names or (), self.fim_rates or (), strict=True)
+        """Largest rate of every source over all stages."""
+        first = zip(self.names or (), self.fim_rates or (), strict=True)
         later = [stage.fim_rates or {} for stage in self.stages]
-        return [max([rate or 0.0, *(of.get(name, 0.0) for of in later)]) for name, rate in begin]
+        return [max([rate or 0.0, *(r.get(name, 0.0) for r in later)]) for name, rate in first]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """Keys of a manifest that only hosts ask for: how they pack, and form rows of samples."""
+    """Keys of a manifest that only hosts use, for packing and for rows of samples."""
 
     strategy: str = "bucket"
-    """How sources without an index are packed; a name of ``megapack.packing.STRATEGIES``."""
+    """Packing strategy of sources without an index; a name of ``megapack.packing.STRATEGIES``."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the strategy (``megapack-build pack --help`` lists them)."""
     buckets: tuple[int, ...] | None = None
     """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
     order: str = "proportional"
-    """How buckets follow each other: proportional, or a length curriculum."""
+    """Order of the buckets: proportional, or a length curriculum."""
     seed: int | None = None
     """None: the host's seed."""
     rows_per_block: int | None = None
     """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
     host's global batch size."""
     attention: Literal["document", "group"] = "document"
-    """Reach of attention: its own document, or the documents of its group that stand before it
-    (indices packed with ``--groups``)."""
+    """Reach of attention: the token's document, or also earlier documents of its group (indices
+    packed with ``--groups``)."""
     cu_seqlens: Literal["auto", "exact", "padded"] = "auto"
     """Exact length (one row per micro batch) or padded to sequence length + 1 (several rows)."""
     align: int | None = None
-    """Segments start at multiples of this; None: 2 x context_parallel_size where that exceeds 1."""
+    """Segments start at multiples of this; None: 2 x context_parallel_size if that exceeds 1."""
     cache_directory: str | None = None
-    """Where the sample index lies; None: the host's cache path, else beside the first source."""
+    """Folder of the sample index; None: the host's cache path, else that of the first source."""
     node_local: bool = False
     """The cache directory is a disk of each node, not shared: one process of each node builds."""
 

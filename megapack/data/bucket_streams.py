@@ -1,15 +1,15 @@
-"""Which samples the draws of a bucket take: its sources blended to one endless sequence.
+"""Samples of a bucket, blended from its sources to one endless sequence.
 
 - ``BucketStream``: all samples of one capacity as an endless sequence, blended from the sources.
-- ``FiniteStream``: the same once, source after source: evaluation.
-- ``CostWindows``: draws with samples of like cost.
-- ``bucket_streams``: the streams of all capacities, by the weights of the sources.
+- ``FiniteStream``: every sample once, source after source, for evaluation.
+- ``CostWindows``: draws with samples of similar cost.
+- ``bucket_streams``: streams of all capacities, by the weights of the sources.
 
-A bucket's stream takes from its sources by their exact weights (``_core.Blend``): of its first n
-samples every source has given n times its weight, within 1.69 samples, for any number of sources
-and every n up to 2^53 (csrc/core/schedule/blend.hpp has the proof: 1.681, and 2^-9 because weights
-are whole numbers of 2^-62). What a source gives next, its own cursor says
-(``megapack.data.sample_order``). Sample ids are global: those of source 0, then of source 1, ...
+A stream takes from its sources by exact weights (``_core.Blend``): among its first n samples, the
+number of each source is n times its weight, within 1.69, for any number of sources and every n up
+to 2^53 (proof in csrc/core/schedule/blend.hpp: 1.681, plus 2^-9 because weights are multiples of
+2^-62). The cursor of a source decides its next sample (``megapack.data.sample_order``). Sample ids
+are global: first those of source 0, then of source 1, ...
 """
 
 from __future__ import annotations
@@ -33,38 +33,37 @@ from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 
 Ids = NDArray[np.int64]
-Place: TypeAlias = tuple[int, int]  # number of the source, capacity
-Cursors: TypeAlias = Mapping[int, Ids]  # capacity -> samples taken of every source; none: 0 of all
-Moves: TypeAlias = Mapping[Place, Move]  # what windows of cost moved of each
+SourceBucket: TypeAlias = tuple[int, int]  # number of the source, capacity
+Cursors: TypeAlias = Mapping[int, Ids]  # capacity -> samples taken of every source; default 0
+Moves: TypeAlias = Mapping[SourceBucket, Move]  # samples that cost windows moved
 
-_WINDOWS = 2  # remembered of every bucket: the draws of a run need one, a look back another
+_CACHED_WINDOWS = 2  # per bucket: one for the draws of a run, one for queries
 _SHARE_BITS = 62  # what _core.Blend takes
 _PART_BITS = 128  # parts are precise to 2^-64 of themselves for up to 2^64 tokens
 
 
 class CostWindows(NamedTuple):
-    """How the draws of a bucket are given samples of like cost.
+    """Groups of consecutive draws of a bucket whose samples are sorted by cost.
 
-    Whose turn it is stays; at the begin of every window of so many draws, each source puts those
-    samples of an epoch that the window takes from it into another order. The draws of a window have
-    ranks, a random permutation, and what a source gives to draws of rising rank rises in cost:
+    The blend decides which source gives each sample of a window. Within the window, every source
+    reorders its samples of an epoch: the draws have random ranks, and samples of rising cost go to
+    draws of rising rank:
 
         draws of a window, of ranks 1, 2, 0      costs of web      costs of code
         as shuffled                              9 2 | 5 5 | 1 7     4 | 1 | 6
         with the window                          5 5 | 7 9 | 1 2     4 | 6 | 1
 
-    All sources of a draw have its rank, so costs are alike in it as far as they are among the
-    sources. An epoch that ends inside a window is put in order by itself, and so is what the next
-    one begins with. A stage that ends inside a window leaves the rest of it as it lies (``Move``),
-    and the windows of the next stage go on from there. Costs are those of whole documents (the sum
-    of squared segment lengths), whatever is masked, cut by attention windows, or attended to.
+    All sources of a draw have its rank, so the costs in a draw differ only as the sources do. If an
+    epoch ends inside a window, each part is sorted separately. If a stage ends inside a window, its
+    remaining samples keep their new order (``Move``) in the next stage. Costs are those of whole
+    documents (the sum of squared segment lengths), independent of masks and attention windows.
 
     Attributes:
         num_draws: of a window.
         samples_per_draw: of the bucket.
         key: of the ranks of the draws.
         cost: global ids of samples of the bucket -> the cost of each.
-        moves: what windows moved before of samples that are still to come.
+        moves: returns the remaining moves of windows of earlier stages.
     """
 
     num_draws: int
@@ -75,13 +74,12 @@ class CostWindows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Positions of a window."""
+        """Samples in a window."""
         return self.num_draws * self.samples_per_draw
 
 
 class Bucket(NamedTuple):
-    """The samples of one capacity: numbers of the sources that have some, the first global id of
-    each and how many it has; (D,) int64."""
+    """Samples of one capacity: numbers of their sources, first global ids, sizes; (D,) int64."""
 
     capacity: int
     sources: Ids
@@ -90,27 +88,27 @@ class Bucket(NamedTuple):
 
 
 def shuffle_keys(seed: int, capacity: int, sources: Ids) -> NDArray[np.uint64]:
-    """Keys of the shuffles of one bucket, one per source; they serve all epochs."""
+    """Return the keys of the shuffles of one bucket, one per source, for all epochs."""
     key = fold_key(seed, 1, capacity)
     return np.array([_core.random_bits(key, source) for source in sources.tolist()], np.uint64)
 
 
 class _Range(NamedTuple):
-    """Some positions of a stream, source by source: run r is ``counts[r]`` samples from cursor
+    """Range of a stream, source by source: run r has ``counts[r]`` samples, from cursor
     ``begins[r]`` of ``sources[which[r]]`` on."""
 
     which: NDArray[np.int32]
     begins: Ids
     counts: Ids
-    places: NDArray[np.int32]
-    """Position of every sample, counted from the first one of the range."""
+    positions: NDArray[np.int32]
+    """Position of every sample in the range."""
     samples: Ids
-    """Global id of every sample, beside ``places``."""
+    """Global id of every sample, in the order of ``positions``."""
 
-    def in_place(self) -> Ids:
-        """Its samples by position."""
+    def by_position(self) -> Ids:
+        """Return the global ids in the order of the stream."""
         ids = np.empty_like(self.samples)
-        ids[self.places] = self.samples
+        ids[self.positions] = self.samples
         return ids
 
 
@@ -119,11 +117,10 @@ class BucketStream:
 
     Attributes:
         capacity: tokens per sample.
-        sources: (D,) int64, numbers of the sources that have samples of this capacity.
-        first_sample, sizes: (D,) int64, the first global id of each and how many it has; the ids
-            are consecutive.
-        starts: (D,) int64, how many of its samples each gave before this stream began.
-        blend: whose turn it is, by the exact weights.
+        sources: (D,) int64, numbers of the sources with samples of this capacity.
+        first_sample, sizes: (D,) int64, first global id and number of samples of each source.
+        starts: (D,) int64, cursor of each source at the begin of this stream.
+        blend: sequence of the sources, by the exact weights.
         samples_per_epoch: samples that the schedule counts as one epoch of this bucket. With one
             source, its samples; with several, a share of the blend's tokens.
     """
@@ -153,9 +150,9 @@ class BucketStream:
         return int(self.sizes.sum())
 
     def ids(self, begin: int, end: int) -> Ids:
-        """Global sample ids at positions ``[begin, end)``; shape (end - begin,)."""
+        """Return the global sample ids at positions ``[begin, end)``; shape (end - begin,)."""
         if self._windows is None:
-            return self._range(begin, end).in_place()
+            return self._range(begin, end).by_position()
         size = self._windows.size
         first = begin // size
         parts = [self._window(number)[1] for number in range(first, -(-end // size))]
@@ -163,47 +160,51 @@ class BucketStream:
         return ids[begin - first * size : end - first * size]
 
     def epochs(self, begin: int, end: int) -> Ids:
-        """Beside ``ids``: the pass over its source's samples that each is of; windows of cost move
-        samples within a pass."""
-        which, first, counts, places = self.blend.range(begin, end)
+        """Return the epoch of each of the ``ids`` within its source.
+
+        Cost windows do not matter: they move samples within an epoch.
+        """
+        which, first, counts, positions = self.blend.range(begin, end)
         epochs = np.empty(end - begin, np.int64)
-        epochs[places] = _epochs(which, self.starts[which] + first, counts, self.sizes)
+        epochs[positions] = _epochs(which, self.starts[which] + first, counts, self.sizes)
         return epochs
 
     def cursor(self, i: int, end: int) -> int:
-        """How many samples source ``i`` gave, before this stream and in its first ``end``."""
+        """Return the cursor of source ``i`` at position ``end``."""
         return int(self.starts[i]) + self.blend.taken_of(i, end)
 
     def taken(self, end: int) -> Ids:
-        """(D,) int64, how many samples every source gave in the first ``end``."""
+        """Return (D,) int64, samples of every source among the first ``end``."""
         counts: Ids = self.blend.taken(end)
         return counts
 
     def positions(self, sample: int, end: int) -> list[int]:
-        """Where a global sample id stands in positions ``[0, end)``; once per epoch."""
+        """Return the positions of a global sample id in ``[0, end)``, one per epoch."""
         [i] = np.flatnonzero(
             (self.first_sample <= sample) & (sample < self.first_sample + self.sizes)
         ).tolist()
-        order, own = self._epochs(i), np.array([sample - int(self.first_sample[i])])
+        order, local = self._epochs(i), np.array([sample - int(self.first_sample[i])])
         size = self._windows.size if self._windows else 1
         first, last = int(self.starts[i]), self.cursor(i, -(-end // size) * size)
-        found = []
+        result = []
         for epoch in range(first // order.size, -(-last // order.size)):
-            cursor = epoch * order.size + int(order.places(epoch, own)[0])
-            if first <= cursor < last:  # and where its window moved it
+            cursor = epoch * order.size + int(order.positions(epoch, local)[0])
+            if first <= cursor < last:
                 position = self._position(i, cursor)
-                if self._windows:
-                    moved = self._in_window(i, position // size).places(epoch, own)
+                if self._windows:  # the window may have moved the sample
+                    moved = self._in_window(i, position // size).positions(epoch, local)
                     position = self._position(i, epoch * order.size + int(moved[0]))
-                found += [position] if position < end else []
-        return found
+                result += [position] if position < end else []
+        return result
 
     def latest(self, i: int, samples: Ids, end: int) -> int:
-        """The last position before ``end`` that has one of some samples of source ``i``, counted
-        from its first one; there is such a position."""
+        """Return the last position before ``end`` with one of some samples of source ``i``.
+
+        Samples are counted from the source's first one; one of them must have been drawn.
+        """
         cursor = self.cursor(i, end)
         last = int(self.order_at(i, end).last(cursor, samples).max())
-        if self._windows is not None:  # those before the one of ``end`` are whole
+        if self._windows is not None:  # all windows before the one that contains ``end`` are whole
             size = self._windows.size
             number = end // size
             begin = self.cursor(i, number * size)
@@ -215,31 +216,29 @@ class BucketStream:
         return self._position(i, last)
 
     def order_at(self, i: int, end: int) -> Epochs:
-        """The order of the samples of source ``i`` as position ``end`` finds it."""
+        """Return the order of the samples of source ``i`` at position ``end``."""
         if self._windows is None or end % self._windows.size == 0:
             return self._epochs(i)
         return self._in_window(i, end // self._windows.size)
 
-    def moves_at(self, end: int) -> dict[Place, Move]:
-        """Moves of windows that position ``end`` finds, by place."""
+    def moves_at(self, end: int) -> dict[SourceBucket, Move]:
+        """Return the moves of cost windows at position ``end``."""
         if self._windows is None:
             return {}
         changed = set(self._moves)
         if end % self._windows.size:
             changed |= set(self._window(end // self._windows.size)[0].which.tolist())
-        found = {i: self.order_at(i, end).move for i in sorted(changed)}
+        moves = ((i, self.order_at(i, end).move) for i in sorted(changed))
         return {
-            (int(self.sources[i]), self.capacity): move
-            for i, move in found.items()
-            if move is not None
+            (int(self.sources[i]), self.capacity): move for i, move in moves if move is not None
         }
 
     def _position(self, i: int, cursor: int) -> int:
-        """Where source ``i`` is taken at a cursor that it has in this stream."""
-        turn, high = cursor - int(self.starts[i]), 1
-        while self.blend.taken_of(i, high) <= turn:
+        """Return the position at which source ``i`` reaches a cursor."""
+        num_taken, high = cursor - int(self.starts[i]), 1
+        while self.blend.taken_of(i, high) <= num_taken:
             high *= 2
-        return bisect_right(range(high), turn, key=lambda n: self.blend.taken_of(i, n)) - 1
+        return bisect_right(range(high), num_taken, key=lambda n: self.blend.taken_of(i, n)) - 1
 
     def _epochs(self, i: int) -> Epochs:
         key = int(self._keys[i]) if self._shuffled else None
@@ -248,70 +247,72 @@ class BucketStream:
 
     @cached_property
     def _moves(self) -> dict[int, Move]:
-        """Moves that sources bring along from before this stream, by source."""
+        """Moves of earlier stages, by source."""
         if self._windows is None:
             return {}
-        places = {(source, self.capacity): i for i, source in enumerate(self.sources.tolist())}
-        moves = self._windows.moves().items()
-        return {places[place]: move for place, move in moves if place in places}
+        moves = self._windows.moves()
+        of_sources = (
+            (i, moves.get((d, self.capacity))) for i, d in enumerate(self.sources.tolist())
+        )
+        return {i: move for i, move in of_sources if move is not None}
 
     def _range(self, begin: int, end: int) -> _Range:
-        which, first, count, places = self.blend.range(begin, end)
+        which, first, count, positions = self.blend.range(begin, end)
         cursors = self.starts[which] + first
-        own = _core.permute_epochs(
+        local = _core.permute_epochs(
             self._keys[which], self.sizes[which], cursors, count, self._shuffled
         )
-        if self._orders or self._moves:  # these runs are no shuffles
-            special = np.isin(self.sources, list(self._orders))[which]
+        if self._orders or self._moves:  # some runs are not plain shuffles
+            is_ordered = np.isin(self.sources, list(self._orders))[which]
             ends = [self._moves[i].end if i in self._moves else 0 for i in which.tolist()]
-            for run in np.flatnonzero(special | (cursors < ends)).tolist():
+            for run in np.flatnonzero(is_ordered | (cursors < ends)).tolist():
                 number, last = int(count[run]), int(count[: run + 1].sum())
                 order = self._epochs(int(which[run]))
-                own[last - number : last] = order.samples(int(cursors[run]), number)
-        samples = own + np.repeat(self.first_sample[which], count)
-        return _Range(which, cursors, count, places, samples)
+                local[last - number : last] = order.samples(int(cursors[run]), number)
+        samples = local + np.repeat(self.first_sample[which], count)
+        return _Range(which, cursors, count, positions, samples)
 
     def _window(self, number: int) -> tuple[_Range, Ids]:
-        """The positions of a window, the samples of every source in the order of the ranks; and
-        their ids by position."""
-        known = self._recent.get(number)
-        if known is not None:
-            return known
+        """Return the range of a window with its samples sorted, and its ids by position."""
+        cached = self._recent.get(number)
+        if cached is not None:
+            return cached
         assert self._windows is not None
         size, num_draws = self._windows.size, self._windows.num_draws
-        found = self._range(number * size, (number + 1) * size)
+        window = self._range(number * size, (number + 1) * size)
         ranks = _core.permute_range(fold_key(self._windows.key, number), num_draws, 0, num_draws)
-        ranks = ranks.astype(np.min_scalar_type(num_draws))  # small numbers are sorted faster
-        group = _epochs_of_runs(found, self.sizes)
-        moved = np.empty_like(found.samples)
-        by_rank = _ordered(ranks[found.places // self._windows.samples_per_draw], group)
-        moved[by_rank] = found.samples[_ordered(self._windows.cost(found.samples), group)]
-        found = found._replace(samples=moved)
-        self._recent[number] = result = (found, found.in_place())
-        while len(self._recent) > _WINDOWS:  # threads may do so at once: nothing is lost
-            with suppress(KeyError):
+        ranks = ranks.astype(np.min_scalar_type(num_draws))  # small integers sort faster
+        group = _epochs_of_runs(window, self.sizes)
+        moved = np.empty_like(window.samples)
+        by_rank = _sort_in_groups(ranks[window.positions // self._windows.samples_per_draw], group)
+        by_cost = _sort_in_groups(self._windows.cost(window.samples), group)
+        moved[by_rank] = window.samples[by_cost]
+        window = window._replace(samples=moved)
+        self._recent[number] = result = (window, window.by_position())
+        while len(self._recent) > _CACHED_WINDOWS:
+            with suppress(KeyError):  # another thread may have emptied it
                 self._recent.popitem(last=False)
         return result
 
     def _in_window(self, i: int, number: int) -> Epochs:
-        """The order of source ``i`` with what a window moves."""
-        source, window, order = self._last_moved  # at once: other threads may ask, too
+        """Return the order of source ``i`` with the moves of a window."""
+        source, window, order = self._last_moved  # one read: other threads may replace it
         if (source, window) == (i, number):
             return order
         which, begins, counts, _, samples = self._window(number)[0]
         order = self._epochs(i)
         for run in np.flatnonzero(which == i).tolist():  # at most one
             end = int(counts[: run + 1].sum())
-            own = samples[end - int(counts[run]) : end] - int(self.first_sample[i])
-            order = order.moved(int(begins[run]), own)
+            local = samples[end - int(counts[run]) : end] - int(self.first_sample[i])
+            order = order.moved(int(begins[run]), local)
         self._last_moved = (i, number, order)
         return order
 
 
 class FiniteStream(BucketStream):
-    """Every sample of one capacity once, source after source as their indices have them.
+    """Every sample of one capacity once, source after source, in the order of the indices.
 
-    Of 5 samples that four draws of 2 ask for, they give 2, 2, 1 and none.
+    Four draws of 2 from 5 samples get 2, 2, 1 and 0 samples.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -321,10 +322,10 @@ class FiniteStream(BucketStream):
         self._ends = self.sizes.cumsum()
 
     def ids(self, begin: int, end: int) -> Ids:
-        """Global sample ids at positions ``[begin, end)``, as far as there are some."""
-        at = np.arange(begin, min(end, self.num_samples))
-        which = self._ends.searchsorted(at, "right")
-        return self.first_sample[which] + at - (self._ends - self.sizes)[which]
+        """Return the global sample ids at positions ``[begin, end)``, fewer at the end."""
+        positions = np.arange(begin, min(end, self.num_samples))
+        which = self._ends.searchsorted(positions, "right")
+        return self.first_sample[which] + positions - (self._ends - self.sizes)[which]
 
     def cursor(self, i: int, end: int) -> int:
         return int(self.taken(end)[i])
@@ -336,23 +337,22 @@ class FiniteStream(BucketStream):
         return int(self._ends[i] - self.sizes[i]) + cursor
 
 
-def _ordered(values: NDArray[Any], group: Ids) -> Ids:
-    """Positions by group, then by value; equal ones as they stand."""
-    one = not group[-1]
-    return np.argsort(values, kind="stable") if one else np.lexsort((values, group))
+def _sort_in_groups(values: NDArray[Any], group: Ids) -> Ids:
+    """Return positions sorted by group, then by value (stable)."""
+    is_one_group = not group[-1]
+    return np.argsort(values, kind="stable") if is_one_group else np.lexsort((values, group))
 
 
-def _epochs_of_runs(found: _Range, sizes: Ids) -> Ids:
-    """A number for every sample: the same for those of one epoch of one source, rising."""
-    which, begins, counts, _, _ = found
+def _epochs_of_runs(window: _Range, sizes: Ids) -> Ids:
+    """Return a rising number for every sample, equal within one epoch of one source."""
+    which, begins, counts, _, _ = window
     epochs = _epochs(which, begins, counts, sizes)
     changes = np.diff(np.repeat(which, counts)) | np.diff(epochs)
     return np.cumsum(np.r_[0, changes != 0])
 
 
 def _epochs(which: NDArray[np.int32], begins: Ids, counts: Ids, sizes: Ids) -> Ids:
-    """Of every sample of some runs: run r is ``counts[r]`` cursors of source ``which[r]`` from
-    ``begins[r]`` on."""
+    """Return the epoch of every sample of the runs of a ``_Range``."""
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     epochs: Ids = (np.repeat(begins, counts) + within) // np.repeat(sizes[which], counts)
     return epochs
@@ -365,10 +365,14 @@ def bucket_streams(
     *,
     shuffled: bool = True,
     starts: Cursors | None = None,
-    orders: Mapping[Place, ScoreOrder | BlockOrder] | None = None,
+    orders: Mapping[SourceBucket, ScoreOrder | BlockOrder] | None = None,
     windows: Callable[[int], CostWindows | None] = lambda _: None,
 ) -> list[BucketStream]:
-    """One stream per capacity, ascending, of all sources together.
+    """Return one stream per capacity, ascending, of all sources together.
+
+    Weights are shares of tokens (samples x capacity). Every source keeps its distribution over
+    buckets: bucket b of source d gets ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens, so
+    that all buckets of a source are repeated equally often. All arithmetic is in integers.
 
     Args:
         buckets: ``buckets_of`` at least one index.
@@ -377,11 +381,7 @@ def bucket_streams(
         shuffled: False: samples in the order of their index.
         starts: samples taken before.
         orders: by score, or of an arranged source, instead of a shuffle.
-        windows: of the bucket of a capacity; None: its samples come as they are.
-
-    Weights are shares of tokens (samples x capacity). Every source keeps its own distribution over
-    buckets: bucket b of source d is given ``weight[d] * tokens[d, b] / tokens[d]`` of the tokens,
-    so that all buckets of a source are repeated equally often. All of it in whole numbers.
+        windows: capacity -> cost windows of the bucket; None: samples are not sorted by cost.
     """
     counted = np.zeros(len(weights), np.int64)
     for bucket in buckets:
@@ -402,7 +402,7 @@ def bucket_streams(
             for d, size in zip(bucket.sources.tolist(), bucket.sizes.tolist(), strict=True)
         ]
         epoch = (2 * sum(parts) * epoch_tokens + scale * capacity) // (2 * scale * capacity)
-        own = {d: order for (d, c), order in (orders or {}).items() if c == capacity}
+
         result.append(
             BucketStream(
                 bucket,
@@ -410,7 +410,7 @@ def bucket_streams(
                 max(1, epoch),
                 seed=seed if shuffled else None,
                 starts=(starts or {}).get(capacity, none)[bucket.sources],
-                orders=own,
+                orders={d: order for (d, c), order in (orders or {}).items() if c == capacity},
                 windows=windows(capacity),
             )
         )
@@ -418,24 +418,24 @@ def bucket_streams(
 
 
 def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> list[int]:
-    """Whole numbers in the weights' exact proportions; the tokens where a weight is None."""
+    """Return integers in the exact proportions of the weights; None stands for the tokens."""
     if not tokens:
         raise ConfigError("a schedule needs at least one sample index")
     if min(tokens) == 0:
         raise ConfigError(f"index {tokens.index(0)} has no samples; leave it out")
     if len(weights) != len(tokens):
         raise ConfigError(f"{len(weights)} weights for {len(tokens)} indices; give one for each")
-    given = [t if weight is None else weight for weight, t in zip(weights, tokens, strict=True)]
-    if not any(given):
-        raise ConfigError(f"all {len(given)} weights are 0; give at least one index a weight")
-    return whole_weights(given)
+    filled = [t if weight is None else weight for weight, t in zip(weights, tokens, strict=True)]
+    if not any(filled):
+        raise ConfigError(f"all {len(filled)} weights are 0; give at least one index a weight")
+    return whole_weights(filled)
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the exact proportions of some weights, one of each index.
+    """Return integers in the exact proportions of the weights, one per index.
 
     Raises:
-        ConfigError: a weight is no number or negative.
+        ConfigError: a weight is negative or not finite.
     """
     for d, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
@@ -446,23 +446,22 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
-    """Whole numbers with sum 2^62, each less than 1 from its exact share (largest remainders).
+    """Return integers with sum 2^62, each less than 1 from its exact share (largest remainders).
 
     Args:
-        parts: not negative, in any unit.
+        parts: at least 0, in any unit.
     """
     total = sum(parts)
     divided = [divmod(part << _SHARE_BITS, total) for part in parts]
     shares = np.array([share for share, _ in divided], np.int64)
-    lacking = (1 << _SHARE_BITS) - int(shares.sum())
-    most_lacking = sorted(range(len(parts)), key=lambda i: -divided[i][1])[:lacking]
-    shares[most_lacking] += 1
+    missing = (1 << _SHARE_BITS) - int(shares.sum())
+    shares[sorted(range(len(parts)), key=lambda i: -divided[i][1])[:missing]] += 1
     return shares
 
 
 def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
-    """The samples of all indices by rising capacity."""
-    found: dict[int, tuple[list[int], list[int], list[int]]] = {}  # the rows of Bucket
+    """Return the buckets of all indices by ascending capacity."""
+    columns: dict[int, tuple[list[int], list[int], list[int]]] = {}  # columns of Bucket
     base = 0
     for d, index in enumerate(indices):
         offsets = index.bucket_sample_offsets.tolist()
@@ -470,8 +469,8 @@ def buckets_of(indices: Sequence[SourceIndex]) -> list[Bucket]:
             index.bucket_capacity.tolist(), pairwise(offsets), strict=True
         ):
             if begin < end:
-                rows = found.setdefault(capacity, ([], [], []))
-                for row, value in zip(rows, (d, base + begin, end - begin), strict=True):
-                    row.append(value)
+                of_bucket = columns.setdefault(capacity, ([], [], []))
+                for column, value in zip(of_bucket, (d, base + begin, end - begin), strict=True):
+                    column.append(value)
         base += offsets[-1]
-    return [Bucket(c, *np.array(rows, np.int64)) for c, rows in sorted(found.items())]
+    return [Bucket(capacity, *np.array(c, np.int64)) for capacity, c in sorted(columns.items())]

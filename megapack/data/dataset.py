@@ -1,10 +1,10 @@
 """PackedDataset: samples of an index, gathered from documents by one C++ call per micro batch.
 
-Beside it ``check_token_ids``: whether a model has a row for every token id of its documents.
+``check_token_ids`` compares the token ids of the documents with a model's vocabulary.
 
-packed = PackedDataset("docs", "docs.samples")
-packed[7]["tokens"].shape                       # -> (2048,), the capacity of sample 7
-packed.micro_batch([7, 9])["tokens"].shape      # -> (1, 4096), one stream
+    packed = PackedDataset("docs", "docs.samples")
+    packed[7]["tokens"].shape                       # -> (2048,), the capacity of sample 7
+    packed.micro_batch([7, 9])["tokens"].shape      # -> (1, 4096), one stream
 """
 
 from __future__ import annotations
@@ -57,43 +57,42 @@ Ids = NDArray[np.int64]
 
 
 class PackedDataset(Dataset[Batch]):
-    """Documents on disk and an index over them, as samples and micro batches.
+    """Samples and micro batches of documents on disk and an index over them.
 
     ``dataset[i]`` is one sample of its bucket's capacity; ``dataset.micro_batch(ids)`` a micro
-    batch, assembled by one C++ call without the GIL, straight from the mapped files.
+    batch, assembled by one C++ call without the GIL, directly from the mapped files.
 
     Args:
-        dataset: the documents, or their prefix; None for those of a shard manifest, which names
-            them; several for a blend.
+        dataset: the documents, or their prefix; None for a shard manifest, which names them;
+            several for a blend.
         index: the samples, or the path of a .samples file or a shard manifest; one per dataset.
-        positions: where position_ids restart: at every ``segment``, never inside a ``document``
-            (a segment continues its document's count), or at every ``sample``.
-        attention: whether cu_seqlens list ``document`` segments, whole ``sample`` runs (the
-            classic concatenation), or ``group``: documents of a group that stand behind each other
-            are one segment of cu_seqlens, in which positions run on and the last token of a
-            document predicts the first of the next one (sources packed with groups; others as
-            ``document``).
+        positions: where position_ids restart: at every ``segment``, at every ``document`` (a
+            segment continues its document's count), or at every ``sample``.
+        attention: segments of cu_seqlens: ``document`` segments, whole ``sample``s (the classic
+            concatenation), or ``group``: adjacent documents of a group are one segment, in which
+            positions continue and the last token of a document predicts the first of the next one
+            (sources without groups: as ``document``).
         label_boundary: ``document``: the last token of a document (with attention ``group`` of a
             group's documents in the sample) has no label; ``sample``: its label is the first token
             of the next segment, as in the classic concatenation.
-        label_dataset: labels that somebody chose (chat: only the assistant's tokens), token by
-            token beside the documents, not shifted, negative where there is none. ``auto`` takes
-            ``<prefix>.labels`` when it is there; None ignores it. For a blend also a list, one of
-            these per dataset.
-        weight_dataset: of every token the factor on the loss of predicting it
+        label_dataset: chosen labels (chat: only the assistant's tokens), one per token, not
+            shifted, negative for no label. ``auto``: ``<prefix>.labels`` if it exists; None: the
+            next tokens. For a blend also a list, one entry per dataset.
+        weight_dataset: factor on the loss of predicting each token
             (``megapack.storage.dataset.open_weights``); ``auto``: ``<prefix>.weights``, as above.
-        pad_token: written where there is no token.
+        pad_token: token of the padding.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
-            has ``cu_seqlens_padded``. A sample has room for it if it was packed with a multiple of
-            this ``alignment``; otherwise rows must be longer than the capacity.
-        mixture: of a blend and its run, see ``Mixture``: weights, names (None: the prefixes),
-            stages, scores, max_epochs, run_tokens, loss_weights, loss, attention_window, fim and
-            fim_rates.
+            has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
+            otherwise rows must be longer than the capacity.
+        mixture: settings of a blend and its run.
+        settings: fields of ``Mixture`` that replace those of ``mixture``: weights, names (None: the
+            prefixes), stages, scores, max_epochs, run_tokens, loss_weights, loss,
+            attention_window, fim and fim_rates.
 
     Attributes:
         datasets: documents of every source, with labels and loss weights of their tokens.
-        samples: what is known of the samples, gathered or not.
-        remote_reads: of its documents in object stores, for whoever has them fetched ahead.
+        samples: facts about all samples.
+        remote_reads: prefetches documents from object stores.
 
     Raises:
         IndexMismatchError: the index was made for other documents.
@@ -112,12 +111,13 @@ class PackedDataset(Dataset[Batch]):
         weight_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
-        **mixture: Any,
+        mixture: Mixture | None = None,
+        **settings: Any,
     ) -> None:
         if attention == "group" and positions == "document":
             raise ConfigError(
-                "positions: document starts anew where attention: group goes on; choose segment "
-                "(from the begin of what attends to itself) or sample"
+                "positions: document starts anew inside a group, where attention: group continues; "
+                "choose positions: segment (which starts anew with every group) or sample"
             )
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
@@ -134,7 +134,8 @@ class PackedDataset(Dataset[Batch]):
         )
         if attention == "group":
             check_has_groups(indices)
-        self._connect(indices, Mixture(**mixture).of([item.prefix for item in self.datasets]))
+        mixture = replace(mixture or Mixture(), **settings)
+        self._connect(indices, mixture.of([item.prefix for item in self.datasets]))
 
     def _connect(
         self,
@@ -143,12 +144,12 @@ class PackedDataset(Dataset[Batch]):
         exclusions: Exclusions | None = None,
         fim: Fim | None = None,
     ) -> None:
-        """In this process."""
+        """Set up everything that a pickled dataset does not carry."""
         shards = Shards(indices)
         if fim is None and mixture.fim is not None:
             fim = open_fim(mixture.fim, self.datasets)
-            of_sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets)
-            check_fim(fim, zip(*of_sources, indices, strict=True))
+            sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets, indices)
+            check_fim(fim, zip(*sources, strict=True))
         self._exclusions = exclusions or read_exclusions(
             mixture.stages, mixture.names or (), [index.num_documents for index in indices]
         )
@@ -162,13 +163,7 @@ class PackedDataset(Dataset[Batch]):
             token_weights=[source.weights_identity for source in self.datasets],
             fim=fim,
         )
-        alignment = self._options["alignment"]
-        for window in self.samples.windows:
-            if window % alignment:
-                raise ConfigError(
-                    f"attention_window {window} is no multiple of the alignment {alignment} (2 x "
-                    "context parallel size): pieces of a segment begin there, too"
-                )
+        mixture.check_alignment(self._options["alignment"])
         self._gatherer = _core.Gatherer(
             first_ids=shards.first_ids,
             shards=shards.shards,
@@ -181,24 +176,23 @@ class PackedDataset(Dataset[Batch]):
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
         self._opening = threading.Lock()
         self._documents: dict[int, IndexedDataset] = {}
-        expected = any(source.is_remote for source in self.datasets)
-        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=expected)
-        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=expected)
-        for shard in range(len(shards)):
-            if shards.is_open(shard):
-                self.documents(shard)
+        is_remote = any(source.is_remote for source in self.datasets)
+        self.remote_reads = RemoteReads(self._gatherer, self._open_for, expected=is_remote)
+        self._remote_labels = RemoteReads(self._gatherer, self._open_for, expected=is_remote)
+        for shard in filter(shards.is_open, range(len(shards))):
+            self.documents(shard)
 
     def __getstate__(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in ("_options", "datasets")}
-        own = (self.samples.indices, self.samples.mixture, self._exclusions, self.samples.fim)
-        return {"given": given, "own": own}
+        samples = self.samples
+        connection = (samples.indices, samples.mixture, self._exclusions, samples.fim)
+        return {"_options": self._options, "datasets": self.datasets, "connection": connection}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["given"])
-        self._connect(*state["own"])
+        self._options, self.datasets = state["_options"], state["datasets"]
+        self._connect(*state["connection"])
 
     def __len__(self) -> int:
-        """Samples of all buckets (and datasets)."""
+        """Return the number of samples of all buckets and datasets."""
         return self.samples.num_samples
 
     def longest_position(self, row_tokens: int | None = None) -> int:
@@ -211,7 +205,7 @@ class PackedDataset(Dataset[Batch]):
         return f"PackedDataset({len(self)} samples of {names})"
 
     def __getitem__(self, i: int) -> Batch:
-        """One sample: what ``micro_batch`` gives, without the dimension of rows.
+        """Return one sample: ``micro_batch`` without the dimension of rows.
 
         Returns:
             tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
@@ -229,10 +223,10 @@ class PackedDataset(Dataset[Batch]):
         return batch
 
     def __getitems__(self, samples: Sequence[int]) -> list[Batch]:
-        """Return one batch per sample. torch's DataLoader passes what its batch sampler yielded."""
+        """Return one batch per sample. torch's DataLoader passes the items of its batch sampler."""
         view = replace(getattr(samples, "view", PLAIN), window=None, loss_weight=None)
         views = view.each(len(samples))
-        return [self._sample(i, of) for i, of in zip(samples, views, strict=True)]
+        return [self._sample(i, v) for i, v in zip(samples, views, strict=True)]
 
     def micro_batch(
         self,
@@ -247,36 +241,36 @@ class PackedDataset(Dataset[Batch]):
         """Gather samples of one bucket.
 
         Args:
-            sample_ids: ids of samples of one capacity, placed in this order.
+            sample_ids: ids of samples of one capacity, in the order of the batch.
             layout: shape of the batch; None: one stream of exactly these samples.
-            capacity: of the samples, tokens; None: looked up.
+            capacity: of the samples, tokens; None: look it up.
             out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
-                views of them, overwritten by the next call that is given them. None: new ones.
+                views of them. None: new ones.
             pin_memory: new tensors in page-locked memory.
-            view: what the step requires of these samples (``MicroBatch.view``): its window cuts
-                the segments of cu_seqlens, also padding, at multiples of so many tokens.
+            view: requirements of the step (``MicroBatch.view``): its window cuts the segments of
+                cu_seqlens, also padding, at multiples of so many tokens.
 
         Returns:
-            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape,
-            which is 0 where there is no label, else the view's ``loss_weight`` of the sample times
-            the weight of the token, divided by the sum of these weights in the sequence unless
+            ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape.
+            The mask is 0 without a label, else the view's ``loss_weight`` of the sample times the
+            weight of the token, divided by the sum of these weights in the sequence unless
             ``loss`` is token_mean;
-            ``cu_seqlens`` int32, the padding of a sample its own last segment (with alignment also
-            ``cu_seqlens_padded``); ``dataset_ids`` int32, number of the dataset of every segment,
+            ``cu_seqlens`` int32, in which the padding of a sample is its last segment (with
+            alignment also ``cu_seqlens_padded``); ``dataset_ids`` int32, dataset of every segment,
             -1 for padding; ``max_seqlen`` int, longest segment with its padding.
 
         Raises:
-            IndexError: a sample that does not exist.
+            IndexError: a sample does not exist.
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout, or a factor is not finite.
-            TypeError: sample_ids are no integers.
+            TypeError: sample_ids are not integers.
             FormatError, ConfigError, OSError: remote tokens cannot be fetched
                 (``RemoteObject.read``).
         """
-        given = np.asarray(sample_ids)
-        if given.dtype.kind not in "iu" and given.size:
-            raise TypeError(f"sample_ids are {given.dtype.name}, as {given.flat[0]}; give integers")
-        ids = np.ascontiguousarray(given, np.int64)
+        array = np.asarray(sample_ids)
+        if array.dtype.kind not in "iu" and array.size:
+            raise TypeError(f"sample_ids are {array.dtype.name}, as {array.flat[0]}; give integers")
+        ids = np.ascontiguousarray(array, np.int64)
         if len(ids) == 0 and (capacity is None or layout is None):
             raise ValueError("an empty micro batch needs the capacity of its bucket and a layout")
         if capacity is None:
@@ -285,15 +279,15 @@ class PackedDataset(Dataset[Batch]):
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
         buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
-        entries = 0  # as many as there are
+        entries = 0  # not padded
         if layout.cu_seqlens == "padded":
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, capacity, view.window)
         self._open_for(ids)
         arrays, per_row = buffers.arrays, layout.cu_seqlens_per_row
-        unpadded = 0 if view.window else entries  # cut_bounds pads
-        shape = _core.BatchShape(rows, row_tokens, capacity, per_row, unpadded)
+        entries_of_gather = 0 if view.window else entries  # cut_bounds pads
+        shape = _core.BatchShape(rows, row_tokens, capacity, per_row, entries_of_gather)
 
-        def gather() -> Any:  # arguments by position: keywords cost a microsecond
+        def gather() -> Any:  # positional arguments: keywords cost a microsecond
             return self._gatherer.gather(
                 ids,
                 view.core,
@@ -319,8 +313,7 @@ class PackedDataset(Dataset[Batch]):
         return batch
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
-        """Entries of cu_seqlens that are enough for every micro batch of a bucket in this layout;
-        an attention window cuts its tokens at most so often once more."""
+        """Return an upper bound of the entries of cu_seqlens of any micro batch of a bucket."""
         key = (layout, capacity)
         if key not in self._max_cu_seqlens:
             whole = self._options["attention"] == "sample"
@@ -331,17 +324,16 @@ class PackedDataset(Dataset[Batch]):
         return self._max_cu_seqlens[key] + cuts
 
     def prefetch(self, sample_ids: ArrayLike) -> int:
-        """Ask the system to read the tokens that ``micro_batch`` of these samples will need.
+        """Ask the system to read the documents of these samples in the background.
 
-        Does not wait. Returns the number of bytes requested, in whole pages. Raises as
-        ``micro_batch`` does.
+        Returns the number of bytes, in whole pages. Raises as ``micro_batch`` does.
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
         return self._gatherer.will_need(ids)
 
     def disable_readahead(self) -> None:
-        """Turn off the system's readahead for the tokens, in this process, from now on."""
+        """Turn off the system's own read-ahead around requested pages, for this process."""
         self._gatherer.read_exactly()
 
     def count_labels(self, sample_ids: ArrayLike, view: StepView = PLAIN) -> Ids:
@@ -351,7 +343,7 @@ class PackedDataset(Dataset[Batch]):
     def _count_labels(self, ids: Ids, view: StepView) -> LabelTotals:
         self._open_for(ids)
         count = partial(self._gatherer.count_labels, ids, view.core)
-        # Documents that are rearranged have to be read to count their labels.
+        # Fill-in-the-middle needs the tokens of a document to count its labels.
         reads = self._remote_labels if view.epochs is None else self.remote_reads
         return LabelTotals(*reads.read(ids, count))
 
@@ -364,10 +356,10 @@ class PackedDataset(Dataset[Batch]):
         return [FimDraw(*row) for row in rows]
 
     def documents(self, shard: int) -> IndexedDataset:
-        """The documents of a shard (``samples.shard_of`` tells of which), opened if need be.
+        """Return the documents of a shard (see ``samples.shard_of``); open them on first use.
 
         Raises:
-            IndexMismatchError: they are not those that were packed.
+            IndexMismatchError: they are not the documents that were packed.
             FormatError, OSError: a file is damaged or missing.
         """
         with self._opening:
@@ -376,7 +368,6 @@ class PackedDataset(Dataset[Batch]):
             return self._documents[shard]
 
     def _open_for(self, ids: Ids) -> None:
-        """Open the shards of samples that are not open yet."""
         if self._gatherer.num_closed:
             for shard in self._gatherer.closed(ids).tolist():
                 self.documents(shard)
@@ -386,7 +377,7 @@ class PackedDataset(Dataset[Batch]):
         source = int(shards.sources[shard])
         dataset, labels, weights = self.datasets[source].open(shards.number_in_source(shard))
         index = shards.index(shard)
-        if index.source:  # in every process: what is read of the .idx is held to its checksums
+        if index.source:  # every process compares the .idx that it reads with the checksums
             index.check_source(dataset)
         first = int(shards.first_documents[shard])
         end = first + dataset.num_documents
@@ -418,10 +409,10 @@ class PackedDataset(Dataset[Batch]):
 
 
 def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
-    """Refuse documents, or labels chosen for them, with ids that the model does not have.
+    """Check that the model has an embedding for every id of the documents and their labels.
 
     Args:
-        data: what the model is trained on.
+        data: of the run.
         vocab_size: rows of the model's embedding.
 
     Raises:
@@ -449,11 +440,11 @@ def open_blend(
     indices: Sequence[Index] | None = None,
     **options: Any,
 ) -> PackedDataset:
-    """The sources of a manifest as one dataset; options are those of ``PackedDataset``.
+    """Return the sources of a manifest as one dataset; options are those of ``PackedDataset``.
 
     Args:
         blend: the manifest.
-        datasets, indices: of every source, where they are open or made; None: as it names them.
+        datasets, indices: of every source, if they are open; None: open those of the manifest.
 
     Raises:
         ConfigError: a source has no index.
@@ -466,21 +457,11 @@ def open_blend(
                     f"source {source.title!r} has no index; make one with megapack-build pack"
                 )
         indices = [source.open_index() for source in sources]
-    weights = [source.weight for source in sources]
     return PackedDataset(
         [source.prefix for source in sources] if datasets is None else datasets,
         indices,
-        weights=None if set(weights) == {None} else weights,
-        names=[source.title for source in sources],
-        scores=[source.by_score for source in sources],
-        loss_weights=[source.loss_weight for source in sources],
-        fim=blend.fim,
-        fim_rates=[source.fim_rate for source in sources],
+        mixture=blend.mixture,
         label_dataset=[None if s.labels == "none" else s.labels for s in sources],
         weight_dataset=[None if s.token_weights == "none" else s.token_weights for s in sources],
-        max_epochs=blend.limits,
-        run_tokens=blend.run_tokens,
-        stages=blend.stages,
-        attention_window=blend.attention_window,
         **options,
     )

@@ -1,9 +1,9 @@
-"""Documents of sources, on disk or in an object store, opened when they are needed.
+"""Documents of sources, on disk or in an object store, opened on first use.
 
 - ``SourceDocuments``: one source, a list of shards with the labels and weights of their tokens.
 - ``open_sources``: arguments of ``PackedDataset`` -> documents and samples of every source.
 - ``end_tokens``: the tokens that end documents.
-- ``RemoteReads``: the part of object stores that a gather reads: prefetch, check after reading.
+- ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
     source = open_source("docs", SampleIndex.load("docs.samples"))
     dataset, labels, weights = source.open(0)        # the only shard
@@ -16,7 +16,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -53,39 +52,42 @@ _BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 class SourceDocuments(abc.ABC):
     """Documents of one source, with the labels and loss weights of their tokens: a list of shards.
 
-    ``DatasetDocuments`` is a list of one, ``ShardedDocuments`` the shards of a manifest.
+    ``DatasetDocuments`` has one shard, ``ShardedDocuments`` those of a manifest.
     """
 
     prefix: str
     """The source in messages: the dataset's prefix or the manifest's path."""
     dtype: np.dtype[Any]
     """Of the tokens; the widest of all shards."""
-    fingerprint: str
-    """Identity of the layout of all documents."""
     vocab_size: int | None
-    """Number of token ids of the tokenizer; None if it is unknown."""
+    """Number of token ids of the tokenizer; None if unknown."""
     meta: dict[str, Any] | None
     """``max_token_id``, ``document_end_token`` and other facts; None if a meta file is missing."""
     weights_identity: str | None
-    """Digest of the loss weights; None: there are no weights."""
+    """Digest of the loss weights; None without weights."""
     num_documents: int
     num_tokens: int
     has_labels: bool
-    """Labels are stored next to the tokens."""
+    """True if labels are stored next to the tokens."""
     is_remote: bool
-    """Some shard lies in an object store."""
+    """True if some shard is in an object store."""
     prefixes: list[str]
     """Of all shards, and of the labels and weights of a single dataset."""
     num_shards: int = 1
     shard_index: SourceIndex | None = None
     """Samples of the shard manifest that names these documents."""
 
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """Identity of the layout of all documents."""
+
     @abc.abstractmethod
     def open(self, number: int) -> Opened:
         """Return documents, labels and loss weights of one shard, mapped.
 
         Raises:
-            IndexMismatchError: they are not those that were packed.
+            IndexMismatchError: they are not the documents that were packed.
             FormatError, OSError: a file is damaged or missing.
         """
 
@@ -109,7 +111,7 @@ class DatasetDocuments(SourceDocuments):
 
     Args:
         dataset: the documents.
-        labels, weights: of their tokens; None: there are none.
+        labels, weights: of their tokens, if there are any.
     """
 
     def __init__(
@@ -126,8 +128,8 @@ class DatasetDocuments(SourceDocuments):
         self.is_remote = is_remote(dataset.prefix)
         self.prefixes = [file.prefix for file in (dataset, labels, weights) if file is not None]
 
-    @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    @property
+    def fingerprint(self) -> str:
         return self.dataset.fingerprint
 
     def open(self, number: int) -> Opened:
@@ -137,15 +139,15 @@ class DatasetDocuments(SourceDocuments):
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         files = [file for file in (self.dataset, self.labels) if file is not None]
         wide = [file for file in files if np.iinfo(file.dtype).max >= at_least]
-        found = [(file.prefix, _largest_token_id(file)) for file in wide]
-        return max(found, key=lambda item: item[1], default=(self.prefix, -1))
+        largest = [(file.prefix, _largest_token_id(file)) for file in wide]
+        return max(largest, key=lambda item: item[1], default=(self.prefix, -1))
 
 
 def _largest_token_id(dataset: IndexedDataset) -> int:
     """Return the largest id, -1 without tokens; without a meta file, of a sample of blocks."""
     if dataset.meta is not None:
-        known = dataset.meta["max_token_id"]
-        return -1 if known is None else int(known)
+        recorded = dataset.meta["max_token_id"]
+        return -1 if recorded is None else int(recorded)
     begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
     if len(begins) > _BLOCKS:
         begins = begins[:: len(begins) // _BLOCKS]
@@ -159,13 +161,13 @@ def _largest_token_id(dataset: IndexedDataset) -> int:
     return max((_core.token_range(block)[1] for block in blocks), default=-1)
 
 
-# One source as the user gives it; None: the shard manifest names the documents.
+# Documents of one source in an argument; None: the shard manifest names them.
 Documents: TypeAlias = "IndexedDataset | SourceDocuments | str | os.PathLike[str] | None"
 Index: TypeAlias = "SourceIndex | str | os.PathLike[str]"
 
 
 class ShardedDocuments(SourceDocuments):
-    """Documents of a shard manifest; none is open.
+    """Documents of a shard manifest; ``open`` maps one shard.
 
     Args:
         index: their samples.
@@ -182,42 +184,33 @@ class ShardedDocuments(SourceDocuments):
         self.is_remote = any(is_remote(shard.prefix) for shard in index.shards)
         self.prefixes = [str(shard.prefix) for shard in index.shards]
         self.num_shards = len(index.shards)
+        dtypes = {np.dtype(shard.dtype) for shard in index.shards}
+        self.dtype = max(dtypes, key=lambda dtype: int(np.iinfo(dtype).max))
+        sizes = [shard.vocab_size for shard in index.shards if shard.vocab_size is not None]
+        self.vocab_size = max(sizes) if len(sizes) == len(index.shards) else None
+        self.meta, self.weights_identity = self._meta(), None
+        weights = [shard.weights for shard in index.shards]
+        if with_weights and any(weights):
+            self.weights_identity = xxhash.xxh3_64_hexdigest(repr(weights).encode())
 
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:  # type: ignore[override]
-        found = {np.dtype(shard.dtype) for shard in self.index.shards}
-        return max(found, key=lambda dtype: int(np.iinfo(dtype).max))
-
-    @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    @property
+    def fingerprint(self) -> str:
         text = ";".join(shard.fingerprint for shard in self.index.shards)
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
 
-    @cached_property
-    def vocab_size(self) -> int | None:  # type: ignore[override]
-        sizes = {shard.vocab_size for shard in self.index.shards}
-        return None if None in sizes else max(size for size in sizes if size is not None)
-
-    @cached_property
-    def meta(self) -> dict[str, Any] | None:  # type: ignore[override]
-        largest = [shard.max_token_id for shard in self.index.shards]
-        known = [token for token in largest if token is not None]
-        if len(known) < len(largest):
+    def _meta(self) -> dict[str, Any] | None:
+        largest = [s.max_token_id for s in self.index.shards if s.max_token_id is not None]
+        if len(largest) < len(self.index.shards):
             return None
         ends = {shard.document_end_token for shard in self.index.shards}
         end = ends.pop() if len(ends) == 1 else None
-        return {"max_token_id": max(known), "document_end_token": end}
-
-    @cached_property
-    def weights_identity(self) -> str | None:  # type: ignore[override]
-        known = [shard.weights for shard in self.index.shards]
-        if not self.with_weights or not any(known):
-            return None
-        return xxhash.xxh3_64_hexdigest(repr(known).encode())
+        return {"max_token_id": max(largest), "document_end_token": end}
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """What the builders of all shards, and of the labels and weights beside some, were told
-        alike; every shard is opened. Raises as ``open``."""
+        """Return the metadata that all shards share, of tokens, of labels and of weights.
+
+        Opens every shard. Raises as ``open``.
+        """
         metas: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for number in range(len(self.index.shards)):
             for of_kind, dataset in zip(metas, self.open(number), strict=True):
@@ -226,7 +219,7 @@ class ShardedDocuments(SourceDocuments):
         return tokens, labels, weights
 
     def document_tokens(self, fact: str) -> set[Any]:
-        # A shard manifest names the tokens that end documents only.
+        # A shard manifest records only the tokens that end documents.
         ends = {shard.document_end_token for shard in self.index.shards}
         return ends if fact == "document_end_token" else set()
 
@@ -237,13 +230,12 @@ class ShardedDocuments(SourceDocuments):
             message = "%s: some shards have no .meta.json: their token ids were not checked"
             logger.warning(message, self.prefix)
             return self.prefix, -1
-        known = self.meta["max_token_id"]
-        return self.prefix, -1 if known is None else int(known)
+        return self.prefix, int(self.meta["max_token_id"])
 
     def open(self, number: int) -> Opened:
         shard = self.index.shards[number]
         dataset = IndexedDataset(shard.prefix)
-        for name, now, then in (
+        for fact, now, then in (
             ("tokens", dataset.num_tokens, shard.num_tokens),
             ("documents", dataset.num_documents, shard.num_documents),
             ("type", dataset.dtype.name, shard.dtype),
@@ -251,7 +243,7 @@ class ShardedDocuments(SourceDocuments):
         ):
             if now != then:
                 raise IndexMismatchError(
-                    f"{shard.prefix} has changed since {self.prefix} was written: {name} {now}, "
+                    f"{shard.prefix} has changed since {self.prefix} was written: {fact} {now}, "
                     f"and it was {then}; restore it, or pack the shards again"
                 )
         labels = shard.prefix + LABELS if self.with_labels and shard.labels else None
@@ -273,41 +265,46 @@ def open_sources(
     *,
     positions: str,
 ) -> tuple[list[SourceDocuments], list[SourceIndex]]:
-    """Open documents and samples of one source or several; arguments as of ``PackedDataset``.
+    """Open documents and samples of one source or several.
 
-    Raises as ``PackedDataset`` does.
+    Arguments and errors are those of ``PackedDataset``.
     """
-    given, given_indices = _as_list(documents), _as_list(indices)
-    opened: list[SourceIndex] = [
-        load_index(item) if isinstance(item, str | os.PathLike) else item for item in given_indices
+    each_documents = _as_list(documents)
+    loaded: list[SourceIndex] = [
+        load_index(item) if isinstance(item, str | os.PathLike) else item
+        for item in _as_list(indices)
     ]
-    if len(opened) != len(given):
-        raise ConfigError(f"{len(given)} datasets and {len(opened)} indices; give one for each")
-    for index in opened:
+    count = len(each_documents)
+    if len(loaded) != count:
+        raise ConfigError(f"{count} datasets and {len(loaded)} indices; give one for each")
+    for index in loaded:
         if index.arranged and positions == "document":
             raise ConfigError(
-                f"{index.path} is an arranged source, whose segments do not tell where in their "
-                "document they began: use positions: segment, or the source that was arranged"
+                f"{index.path} is an arranged source, whose segments do not know their position in "
+                "the document: use positions: segment, or the source that was arranged"
             )
-    lists = label_list(labels, len(given)), label_list(weights, len(given), "weight")
-    sources = [open_source(*source) for source in zip(given, opened, *lists, strict=True)]
+    each_labels, each_weights = label_list(labels, count), label_list(weights, count, "weight")
+    columns = (each_documents, loaded, each_labels, each_weights)
+    sources = [open_source(*source) for source in zip(*columns, strict=True)]
     _warn_of_document_tokens(sources)
-    return sources, opened
+    return sources, loaded
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
-    """The tokens with which documents end, as the meta files say, and the first dataset that says
-    each; None: one says nothing of it."""
-    found: dict[int | None, str] = {}
+    """Return the tokens that end documents according to the meta files, each with a dataset.
+
+    None is the key of a dataset without this information.
+    """
+    tokens: dict[int | None, str] = {}
     for dataset in datasets:
-        found.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)
-    return found
+        tokens.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)
+    return tokens
 
 
 def _warn_of_document_tokens(datasets: Sequence[SourceDocuments]) -> None:
-    """Warn if documents of a blend begin or end with different tokens, as the meta files say."""
+    """Warn if documents of a blend begin or end with different tokens."""
     for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
-        tokens: dict[str, str] = {}  # token -> the first source that has it
+        tokens: dict[str, str] = {}  # token -> first source that has it
         for dataset in datasets:
             for token in dataset.document_tokens(fact):
                 tokens.setdefault("no token" if token is None else str(token), dataset.prefix)
@@ -331,10 +328,10 @@ def open_source(
     labels: LabelDocuments = "auto",
     weights: LabelDocuments = "auto",
 ) -> SourceDocuments:
-    """Open the documents of one source; a shard manifest opens its shards later.
+    """Open the documents of one source; those of a shard manifest are opened on first use.
 
     Args:
-        documents: the dataset or its prefix; None: ``samples`` is a shard manifest, which names it.
+        documents: the dataset or its prefix; None if ``samples`` is a shard manifest.
         samples: packed from these documents; None: not packed yet.
         labels, weights: of the tokens, see ``PackedDataset``.
 
@@ -351,8 +348,9 @@ def open_source(
                 f"{samples.path} names the documents of its shards, with their labels and weights "
                 "(PREFIX.labels, PREFIX.weights): leave out prefix, labels and weights"
             )
-        used = {"with_labels": labels is not None, "with_weights": weights is not None}
-        return ShardedDocuments(samples, **used)
+        return ShardedDocuments(
+            samples, with_labels=labels is not None, with_weights=weights is not None
+        )
     if documents is None:
         name = "the index" if samples is None else samples.path or samples
         raise ConfigError(f"{name} does not name its documents; give a prefix")
@@ -365,16 +363,16 @@ def open_source(
 T = TypeVar("T")
 
 AHEAD_BYTES = 1 << 26
-_CACHE_PART = 16  # of a cache, which all processes of a node share
+_CACHE_PART = 16  # a prefetch uses 1 / 16 of the cache: all processes of a node share it
 
 
 class RemoteReads:
-    """Reads of the remote shards of a gatherer.
+    """Prefetches and checks the remote tokens that a gatherer reads.
 
     Args:
-        gatherer: which knows where the tokens of a sample lie.
-        open_for: opens the shards of samples; called before they are wanted.
-        expected: whether shards that are not open yet are remote.
+        gatherer: maps samples to ranges of tokens.
+        open_for: opens the shards of samples.
+        expected: True if shards that are not open yet may be remote.
     """
 
     def __init__(
@@ -384,7 +382,7 @@ class RemoteReads:
         self._tokens: dict[int, list[RemoteTokens]] = {}
 
     def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
-        """A shard that was opened: what is read of it: tokens, labels, weights."""
+        """Register the tokens, labels and weights of a shard that was opened."""
         arrays = [dataset.tokens for dataset in datasets if dataset is not None]
         remote = [array for array in arrays if isinstance(array, RemoteTokens)]
         if remote:
@@ -392,24 +390,24 @@ class RemoteReads:
 
     @property
     def any(self) -> bool:
-        """Whether a shard, open or not, is remote."""
+        """True if a shard, open or not, is remote."""
         return self._expected or bool(self._tokens)
 
     @property
     def num_open(self) -> int:
-        """Remote shards that are open."""
+        """Number of open remote shards."""
         return len(self._tokens)
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that are requested ahead, for the micro batches to come."""
+        """Bytes to prefetch for later micro batches."""
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
     def want(self, sample_ids: Ids) -> int:
-        """Have fetched what a gather of samples will read; bytes of the blocks that hold it.
+        """Fetch the blocks that a gather of samples reads, in the background.
 
-        Returns at once. Raises as the gather does.
+        Returns the number of their bytes. Raises as the gather does.
         """
         self._open_for(sample_ids)
         num_bytes = 0
@@ -419,11 +417,11 @@ class RemoteReads:
         return num_bytes
 
     def are_here(self, sample_ids: Ids) -> bool:
-        """Whether a gather of samples would wait for nothing just now."""
+        """Return whether a gather of samples would not have to wait."""
         return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
 
     def read(self, sample_ids: Ids, gather: Callable[[], T]) -> T:
-        """``gather()``, when everything that it reads of samples is there.
+        """Wait until all data of the samples is local; return ``gather()``.
 
         Raises:
             FormatError, ConfigError, OSError: it cannot be fetched (see ``RemoteObject.read``).

@@ -1,15 +1,15 @@
-"""build_loader: the batches of one rank, prepared ahead by a thread.
+"""build_loader: batches of one rank, prepared in advance by a thread.
 
 - ``build_loader``, ``PackedLoader``: a schedule and its data -> batches, in this order:
 
-    micro batches -> fetching_ahead -> reading_ahead -> gather -> ThreadPrefetcher -> to_device
-    of the sampler   object stores     disks                      a thread            a CUDA stream
+    micro batches -> prefetch_remote -> prefetch_local -> gather -> ThreadPrefetcher -> to_device
+    of the sampler   object stores      disks                       a thread            CUDA stream
 
-- ``RankChecker``: ranks that no longer agree on what a step contains are stopped, not averaged.
+- ``RankChecker``: stops the run if the ranks disagree on the content of a step.
 
-The gather holds no GIL, so a thread keeps up with any trainer; worker processes would copy every
-batch between processes instead. Whoever wants them all the same gives PackedDataset and
-BucketBatchSampler to torch's DataLoader.
+The gather releases the GIL, so one thread keeps up with any trainer; worker processes would copy
+every batch between processes. To use them anyway, pass PackedDataset and BucketBatchSampler to
+torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ T = TypeVar("T")
 
 
 class ThreadPrefetcher(Iterator[T]):
-    """Runs an iterable in a thread: beside the item that is taken, ``depth`` wait and one is made.
+    """Iterator over an iterable that runs in a thread, ``depth`` items ahead and one in the making.
 
-    An exception of the iterable is raised where its item would have been. ``close`` (also called
-    at the end and on an exception) ends the thread and waits for it; a thread whose iterator is
-    collected ends by itself, since the collector may run in a thread that it waits for.
+    An exception of the iterable is raised in place of its item. ``close`` stops the thread and
+    joins it; the iterator calls it at the end and on an exception.
     """
 
-    _interpreter_ends = staticmethod(sys.is_finalizing)  # modules are gone when it is asked
+    # No __del__: the garbage collector may run in the very thread that close() joins.
+    _interpreter_ends = staticmethod(sys.is_finalizing)  # ``sys`` may be gone by then
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
         self._items = iter(items)
@@ -70,16 +70,16 @@ class ThreadPrefetcher(Iterator[T]):
         return item
 
     def close(self) -> None:
-        """Stop and join the thread; harmless when it has ended."""
+        """Stop and join the thread; a second call does nothing."""
         self._ahead.clear()
-        if not self._interpreter_ends():  # which has joined all threads of pools by then
+        if not self._interpreter_ends():  # the interpreter joins the threads of pools itself
             self._thread.shutdown(cancel_futures=True)
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Batches with their tensors on ``device``, one batch ahead on a stream of its own.
+    """Yield batches with their tensors on ``device``, copied one batch ahead on a separate stream.
 
-    On the CPU batches pass as they are. Tensors should be pinned, or the copies wait.
+    On the CPU, batches are unchanged. Without pinned memory the copies are synchronous.
     """
     if device.type != "cuda":
         yield from batches
@@ -90,10 +90,10 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
         with torch.cuda.stream(stream):
             copied = _copy(batch, device), stream.record_event()
         if ahead is not None:
-            yield _hand_over(*ahead, device)
+            yield _wait_for_copy(*ahead, device)
         ahead = copied
     if ahead is not None:
-        yield _hand_over(*ahead, device)
+        yield _wait_for_copy(*ahead, device)
 
 
 def _copy(batch: Batch, device: torch.device) -> Batch:
@@ -105,8 +105,8 @@ def _copy(batch: Batch, device: torch.device) -> Batch:
     }
 
 
-def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """The trainer's stream waits for this batch's copies, and they live as long as it uses them."""
+def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Let the trainer's stream wait for the copies and keep their memory while it uses them."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for value in batch.values():
@@ -116,98 +116,96 @@ def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> 
 
 
 _PORTIONS = 8
-_IN_TIME = 0.25  # of what is taken, where nobody waited for it: so much more is asked for
-_LEAST_BYTES = 1 << 14  # that a micro batch counts, also one that needs nothing from far away
+_GROWTH_IF_READY = 0.25  # part of the consumed bytes by which a sufficient lookahead grows
+_LEAST_BYTES = 1 << 14  # counted per micro batch, also if it needs nothing remote
 
 
-def fetching_ahead(micro_batches: Iterable[MicroBatch], reads: RemoteReads) -> Iterator[MicroBatch]:
-    """The micro batches; before each is given, what the next ones need is on its way.
+def prefetch_remote(
+    micro_batches: Iterable[MicroBatch], reads: RemoteReads
+) -> Iterator[MicroBatch]:
+    """Yield micro batches; meanwhile fetch the bytes of later ones from the object store.
 
-    A store answers after tens of milliseconds, whatever it is asked for. So some tens of megabytes
-    are always here or on their way; and since it is known what they are, what lies side by side in
-    a file is asked for as one range although it belongs to several micro batches. They are asked
-    for in portions, so that the line does not rest in between.
-
-    It begins with one portion, and adds to it what is taken, a quarter of it where it was there in
-    time: whatever is on its way shares the line, never quite fairly, and what is needed next shall
-    not wait for what is needed last. Nor for shards that later ones have opened.
+    A request takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are
+    local or in flight, and neighboring ranges of several micro batches become one request.
     """
-    items = iter(micro_batches)
-    coming: deque[tuple[MicroBatch, float]] = deque()  # and the bytes that it needs
+    upcoming = iter(micro_batches)
+    requested: deque[tuple[MicroBatch, float]] = deque()  # micro batch, bytes it needs
+    # Request in portions, so that the connection is never idle between two requests.
     portion = reads.ahead_bytes / _PORTIONS
-    ahead, room, num_asked = 0.0, portion, 1
+    bytes_ahead, allowance, batches_per_request = 0.0, portion, 1
     while True:
-        while ahead <= room and (group := list(islice(items, num_asked))):
+        while bytes_ahead <= allowance and (group := list(islice(upcoming, batches_per_request))):
             num_open = reads.num_open
             ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
-            each = max(reads.want(ids) / len(group), _LEAST_BYTES)
-            coming.extend((item, each) for item in group)
-            ahead += each * len(group)
-            most = max(1, int(portion / each))
+            bytes_each = max(reads.want(ids) / len(group), _LEAST_BYTES)
+            requested.extend((item, bytes_each) for item in group)
+            bytes_ahead += bytes_each * len(group)
+            batches_per_portion = max(1, int(portion / bytes_each))
             if reads.num_open > num_open:
-                num_asked = min(2 * num_asked, most)
+                # Opening shards took time: serve the next micro batch before more are opened.
+                batches_per_request = min(2 * batches_per_request, batches_per_portion)
                 break
-            num_asked = most
-        if not coming:
+            batches_per_request = batches_per_portion
+        if not requested:
             return
-        item, num_bytes = coming.popleft()
-        growth = num_bytes * (_IN_TIME if reads.are_here(item.sample_ids) else 1)
+        item, num_bytes = requested.popleft()
+        # In-flight requests share the bandwidth unevenly, and data that is needed next must not
+        # wait for data that is needed much later: grow by the consumed bytes, or by a quarter of
+        # them if the data had already arrived.
+        growth = num_bytes * (_GROWTH_IF_READY if reads.are_here(item.sample_ids) else 1)
         yield item
-        ahead -= num_bytes
-        room = min(room + growth, (_PORTIONS - 1) * portion)
+        bytes_ahead -= num_bytes
+        allowance = min(allowance + growth, (_PORTIONS - 1) * portion)
 
 
 _CHUNK_BYTES = 64 << 20
-_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # only Linux counts per thread
-# A request for what is in memory already costs about a microsecond per document. So after this many
-# micro batches for which no disk was read none is asked for, until one has to wait.
+_USAGE_OF = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # per thread on Linux only
+# Advice about pages that are in memory costs about a microsecond per document. After this many
+# micro batches without a disk read it stops, until a disk is read again.
 _QUIET = 256
 
 
-def reading_ahead(
+def prefetch_local(
     micro_batches: Iterable[MicroBatch], dataset: PackedDataset, depth: int
 ) -> Iterator[MicroBatch]:
-    """The micro batches; before each is given, the documents of the next ``depth`` are asked for.
+    """Yield micro batches; before each, ask the system to read the documents of the next ``depth``.
 
-    So their pages are on their way from the disk, many at a time, while earlier batches are made.
-    And only they: left to itself a system reads 128 KiB or more around every page that is missing.
-    Advice changes when bytes are read and nothing else.
-
-    Between two of them the caller is to gather the first, in the thread that iterates: whether a
-    disk was read meanwhile decides whether asking goes on.
+    The caller gathers each micro batch in the iterating thread before it takes the next one: the
+    disk reads of the gather decide whether later documents need to be requested.
     """
+    # By default Linux reads 128 KiB or more around every missing page.
     dataset.disable_readahead()
-    coming: deque[MicroBatch] = deque()
-    items = iter(micro_batches)
-    quiet = reach = 0
+    requested: deque[MicroBatch] = deque()
+    upcoming = iter(micro_batches)
+    num_quiet = lookahead = 0
     while True:
-        before = _reads()
-        for item in islice(items, reach + 1 - len(coming)):
-            coming.append(item)
-            if quiet < _QUIET:
+        reads_before = _num_reads()
+        for item in islice(upcoming, lookahead + 1 - len(requested)):
+            requested.append(item)
+            if num_quiet < _QUIET:
                 dataset.prefetch(item.sample_ids)
-        if not coming:
+        if not requested:
             return
-        yield coming.popleft()
-        was_read = _reads() > before
-        if was_read and quiet >= _QUIET:
-            for item in coming:
+        yield requested.popleft()
+        has_read = _num_reads() > reads_before
+        if has_read and num_quiet >= _QUIET:
+            for item in requested:
                 dataset.prefetch(item.sample_ids)
-        quiet = 0 if was_read else quiet + 1
-        reach = min(depth, 2 * reach + 1)  # the first batch is not kept waiting for later ones
+        num_quiet = 0 if has_read else num_quiet + 1
+        lookahead = min(depth, 2 * lookahead + 1)  # start small: the first batch is needed soon
 
 
-def _reads() -> int:
-    """Grows with what this thread has read from disks: pages it waited for, blocks it asked for."""
-    usage = resource.getrusage(_WHOSE)
+def _num_reads() -> int:
+    """Return a counter of this thread's disk reads: major page faults and blocks."""
+    usage = resource.getrusage(_USAGE_OF)
     return usage.ru_majflt + usage.ru_inblock
 
 
 def read_indices(dataset: PackedDataset) -> Iterator[None]:
-    """Have the indices read into memory, in order, a chunk per ``next``.
+    """Ask the system to read the indices of all open shards in order, one chunk per ``next``.
 
-    A step looks up thousands of segments at random; from a cold disk that is one read each, and the
-    whole index read in order costs less than a few steps of it. Shards that are not open are left.
+    A step looks up thousands of segments at random, on a cold disk one read each. Reading the whole
+    index in order costs less than a few such steps.
     """
     shards = dataset.samples.shards
     for shard in filter(shards.is_open, range(len(shards))):
@@ -237,72 +235,76 @@ def build_loader(
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
     check_ranks_every: int = 0,
-    **dealt: Any,
+    **sampler_options: Any,
 ) -> PackedLoader:
-    """A loader of the micro batches of one rank.
+    """Return a loader of the micro batches of one rank.
 
     Args:
-        dataset: what to gather from; made of the schedule's index.
+        dataset: the data, opened with the schedule's index.
         schedule: the same on all ranks.
         micro_batch_tokens: tokens of one forward of one rank, padding included.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
-        prefetch: batches that the thread prepares ahead; 0: none, and no thread.
-        read_ahead: micro batches whose documents the system is asked to read before they are
-            prepared; 0: each only just before. Of object stores 64 MiB are fetched ahead, whatever
-            it is.
-        pin_memory: batches in page-locked memory, where there is CUDA.
-        reuse_buffers: write into the same few buffers again and again. A batch is then valid until
-            the next one is asked for. Not with a device, nor with sequence_parallel_size.
-        device: move the tensors there, one batch ahead on a CUDA stream of its own.
-        check_ranks_every: compare ranks every so many steps (``RankChecker``); 0: never. Needs
+        prefetch: batches that the thread prepares in advance; 0: no thread.
+        read_ahead: micro batches for which documents are requested from the disk in advance.
+            From object stores 64 MiB are prefetched in any case.
+        pin_memory: batches in page-locked memory, if CUDA is available.
+        reuse_buffers: write into the same few buffers. A batch is then valid until the next one is
+            requested. Not with a device, nor with sequence_parallel_size.
+        device: copy the tensors there, one batch ahead on a separate CUDA stream.
+        check_ranks_every: steps between comparisons of the ranks (``RankChecker``); 0: never. Needs
             torch.distributed.
-        dealt: of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size, start_step,
-            num_steps, dealing, pad_last, sequence_parallel_size, weighted_loss.
+        sampler_options: of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size,
+            start_step, num_steps, dealing, pad_last, sequence_parallel_size, weighted_loss.
 
     Returns:
-        A loader; iterating over it gives dicts of
+        A loader; iterating over it yields dicts of
 
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
           (rows, row_tokens);
-        - cu_seqlens, dataset_ids int32, max_seqlen int, and where asked for cu_seqlens_padded (see
-          ``PackedDataset.micro_batch``). Of a micro batch that ranks share these are of the whole,
-          and the tensors above the rank's slice (``cut_slice``); it says which:
-          sequence_parallel_rank, sequence_parallel_size;
+        - cu_seqlens, dataset_ids int32, max_seqlen int, and with alignment cu_seqlens_padded (see
+          ``PackedDataset.micro_batch``). If ranks share a micro batch, these describe the whole,
+          and the tensors above are the rank's slice (``cut_slice``), numbered by
+          sequence_parallel_rank of sequence_parallel_size;
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
-          (ints), imbalance, imbalance_in_order (floats), and where the step has loss weights
-          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); where
+          (ints), imbalance, imbalance_in_order (floats), and if the step has loss weights
+          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); if
           it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
-        - sample_ids, source (int64 tensors, on the host): of every sample its id and the number of
-          its source. In a stream, too, samples lie in rows of row_tokens.
+        - sample_ids, source (int64 tensors, on the host): id and source number of every sample.
+          In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
         ConfigError: the sizes do not fit, the run would repeat data too often, or it has loss
-            weights and the caller no use for them.
+            weights that the caller does not apply.
         IndexMismatchError: dataset and schedule have different indices.
     """
-    theirs, ours = schedule.samples, dataset.samples
-    if theirs is not ours and theirs.fingerprints != ours.fingerprints:
+    scheduled, available = schedule.samples, dataset.samples
+    if scheduled is not available and scheduled.fingerprints != available.fingerprints:
         raise IndexMismatchError(
-            f"the schedule was made of index {', '.join(theirs.fingerprints)} and the dataset of "
-            f"{', '.join(ours.fingerprints)}; make the schedule from the dataset"
+            f"the schedule has index {', '.join(scheduled.fingerprints)} and the dataset "
+            f"has {', '.join(available.fingerprints)}; make the schedule from the dataset"
         )
-    ahead = {"prefetch": prefetch, "read_ahead": read_ahead}
-    check_range("loader", at_least=0, check_ranks_every=check_ranks_every, **ahead)
+    check_range(
+        "loader",
+        at_least=0,
+        check_ranks_every=check_ranks_every,
+        prefetch=prefetch,
+        read_ahead=read_ahead,
+    )
     if reuse_buffers and device is not None:
         raise ConfigError(
-            "reuse_buffers is for batches that stay in host memory: a copy to a device may still "
-            "be reading; leave out one of the two"
+            "reuse_buffers overwrites memory that the copy to the device may still read: leave out "
+            "reuse_buffers or device"
         )
     sampler = BucketBatchSampler(
         schedule,
         micro_batch_tokens=micro_batch_tokens,
         samples=dataset.samples,
-        **dealt,
+        **sampler_options,
     )
     if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
         raise ConfigError(
-            "sequence_parallel_size cuts streams of new memory: leave out layout='rows' and "
-            "reuse_buffers"
+            f"sequence_parallel_size {sampler.sequence_parallel_size} needs streams in new memory: "
+            "leave out layout='rows' and reuse_buffers"
         )
     shape = BatchLayout(
         micro_batch_tokens=micro_batch_tokens,
@@ -315,12 +317,12 @@ def build_loader(
     layouts = {}
     for capacity in schedule.capacities:
         shared = sampler.ranks_per_micro_batch(capacity)
-        own = replace(shape, micro_batch_tokens=micro_batch_tokens * shared)
-        own.rows(capacity)  # refuse now what would be refused at some step
+        of_bucket = replace(shape, micro_batch_tokens=micro_batch_tokens * shared)
+        of_bucket.rows(capacity)  # raises now rather than at some step
         if cu_seqlens == "padded" and num_cu_seqlens is None:  # one shape per bucket
-            entries = dataset.max_cu_seqlens(own, capacity, schedule.smallest_window)
-            own = replace(own, num_cu_seqlens=entries)
-        layouts[capacity] = own
+            entries = dataset.max_cu_seqlens(of_bucket, capacity, schedule.smallest_window)
+            of_bucket = replace(of_bucket, num_cu_seqlens=entries)
+        layouts[capacity] = of_bucket
     if sampler.data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
     return PackedLoader(
@@ -338,7 +340,7 @@ def build_loader(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLoader:
-    """See ``build_loader``, which makes it. Every iteration begins at ``sampler.start_step``."""
+    """Loader made by ``build_loader``. Every iteration begins at ``sampler.start_step``."""
 
     dataset: PackedDataset
     sampler: BucketBatchSampler
@@ -353,15 +355,14 @@ class PackedLoader:
 
     @property
     def schedule(self) -> Schedule:
-        """The sampler's."""
         return self.sampler.schedule
 
     def __len__(self) -> int:
-        """Micro batches of this rank."""
+        """Return the number of micro batches of this rank."""
         return len(self.sampler)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """State for a checkpoint before ``step`` is taken, whatever was prepared."""
+        """Return the state for a checkpoint before ``step``; prefetched batches do not matter."""
         return self.schedule.state_dict(step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -371,7 +372,7 @@ class PackedLoader:
         return batches if self.device is None else to_device(batches, self.device)
 
     def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """In the consumer's thread, since it communicates; before the first batch of a step."""
+        """Compare the ranks before the first batch of a step, in the consumer's thread."""
         checker = RankChecker(self.sampler, every=self.check_ranks_every)
         for batch in batches:
             if batch["micro_step"] == 0:
@@ -379,23 +380,23 @@ class PackedLoader:
             yield batch
 
     def _from_thread(self) -> Iterator[Batch]:
-        ahead = ThreadPrefetcher(self._gathered(), self.prefetch)
+        prefetcher = ThreadPrefetcher(self._gathered(), self.prefetch)
         try:
-            yield from ahead
+            yield from prefetcher
         finally:
-            ahead.close()
+            prefetcher.close()
 
     def _gathered(self) -> Iterator[Batch]:
-        # One is read by the trainer, one is written, the others wait.
+        # The trainer reads one, the gather writes one, ``prefetch`` are ready.
         ring = [
             allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
             for _ in range(self.prefetch + 2 if self.reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
-        coming: Iterable[MicroBatch] = self.sampler
+        upcoming: Iterable[MicroBatch] = self.sampler
         if self.dataset.remote_reads.any:
-            coming = fetching_ahead(coming, self.dataset.remote_reads)
-        for i, item in enumerate(reading_ahead(coming, self.dataset, self.read_ahead)):
+            upcoming = prefetch_remote(upcoming, self.dataset.remote_reads)
+        for i, item in enumerate(prefetch_local(upcoming, self.dataset, self.read_ahead)):
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
             size = layout.micro_batch_tokens
             out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self.pin_memory)
@@ -408,18 +409,15 @@ class PackedLoader:
 
 
 class RankChecker:
-    """Compares the ranks of a torch.distributed group.
+    """Comparison of the ranks of a torch.distributed group.
 
-    A rank with another seed, file or step would train on, silently, on batches of other shapes and
-    counts. Every ``every`` steps the ranks exchange a few integers that say what they are about to
-    do.
+    A rank with another seed, file or step would silently train on other batches. Every ``every``
+    steps the ranks exchange a few integers that describe their next step.
 
     Args:
         sampler: of this rank.
         every: steps between comparisons; the first step is always compared.
         group: process group; None: the default one.
-
-    ``check`` counts its own calls, so that ranks that stand at different steps still meet.
     """
 
     def __init__(
@@ -437,19 +435,20 @@ class RankChecker:
             "check_ranks_every": every,
             **sampler.launch,
             "last_step": sampler.start_step + sampler.num_steps,
-            **dict.fromkeys(OPTIONAL),  # the same fields on all ranks, whatever each was given
+            **dict.fromkeys(OPTIONAL),  # every rank must send the same number of fields
             **sampler.schedule.identity(),
         }
 
     def check(self, step: int) -> None:
-        """Before ``step`` is taken; all ranks of the group call it equally often.
+        """Compare the ranks before ``step``; all ranks of the group call it equally often.
 
         Raises:
             RankMismatchError: on every rank, naming the ranks and the fields that differ.
         """
-        due = self._calls % self._every == 0
+        # Count calls, not steps: ranks at different steps must still exchange at the same call.
+        is_due = self._calls % self._every == 0
         self._calls += 1
-        if not due:
+        if not is_due:
             return
         content = self._sampler.schedule.step(step)
         fields = {
@@ -474,7 +473,7 @@ class RankChecker:
 
 
 def _code(value: Any) -> int:
-    """Small numbers as they are, everything else by a 62-bit hash."""
+    """Return a small integer unchanged, everything else as a 62-bit hash."""
     if isinstance(value, int) and 0 <= value < 1 << 40:
         return value
     return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 2 | 1 << 61
@@ -482,19 +481,21 @@ def _code(value: Any) -> int:
 
 def _gather(codes: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
     on_gpu = dist.get_backend(group) == "nccl"
-    mine = torch.tensor(codes, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
-    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(table, mine, group=group)
+    of_rank = torch.tensor(codes, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    table = [torch.empty_like(of_rank) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(table, of_rank, group=group)
     return [row.tolist() for row in table]
 
 
 def _describe(name: str, codes: list[int]) -> str:
-    """``seed is 8 on rank 2 and 7 on the other 3``."""
-    common, _ = Counter(codes).most_common(1)[0]
-    odd = [f"{_shown(code)} on rank {rank}" for rank, code in enumerate(codes) if code != common]
-    others = sum(code == common for code in codes)
-    return f"{name} is {', '.join(odd[:8])} and {_shown(common)} on the other {others}"
+    """Return text such as ``seed is 8 on rank 2 and 7 on the other 3``."""
+    common, num_common = Counter(codes).most_common(1)[0]
+    differing = [
+        f"{_format(code)} on rank {rank}" for rank, code in enumerate(codes) if code != common
+    ]
+    ranks = ", ".join(differing[:8])
+    return f"{name} is {ranks} and {_format(common)} on the other {num_common}"
 
 
-def _shown(code: int) -> str:
+def _format(code: int) -> str:
     return str(code) if code < 1 << 40 else f"#{code & 0xFFFFFFFF:08x}"

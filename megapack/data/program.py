@@ -1,8 +1,8 @@
-"""A run as a program: its stages in full, and from which step on each of them holds.
+"""Program of a run: the complete settings of its stages, each with its first step.
 
 - ``resolve``: a configuration and a mixture -> ``Program``, one ``StageSettings`` per stage.
-- ``skipped_pieces``: which stages drew the steps that a stage skips.
-- ``within_epochs``: the same with weights that repeat no source too often (UniMax).
+- ``skipped_pieces``: settings of the steps that a stage skips.
+- ``within_epochs``: program with weights that keep to the limits of epochs (UniMax).
 
     resolve(config, Mixture(names=["web", "math"], weights=[1, 0], stages=[
         Stage(from_step=100, weights={"math": 1}, ramp=Ramp(until_step=200, pieces=2)),
@@ -11,9 +11,9 @@
     # -> stages from step 0, 100, 150 and 200 with weights (1, 0), (.75, .25), (.25, .75), (0, 1);
     #    the third has skip_steps 9
 
-What a stage does not say stays as it was. Its weights replace all weights: a source that they do
-not name is not drawn from then on. Every bucket of every source keeps one cursor through all stages
-(``megapack.data.schedule``), so whatever stages do, each of its samples comes once per epoch.
+A stage keeps the settings that it does not name. Its weights replace all weights: a source that
+they do not name is not drawn from then on. Every bucket of every source keeps one cursor through
+all stages (``megapack.data.schedule``), so each of its samples is drawn once per epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from megapack.data.stage_settings import (
     Program,
     StageSettings,
     Weights,
-    Window,
     spans,
     tokens_before,
 )
@@ -46,16 +45,18 @@ from megapack.errors import ConfigError
 T = TypeVar("T")
 
 
-def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[int, T]:
-    """Values by name of a source -> by its number. Raises ConfigError: a name that no source has,
-    or several have; ``what`` is how the message begins."""
-    if not given:
+def numbered(values: Mapping[str, T], names: Sequence[str], subject: str) -> dict[int, T]:
+    """Return values by number of the source instead of its name.
+
+    Raises ConfigError, which begins with ``subject``, if not exactly one source has a name.
+    """
+    if not values:
         return {}
-    times, numbers = Counter(names), {name: number for number, name in enumerate(names)}
-    for name in given:
-        if times[name] != 1:
-            raise ConfigError(f"{what} {name!r}; sources are {', '.join(names[:20])}")
-    return {numbers[name]: value for name, value in given.items()}
+    counts, numbers = Counter(names), {name: number for number, name in enumerate(names)}
+    for name in values:
+        if counts[name] != 1:
+            raise ConfigError(f"{subject} {name!r}; sources are {', '.join(names[:20])}")
+    return {numbers[name]: value for name, value in values.items()}
 
 
 # ---- A configuration and a mixture -> stages -----------------------------------------------------
@@ -64,27 +65,27 @@ def numbered(given: Mapping[str, T], names: Sequence[str], what: str) -> dict[in
 def resolve(
     config: ScheduleConfig, mixture: Mixture, tokens_per_epoch: Sequence[int] = ()
 ) -> Program:
-    """Stages in full, in order; those that change nothing are left out.
+    """Return the stages with all settings, in order, without stages that change nothing.
 
-    A skip edits the former run: it skips what the former run draws at these steps, also where other
-    stages begin among them. Edits are made one after the other: the skips
-    of ``mixture.stages`` by rising step, then ``mixture.decided`` as listed. With weights a, and b
-    from step 10 on, a skip of 4 steps at step 8 skips two steps of a and two of b. A second such
-    skip skips steps 8 to 11 of the run that has the first one: again two of a and two of b.
+    A skip edits the former run: it skips the draws of the former run at these steps, also if other
+    stages begin among them. Edits apply one after the other: first the skips of ``mixture.stages``
+    by rising step, then ``mixture.decided`` in their order. With weights a, and b from step 10 on,
+    a skip of 4 steps at step 8 skips two steps of a and two of b. A second such skip skips steps 8
+    to 11 of the run that has the first one: again two of a and two of b.
 
     Args:
         config: from step 0 on.
         mixture: ``Mixture.of`` the sources.
-        tokens_per_epoch: samples x capacity of every source, for ``within_epochs``; not needed
-            without ``mixture.run_tokens``.
+        tokens_per_epoch: samples x capacity of every source, for ``within_epochs``; used only with
+            ``mixture.run_tokens``.
 
     Raises:
-        ConfigError: names the stage, what is wrong with it, and the remedy.
+        ConfigError: names the stage, the problem and the remedy.
     """
-    weights: dict[int, Stage] = {}  # decided, by first step
+    decided_weights: dict[int, Stage] = {}  # by first step
 
     def settings() -> tuple[Program, list[tuple[int, int]]]:
-        decided = [weights[begin] for begin in sorted(weights)]
+        decided = [stage for _, stage in sorted(decided_weights.items())]
         program, skips = _without_skips(config, mixture, decided)
         return within_epochs(program, mixture, tokens_per_epoch), skips
 
@@ -95,13 +96,13 @@ def resolve(
     for stage in mixture.decided:
         begin = stage.from_step or 0
         if stage.weights is not None:
-            weights[begin] = stage
+            decided_weights[begin] = stage
         if stage.skip_steps:
             former, _ = settings()
             check_reach(former, stage, begin + stage.skip_steps)
             program = _with_settings(program, base, former)
             # The run goes back to this step: later weights were decided by steps it takes back.
-            weights = {first: kept for first, kept in weights.items() if first <= begin}
+            decided_weights = {b: kept for b, kept in decided_weights.items() if b <= begin}
             base, _ = settings()
             program = _skip(program, base, begin, stage.skip_steps)
     final, _ = settings()
@@ -200,7 +201,7 @@ def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
 def _without_skips(
     config: ScheduleConfig, mixture: Mixture, decided_weights: Sequence[Stage]
 ) -> tuple[Program, list[tuple[int, int]]]:
-    """Return the stages in full without their skips, and the skips as (first step, steps)."""
+    """Return the stages with all settings but skips, and the skips as (first step, steps)."""
     names = mixture.names or ()
     weights: Weights = tuple(mixture.weights or [None] * len(names))
     drawn = [weight for weight in weights if weight != 0]
@@ -208,13 +209,17 @@ def _without_skips(
         raise ConfigError(
             f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
         )
-    check_range("the run", at_least=0, attention_window=mixture.attention_window)
-    window = Window(mixture.attention_window) if mixture.attention_window else None
-    factors = _loss_weights({}, mixture.loss_weights, names, "the run")
-    rates = _fim_rates({}, mixture, mixture.fim_rates, "the run")
-    settings = StageSettings(0, 0, config, weights)
-    program: Program = (settings._replace(loss_weights=factors, fim_rates=rates, window=window),)
-    ramp: list[tuple[int, Weights]] = []  # from which steps on one that has begun has which weights
+    first = StageSettings(
+        begin=0,
+        skip_steps=0,
+        config=config,
+        weights=weights,
+        loss_weights=_loss_weights({}, mixture.loss_weights, names, "the run"),
+        fim_rates=_fim_rates({}, mixture, mixture.fim_rates, "the run"),
+        window=mixture.window,
+    )
+    program: Program = (first,)
+    ramp: list[tuple[int, Weights]] = []  # remaining (first step, weights) of the current ramp
     skips: list[tuple[int, int]] = []
     written, decided = deque(mixture.stages), deque(decided_weights)
     while written or decided:
@@ -224,7 +229,7 @@ def _without_skips(
         if begin <= last_begin:
             raise ConfigError(
                 f"{stage} begins at step {begin}, and the one before it at {last_begin}: list "
-                "stages in order, and what holds from step 0 on outside of them"
+                "stages in order, and give the settings of step 0 outside of stages"
             )
         check_reach(program, stage, begin + stage.skip_steps)
         program = _ramped(program, ramp, begin)
@@ -245,12 +250,11 @@ def _without_skips(
             ramping=bool(ramp),
             loss_weights=_loss_weights(stage.loss_weights, last.loss_weights, names, str(stage)),
             fim_rates=_fim_rates(stage.fim_rates, mixture, last.fim_rates, str(stage)),
-            window=_window(stage, begin, last),
+            window=stage.window_after(last.window, begin),
         )
         if settings == last._replace(begin=begin, ramping=settings.ramping):
             continue
-        shuffled = [order_named(of.order).shuffled for of in (last.config, after)]
-        if shuffled[0] != shuffled[1]:
+        if order_named(last.config.order).shuffled != order_named(after.order).shuffled:
             raise ConfigError(
                 f"{stage} goes from order {last.config.order} to {after.order}: an epoch cannot be "
                 "both sequential and shuffled; use shuffled orders in all stages"
@@ -262,27 +266,27 @@ def _without_skips(
 def _next_stage(
     program: Program, written: deque[Stage], decided: deque[Stage]
 ) -> tuple[Stage, int]:
-    """The stage that begins first, taken from its list, and its first step.
+    """Take the stage that begins first from its list; return it and its first step.
 
-    Where one of each begins, they are one stage: decided weights go before written ones.
+    A decided and a written stage at the same step become one, with the decided weights.
     """
-    begin = decided[0].from_step if decided else None
+    decided_begin = decided[0].from_step if decided else None
     if written:
-        own = written[0].from_step
-        if own is None:
-            own = _step_of_tokens(program, int(written[0].from_tokens or 0))
-        if begin is None or own < begin:
-            return written.popleft(), own
-        if own == begin:
+        begin = written[0].from_step
+        if begin is None:
+            begin = _step_of_tokens(program, int(written[0].from_tokens or 0))
+        if decided_begin is None or begin < decided_begin:
+            return written.popleft(), begin
+        if begin == decided_begin:
             stage, added = written.popleft(), decided.popleft()
-            return replace(stage, weights=added.weights, ramp=None), own
+            return replace(stage, weights=added.weights, ramp=None), begin
     stage = replace(decided.popleft(), skip_steps=0)
     assert stage.from_step is not None, "a run decides by step"
     return stage, stage.from_step
 
 
 def _step_of_tokens(program: Program, tokens: int) -> int:
-    """The first step before which so many tokens were taken, should the last stage go on."""
+    """Return the first step of the last stage with at least so many tokens before it."""
     last = program[-1]
     missing = tokens - tokens_before(program, last.begin)
     return last.begin + -(-missing // last.config.tokens_per_step)
@@ -291,16 +295,12 @@ def _step_of_tokens(program: Program, tokens: int) -> int:
 _IN_STAGE = "let it begin (its ramp end, or skip fewer steps) before that"
 
 
-def check_reach(program: Program, what: object, step: int, remedy: str = _IN_STAGE) -> None:
-    """Positions of blends and of attention windows are counted as far, and no farther.
-
-    Raises:
-        ConfigError: ``what`` reaches to a step before which more tokens are taken.
-    """
+def check_reach(program: Program, subject: object, step: int, remedy: str = _IN_STAGE) -> None:
+    """Raise ConfigError if the steps before ``step`` have more tokens than blends can count."""
     largest = max(settings.config.tokens_per_step for settings in program)
     if step * largest > MOST_TOKENS and tokens_before(program, step) > MOST_TOKENS:
         raise ConfigError(
-            f"{what} reaches to step {step}, and a run has at most 2^53 tokens "
+            f"{subject} reaches to step {step}, and a run has at most 2^53 tokens "
             f"({MOST_TOKENS:,}): {remedy}"
         )
 
@@ -320,14 +320,14 @@ def _changed(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 def _pieces(
     program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
 ) -> list[tuple[int, Weights]]:
-    """(first step, weights): what the stage says of weights, its ramp in pieces."""
-    given = stage.weights or {}
-    by_number = numbered(given, names, f"{stage} gives a weight to")
-    _check_above_0(str(stage), "weight", given, "leave a source out to draw nothing from it")
-    wanted = [float(by_number.get(number, 0)) for number in range(len(names))]
+    """Return (first step, weights) of every piece of the stage's ramp; of the stage without one."""
+    by_name = stage.weights or {}
+    by_number = numbered(by_name, names, f"{stage} gives a weight to")
+    _check_above_0(str(stage), "weight", by_name, "leave a source out to draw nothing from it")
+    after = [float(by_number.get(number, 0)) for number in range(len(names))]
     ramp, last = stage.ramp, program[-1]
     if ramp is None:
-        return [(begin, tuple(wanted))]
+        return [(begin, tuple(after))]
     end = ramp.until_step
     if end is None:
         missing = int(ramp.until_tokens or 0) - tokens_before(program, begin)
@@ -340,16 +340,16 @@ def _pieces(
     before = [weight for weight in last.weights if weight is not None]
     if len(before) < len(last.weights):
         raise ConfigError(
-            f"{stage} has a ramp, and the sources no weights that it could go on from: give them "
-            "weights in the manifest (their tokens are what they have now)"
+            f"{stage} has a ramp, and the sources have no weights at its begin: give them weights "
+            "in the manifest (their numbers of tokens are the weights now)"
         )
-    return list(ramp_pieces(ramp, begin, end, before, wanted))
+    return list(ramp_pieces(ramp, begin, end, before, after))
 
 
 def ramp_pieces(
     ramp: Ramp, begin: int, end: int, before: Sequence[float], after: Sequence[float]
 ) -> list[tuple[int, tuple[float, ...]]]:
-    """(first step, shares) of every piece in order, and of what follows the last one.
+    """Return (first step, shares) of every piece in order, and (end, ``after``).
 
     Args:
         ramp: its shape and number of pieces; no piece is shorter than a step.
@@ -361,14 +361,14 @@ def ramp_pieces(
     bounds = [(end - begin) * i // count for i in range(count + 1)]
     result = []
     for low, high in pairwise(bounds):
-        done = _mean(ramp.shape, low, high, end - begin)
-        shares = tuple(a + (b - a) * done for a, b in zip(old, new, strict=True))
+        mean = _mean(ramp.shape, low, high, end - begin)
+        shares = tuple(a + (b - a) * mean for a, b in zip(old, new, strict=True))
         result.append((begin + low, shares))
     return [*result, (end, tuple(after))]
 
 
 def _mean(shape: str, low: int, high: int, length: int) -> float:
-    """Mean of the shape over [low / length, high / length]."""
+    """Return the mean of the shape over [low / length, high / length]."""
     if shape == "linear":
         return (low + high) / (2 * length)
     with localcontext(Context(prec=40)):
@@ -380,8 +380,8 @@ _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
 
 def _sine_of_pi(numerator: int, denominator: int) -> Decimal:
-    """sin(pi * numerator / denominator), the same on every machine: libraries differ in the last
-    bit of theirs, and so would the samples."""
+    """Return sin(pi * numerator / denominator), the same on every machine."""
+    # sin of the C libraries differs in the last bit, and the samples would differ with it.
     x = _PI * numerator / denominator
     term, total, n = x, x, 1
     while abs(term) > Decimal("1e-35"):
@@ -392,15 +392,15 @@ def _sine_of_pi(numerator: int, denominator: int) -> Decimal:
 
 
 def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | None) -> Program:
-    """The program and those pieces of a ramp that begin before ``end``."""
+    """Return the program with the pieces of a ramp that begin before ``end``."""
     for number, (begin, weights) in enumerate(ramp, 1):
-        last, going = program[-1], number < len(ramp)
-        settings = last._replace(begin=begin, weights=weights, ramping=going)
+        last, is_ramping = program[-1], number < len(ramp)
+        settings = last._replace(begin=begin, weights=weights, ramping=is_ramping)
         if (end is None or begin < end) and not settings.same_draws(last):
             order = order_named(last.config.order)
             if not order.shuffled or len(set(order.odds(2))) > 1:
                 raise ConfigError(
-                    f"a ramp goes on at step {begin} with order {last.config.order}, which would "
+                    f"a ramp continues at step {begin} with order {last.config.order}, which would "
                     "begin anew with every piece of the ramp: use proportional or uniform until it "
                     "ends, or one stage without a ramp"
                 )
@@ -418,7 +418,7 @@ def _loss_weights(
         result[number] = float(weight)
     remedy = "to measure a source without training on it, make it a validation set"
     _check_above_0(by, "loss weight", dict(zip(names, result, strict=True)), remedy)
-    return tuple(result) if set(result) != {1.0} else None
+    return None if set(result) == {1.0} else tuple(result)
 
 
 def _fim_rates(
@@ -435,55 +435,40 @@ def _fim_rates(
     check_range(by, at_least=0, at_most=1, **rates)
     if mixture.fim is None and any(result):
         raise ConfigError(
-            f"{by} has a rate of fim and there is no fim: say its sentinels (fim: {{sentinels: "
-            "...} in the manifest), or leave the rate out"
+            f"{by} has a rate of fim, and fim is not configured: give its sentinels (fim: "
+            "{sentinels: ...} in the manifest), or leave the rate out"
         )
     return tuple(result) if any(result) else None
 
 
-def _check_above_0(by: str, what: str, values: Mapping[str, float], remedy: str) -> None:
+def _check_above_0(by: str, quantity: str, values: Mapping[str, float], remedy: str) -> None:
     try:
-        check_positive(by, **{f"{what} of {name!r}": value for name, value in values.items()})
+        check_positive(by, **{f"{quantity} of {name!r}": value for name, value in values.items()})
     except ConfigError as error:
         raise ConfigError(f"{error} ({remedy})") from None
-
-
-def _window(stage: Stage, begin: int, before: StageSettings) -> Window | None:
-    tokens = stage.attention_window
-    if tokens is None:
-        return before.window
-    if not stage.window_steps:
-        return Window(tokens) if tokens else None
-    first = before.window_at(begin)
-    if first is None:
-        raise ConfigError(
-            f"{stage} has window_steps {stage.window_steps} and there is no window before it to "
-            "begin with; give an attention_window to the stage before, or to the manifest"
-        )
-    return Window(tokens, first, begin, stage.window_steps)
 
 
 # ---- Weights that repeat no source too often -----------------------------------------------------
 
 
 def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence[int]) -> Program:
-    """The program with weights under which no source is repeated more than ``max_epochs`` times.
+    """Return the program with weights under which no source exceeds its ``max_epochs``.
 
-    Over ``run_tokens`` every source has what its weight says, but none more than its limit; what is
-    left over goes to the others by their weights. With equal weights that is UniMax (Chung et al.
-    2023, arXiv 2304.09151, Algorithm 1). Three sources of 100, 1,000 and 10,000 tokens with equal
-    weights and a limit of 4, in a run of 9,000:
+    The weights of a stage decide the tokens of every source in the rest of ``run_tokens``. Sources
+    that would exceed their limit get the tokens up to the limit; the others share the remainder by
+    their weights. With equal weights this is UniMax (Chung et al. 2023, arXiv 2304.09151,
+    Algorithm 1). Three sources of 100, 1,000 and 10,000 tokens with equal weights and a limit of 4,
+    in a run of 9,000:
 
         tokens  400, 4,000, 4,600    # 3,000 each; then (9,000 - 400) / 2 = 4,300; then the rest
         epochs  4, 4, .46
 
-    A stage is planned as if it went on to the end of the run, with what the stages before it have
-    left of every source; so a stage that is appended changes nothing of what was done. Where all
-    sources of a stage are at their limits they are drawn in proportion to what is left of them, and
-    ``check_epochs`` refuses the run if the stage lasts that long.
+    A stage is planned up to the end of the run, so that a stage appended later does not change
+    steps already taken. If all sources of a stage are at their limits, their shares are their
+    remaining tokens, and ``check_epochs`` refuses a run in which the stage lasts longer.
 
-    Tokens are those of steps, with padding; what is passed over (``skip_steps``) does not count,
-    and where rows are not full (``row_tokens``) sources stay that much below their limits.
+    Tokens are those of steps, with padding. Skipped steps do not count. With partly filled rows
+    (``row_tokens``) sources stay below their limits by that part.
 
     Args:
         mixture: ``Mixture.of`` the sources.
@@ -492,51 +477,51 @@ def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence
     if mixture.run_tokens is None or not tokens_per_epoch:
         return program
     assert isinstance(mixture.max_epochs, Sequence)
-    room = [  # tokens that may still be drawn of every source
+    limits = [  # remaining tokens of every source
         None if limit is None else math.floor(Fraction(limit) * tokens)
         for limit, tokens in zip(mixture.max_epochs, tokens_per_epoch, strict=True)
     ]
-    left, result = mixture.run_tokens, list(program)
+    remaining, result = mixture.run_tokens, list(program)
     shares: list[Fraction] = []
     for i, stage in enumerate(program):
-        if left <= 0:
+        if remaining <= 0:
             break
         if i == 0 or stage.weights != program[i - 1].weights:
-            wanted = [
+            requested = [
                 tokens if weight is None else weight
                 for weight, tokens in zip(stage.weights, tokens_per_epoch, strict=True)
             ]
-            shares, kept = _limited(whole_weights(wanted), room, left)
-            weights = stage.weights if kept else tuple(map(float, shares))
+            shares, is_limited = _limited(whole_weights(requested), limits, remaining)
+            weights = tuple(map(float, shares)) if is_limited else stage.weights
         result[i] = stage._replace(weights=weights)
-        steps = program[i + 1].begin - stage.begin if i + 1 < len(program) else left
-        taken = min(left, steps * stage.config.tokens_per_step)
-        left -= taken
-        room = [
-            None if own is None else max(0, math.floor(own - share * taken))
-            for own, share in zip(room, shares, strict=True)
+        steps = program[i + 1].begin - stage.begin if i + 1 < len(program) else remaining
+        taken = min(remaining, steps * stage.config.tokens_per_step)
+        remaining -= taken
+        limits = [
+            None if limit is None else max(0, math.floor(limit - share * taken))
+            for limit, share in zip(limits, shares, strict=True)
         ]
     return tuple(result)
 
 
 def _limited(
-    weights: Sequence[int], room: Sequence[int | None], tokens: int
+    weights: Sequence[int], limits: Sequence[int | None], tokens: int
 ) -> tuple[list[Fraction], bool]:
-    """Shares of ``tokens`` by weight, of no source more than its room; whether none is short."""
+    """Return shares of ``tokens`` by weight up to the limits; True if a source is at its limit."""
     shares = [Fraction(0)] * len(weights)
-    rest, weight_of_rest = Fraction(tokens), sum(weights)
-    open_ = {d for d, weight in enumerate(weights) if weight}
-    limited = [(Fraction(own, weights[d]), own, d) for d in open_ if (own := room[d]) is not None]
-    short = False
-    for ratio, own, d in sorted(limited):  # those that reach their limits first
-        if ratio * weight_of_rest >= rest:
+    unassigned, total_weight = Fraction(tokens), sum(weights)
+    unlimited = {d for d, weight in enumerate(weights) if weight}
+    ratios = [(Fraction(n, weights[d]), n, d) for d in unlimited if (n := limits[d]) is not None]
+    is_limited = False
+    for ratio, limit, d in sorted(ratios):  # sources that reach their limits first
+        if ratio * total_weight >= unassigned:
             break
-        shares[d], short = Fraction(own, tokens), True
-        rest, weight_of_rest = rest - own, weight_of_rest - weights[d]
-        open_.remove(d)
-    for d in open_:
-        shares[d] = rest / tokens * Fraction(weights[d], weight_of_rest)
-    if not open_:  # together they do not hold so many
+        shares[d], is_limited = Fraction(limit, tokens), True
+        unassigned, total_weight = unassigned - limit, total_weight - weights[d]
+        unlimited.remove(d)
+    for d in unlimited:
+        shares[d] = unassigned / tokens * Fraction(weights[d], total_weight)
+    if not unlimited:  # the limits add up to less than ``tokens``
         shares = shares if any(shares) else [Fraction(weight) for weight in weights]
         shares = [share / sum(shares) for share in shares]
-    return shares, not short
+    return shares, is_limited

@@ -1,17 +1,17 @@
-"""What a run will consist of, known before it starts: counted from cursors, not from its steps.
+"""Reports on a run before it starts, counted from cursors, not from its steps.
 
-- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses repeats;
-  ``often_repeated`` says when they begin to cost.
-- ``times_drawn``, ``last_step``: how often samples were drawn before a step, and when last.
-- ``unseen_documents``: what a run has not seen yet in the present pass over a source.
-- ``plan_exclusions``: what the lists of excluded documents do to a run.
+- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` limits repeats;
+  ``often_repeated`` warns of many.
+- ``times_drawn``, ``last_step``: number of draws of samples before a step, and the last one.
+- ``unseen_documents``: documents that a run has not seen yet in the current epoch of a source.
+- ``plan_exclusions``: effects of the lists of excluded documents.
 
     print(plan_run(schedule, 1000).table())
     # ->  weight       realised    epochs  repeated      samples  source
     #     80.00%       80.0001%     0.412     0.00%      120,000  web
     #     20.00%       19.9999%     1.730    42.20%        9,000  code
 
-What a query costs grows with the samples that are asked about, and with neither steps nor epochs.
+The cost of a query depends on the number of its samples, not on the number of steps or epochs.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ Ids = NDArray[np.int64]
 
 
 def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
-    """How often each of some samples was drawn since the run began, or passed over.
+    """Return how often each sample was drawn or skipped in the steps before ``step``.
 
     Args:
-        stage: that ``step`` belongs to, or that ends with it.
-        source: number of the source whose samples they are.
+        stage: the stage that contains ``step`` or ends there.
+        source: number of the source of all samples.
         ids: global ids, int64.
-        step: the draws of the steps before it are counted.
+        step: first step that does not count.
 
     Returns:
         int64, of the shape of ``ids``.
     """
     times = np.zeros(len(ids), np.int64)
-    for capacity, mine, samples in _by_bucket(stage, source, ids):
+    for capacity, positions, samples in _by_bucket(stage, source, ids):
         epochs, cursor = stage.order_at(source, capacity, step)
-        times[mine] = epochs.times(cursor, samples)
+        times[positions] = epochs.times(cursor, samples)
     return times
 
 
 def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
-    """The last step of a stage before ``step`` that draws one of some samples.
+    """Return the last step of a stage before ``step`` that draws one of the samples.
 
-    Arguments are those of ``times_drawn``; the stage draws each of the samples before ``step``.
+    Arguments are those of ``times_drawn``; the stage must draw each sample before ``step``.
     """
     return max(
         stage.last_step(source, capacity, samples, step)
@@ -65,35 +65,35 @@ def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
 
 
 def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-    """Every bucket that has some of the ids of a source: its capacity, where they stand, and the
-    samples counted from its first one."""
+    """Yield (capacity, positions in ``ids``, samples counted from the bucket's first one) of every
+    bucket that has some of the ids of a source."""
     for capacity, sources, firsts, sizes in stage.samples.buckets:
-        for at in np.flatnonzero(sources == source).tolist():
-            first, size = int(firsts[at]), int(sizes[at])
-            mine = np.flatnonzero((first <= ids) & (ids < first + size))
-            if len(mine):
-                yield capacity, mine, ids[mine] - first
+        for i in np.flatnonzero(sources == source).tolist():
+            first, size = int(firsts[i]), int(sizes[i])
+            positions = np.flatnonzero((first <= ids) & (ids < first + size))
+            if len(positions):
+                yield capacity, positions, ids[positions] - first
 
 
 def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
-    """Documents of a source that were seen less often than once more than all were.
+    """Return the documents of a source that the current epoch has not seen.
 
-    A document was seen as often as that one of its samples that was drawn least often in the steps
-    before ``step`` (or passed over). With c the least of all documents, the present pass is the one
-    behind c whole passes, and unseen in it is what was seen c times. Documents that no sample
-    holds, and those masked at ``step``, are not among them.
+    A document was seen as often as the one of its samples that was drawn (or skipped) least often
+    before ``step``. If c is the minimum over all documents, c epochs are complete, and the
+    documents seen c times are unseen in the current one. Documents without a sample and documents
+    masked at ``step`` are left out.
 
-    A source that goes on in another packing (longer samples, other buckets) cannot take over a
-    cursor: its new samples hold seen and unseen documents side by side. What is exact is a packing
-    of the rest: the unseen documents, packed by themselves, are a source of their own.
+    A source cannot change its packing (longer samples, other buckets) and keep its cursors, since
+    the new samples mix seen and unseen documents. To do so exactly, pack the unseen documents as a
+    new source.
 
     Args:
         schedule: of the run.
         source: number of the source.
-        step: how many steps are done.
+        step: number of steps taken.
 
     Returns:
-        Ids of the documents, ascending, int64; and c. Costs the time of reading the source's index.
+        Ids of the documents, ascending, int64; and c. Reads the index of the source.
     """
     samples, stage = schedule.samples, schedule.stage_at(step)
     ids = np.arange(*samples.bases[source : source + 2], dtype=np.int64)
@@ -114,59 +114,58 @@ class ExclusionPlan:
     """Effect of a list of excluded documents on one source."""
 
     source: str
-    """Whose documents are masked."""
+    """Name of the source."""
     from_step: int
-    """The first step at which they are."""
+    """First step at which the documents are masked."""
     num_documents: int
-    """Those that no list before it has."""
+    """Documents that no earlier list contains."""
     num_samples: int
-    """That hold a piece of them."""
+    """Samples with a piece of these documents."""
     draws_before: int
-    """Draws of those samples before from_step, when the documents were seen."""
+    """Draws of these samples before from_step."""
     last_seen: int | None
-    """The step of the last of these; None: there is none."""
+    """Step of the last such draw; None without any."""
     draws_since: int
-    """Draws of those samples from from_step on."""
+    """Draws of these samples from from_step on."""
     shown_since: int
-    """Draws since then that still show one of the documents."""
+    """Draws among these that still show one of the documents."""
 
 
 def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
-    """Effects of the lists of excluded documents in the first ``num_steps`` steps.
+    """Return the effects of the lists of excluded documents in the first ``num_steps`` steps.
 
-    Draws are counted from cursors, so the costs do not grow with the steps. Reads 4 bytes per
-    segment of the sources concerned.
+    Reads 4 bytes per segment of the sources concerned.
     """
-    lists = schedule.samples.exclusions
+    exclusions = schedule.samples.exclusions
     return [
-        _plan(schedule, source, number, num_steps)
-        for source in lists.sources
-        for number in np.unique(lists.lists[source]).tolist()
+        _plan_exclusion(schedule, source, number, num_steps)
+        for source in exclusions.sources
+        for number in np.unique(exclusions.first_lists[source]).tolist()
     ]
 
 
-def _plan(schedule: Schedule, source: int, number: int, num_steps: int) -> ExclusionPlan:
-    samples, lists = schedule.samples, schedule.samples.exclusions
-    documents = lists.documents[source][lists.lists[source] == number]
+def _plan_exclusion(schedule: Schedule, source: int, number: int, num_steps: int) -> ExclusionPlan:
+    samples, exclusions = schedule.samples, schedule.samples.exclusions
+    documents = exclusions.documents[source][exclusions.first_lists[source] == number]
     from_step = schedule.masked_from(source, int(documents[0]))
     assert from_step is not None
-    holding = np.array(samples.samples_of(source, documents), np.int64)
+    holders = np.array(samples.samples_of(source, documents), np.int64)
     before = since = shown = 0
     last_seen = None
     for stage, end in schedule.spans(num_steps):
-        at_end, at_begin = (times_drawn(stage, source, holding, i) for i in (end, stage.begin))
+        at_end, at_begin = (times_drawn(stage, source, holders, i) for i in (end, stage.begin))
         drawn = at_end - at_begin
         if stage.begin >= from_step:
             since += int(drawn.sum())
-            shown += int(drawn[_shows(schedule, source, holding, documents, stage.view)].sum())
+            shown += int(drawn[_shows(schedule, source, holders, documents, stage.view)].sum())
         elif drawn.any():
             before += int(drawn.sum())
-            last_seen = last_step(stage, source, holding[drawn > 0], end)
+            last_seen = last_step(stage, source, holders[drawn > 0], end)
     return ExclusionPlan(
         source=samples.names[source],
         from_step=from_step,
         num_documents=len(documents),
-        num_samples=len(holding),
+        num_samples=len(holders),
         draws_before=before,
         last_seen=last_seen,
         draws_since=since,
@@ -177,20 +176,20 @@ def _plan(schedule: Schedule, source: int, number: int, num_steps: int) -> Exclu
 def _shows(
     schedule: Schedule, source: int, ids: Ids, documents: Ids, view: StepView
 ) -> NDArray[np.bool_]:
-    """Which of some samples still show one of some documents under the first lists."""
+    """Return for each sample whether the view still shows one of the documents in it."""
     samples, shown = schedule.samples, np.zeros(len(ids), np.bool_)
-    for shard, mine, local in samples.shards.by_shard(ids):
+    for shard, positions, local in samples.shards.by_shard(ids):
         segments, owner = segments_of(samples.shards.index(shard), local)
         held = np.asarray(samples.shards.index(shard).segment_document[segments], np.int64)
         held += samples.shards.first_documents[shard]
-        there = np.isin(held, documents) & ~samples.exclusions.masks(source, held, view)
-        shown[mine] = np.bincount(owner[there], minlength=len(mine)) > 0
+        visible = np.isin(held, documents) & ~samples.exclusions.masks(source, held, view)
+        shown[positions] = np.bincount(owner[visible], minlength=len(positions)) > 0
     return shown
 
 
 @dataclass(frozen=True)
 class BucketShare:
-    """One bucket of a stage: samples it has, samples per draw, draws, and its share of tokens."""
+    """One bucket of a stage: its samples, samples per draw, draws, and its share of tokens."""
 
     capacity: int
     num_samples: int
@@ -200,7 +199,7 @@ class BucketShare:
 
 
 class SourceShare(NamedTuple):
-    """One source: the share of tokens asked for and realised, and how often it is repeated."""
+    """One source: its requested and its realised share of tokens, and its repeats."""
 
     name: str
     weight: float
@@ -209,14 +208,14 @@ class SourceShare(NamedTuple):
     tokens: int
     epochs: float
     repeated: float
-    """The share of its tokens that the run had seen before."""
+    """Share of its tokens that the run had seen before."""
 
 
 class SourceShares:
-    """One ``SourceShare`` per source, made when it is asked for: there may be tens of thousands.
+    """Sequence of one ``SourceShare`` per source, created on access: there may be thousands.
 
     Attributes:
-        names, columns: what the rows hold, each (D,).
+        names, columns: fields of the rows, each (D,).
     """
 
     def __init__(self, names: Sequence[str], *columns: NDArray[Any]) -> None:
@@ -244,7 +243,7 @@ class StagePlan:
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
     fim: str = ""
-    """Which share of the documents of which source is turned round; "" where none is."""
+    """Rates of fill-in-the-middle per source; "" without any."""
 
     def __str__(self) -> str:
         rows = [*([self.fim] if self.fim else [])]
@@ -269,7 +268,7 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     datasets: SourceShares
     loss: str
-    """What the loss is the mean of, and whose tokens have weights; "" where all count alike."""
+    """The mean that the loss is, and the sources with weights per token; "" for the plain mean."""
 
     def __str__(self) -> str:
         lines = []
@@ -286,7 +285,7 @@ class RunPlan:
         return "\n".join([*lines, self.table(), *([f"loss: {self.loss}"] if self.loss else [])])
 
     def table(self) -> str:
-        """One line per source: shares of the tokens, and how often each is repeated."""
+        """Return one line per source: shares of the tokens, epochs and repeats."""
         columns = f"{'weight':>8} {'realised':>14} {'epochs':>9} {'repeated':>9} {'samples':>12}"
         rows = [f"{columns}  source"]
         rows += [
@@ -297,36 +296,36 @@ class RunPlan:
         return "\n".join([*rows, *often_repeated(self)])
 
 
-# Epochs from which on repeats are spoken of. Up to four of all data cost next to nothing, and what
-# more bring falls off (Muennighoff et al. 2023, arXiv 2305.16264); a scarce source of a mixture
-# bears 15 to 20 (arXiv 2605.12715).
+# Epochs above which a plan warns of repeats. Up to four epochs of all data cost next to nothing,
+# later ones bring less and less (Muennighoff et al. 2023, arXiv 2305.16264); a scarce source of a
+# mixture can be repeated 15 to 20 times (arXiv 2605.12715).
 EPOCHS_OF_MOST = 4
 EPOCHS_OF_SCARCE = 15
 
 
 def often_repeated(plan: RunPlan) -> list[str]:
-    """A sentence per source that is repeated more often than is known to cost nothing: more than
-    4 times where it gives half of the tokens or more, else more than 15 times."""
+    """Return a warning per source with too many epochs: more than 4 if it provides half of the
+    tokens or more, else more than 15."""
     lines = []
     for source in plan.datasets:
-        most = source.realised >= 0.5
-        bound = EPOCHS_OF_MOST if most else EPOCHS_OF_SCARCE
+        is_large = source.realised >= 0.5
+        bound = EPOCHS_OF_MOST if is_large else EPOCHS_OF_SCARCE
         if source.epochs > bound:
-            known = (
+            reason = (
                 f"up to {bound} epochs cost next to nothing, later ones bring less and less (arXiv "
                 "2305.16264)"
-                if most
+                if is_large
                 else f"a scarce source of a mixture bears {bound} to 20 (arXiv 2605.12715)"
             )
             lines.append(
-                f"warning: source {source.name} is seen {source.epochs:.1f} times: {known}. Lower "
+                f"warning: source {source.name} is seen {source.epochs:.1f} times: {reason}. Lower "
                 "its weight, or give it max_epochs and the manifest run_tokens"
             )
     return lines
 
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
-    """Count what the first ``num_steps`` steps hold; costs nothing that grows with the data."""
+    """Count the content of the first ``num_steps`` steps; the data's size does not matter."""
     return RunPlan(
         num_steps=num_steps,
         stages=tuple(_plan_stage(stage, end) for stage, end in schedule.spans(num_steps)),
@@ -337,10 +336,10 @@ def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
 
 def _loss(schedule: Schedule) -> str:
     samples = schedule.samples
-    weighed = [n for n, of in zip(samples.names, samples.token_weights, strict=True) if of]
+    weighted = [n for n, of in zip(samples.names, samples.token_weights, strict=True) if of]
     if not samples.weighs_tokens:
         return ""
-    return samples.mixture.loss + f", weights per token of {', '.join(weighed)}" * bool(weighed)
+    return samples.mixture.loss + f", weights per token of {', '.join(weighted)}" * bool(weighted)
 
 
 def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
@@ -360,44 +359,50 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
 
 
 def describe_fim(stage: StageDraws) -> str:
-    """The rates of a stage, of those sources that have some and are drawn; "" without any."""
+    """Return the rates of fill-in-the-middle of all sources that a stage draws; "" without any."""
     rates = zip(stage.samples.names, stage.fim_rates or (), stage.weights, strict=False)
-    found = [f"{name} {rate:.4g}" for name, rate, weight in rates if rate and weight != 0]
-    more = f" and {len(found) - 20} more" if len(found) > 20 else ""
-    return f"fill-in-the-middle, share of documents: {', '.join(found[:20])}{more}" * bool(found)
+    entries = [f"{name} {rate:.4g}" for name, rate, weight in rates if rate and weight != 0]
+    more = f" and {len(entries) - 20} more" if len(entries) > 20 else ""
+    text = f"fill-in-the-middle, share of documents: {', '.join(entries[:20])}{more}"
+    return text if entries else ""
 
 
 def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
-    """Weights are the mean over the stages, by their tokens."""
+    """Count the tokens of all sources; weights are the mean over the stages, by their tokens."""
     samples = schedule.samples
-    there = samples.tokens_per_epoch
-    of_bucket = {c: np.zeros(len(there), np.int64) for c in schedule.capacities}
-    taken, wanted = np.zeros(len(there), np.int64), np.zeros(len(there))
+    per_epoch = samples.tokens_per_epoch
+    samples_taken = {c: np.zeros(len(per_epoch), np.int64) for c in schedule.capacities}
+    taken, requested = np.zeros(len(per_epoch), np.int64), np.zeros(len(per_epoch))
     for stage, end in schedule.spans(num_steps):
         before = int(taken.sum())
         for capacity, sources, counts in stage.taken(end):
             taken[sources] += counts * capacity
-            of_bucket[capacity][sources] += counts
-        given = np.array(stage.weights, np.float64)  # nan for None
-        shares = np.where(np.isnan(given), there, given)
-        wanted += shares / shares.sum() * (int(taken.sum()) - before)
-    repeated = np.zeros(len(there), np.int64)
+            samples_taken[capacity][sources] += counts
+        weights = np.array(stage.weights, np.float64)  # nan for None
+        weights = np.where(np.isnan(weights), per_epoch, weights)
+        requested += weights / weights.sum() * (int(taken.sum()) - before)
+    repeated = np.zeros(len(per_epoch), np.int64)
     for capacity, sources, _, sizes in samples.buckets:
-        if capacity in of_bucket:
-            again = np.maximum(of_bucket[capacity][sources] - sizes, 0)
-            repeated[sources] += again * capacity
-    total, again = max(1, int(taken.sum())), repeated / np.maximum(taken, 1)
-    columns = (wanted / total, taken / total, np.diff(samples.bases), taken, taken / there, again)
-    return SourceShares(samples.names, *columns)
+        if capacity in samples_taken:
+            repeats = np.maximum(samples_taken[capacity][sources] - sizes, 0)
+            repeated[sources] += repeats * capacity
+    total = max(1, int(taken.sum()))
+    return SourceShares(
+        samples.names,
+        requested / total,
+        taken / total,
+        np.diff(samples.bases),
+        taken,
+        taken / per_epoch,
+        repeated / np.maximum(taken, 1),
+    )
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
-    """Refuse a run that repeats a source more often than allowed, or has too many tokens to count.
-
-    A draw per bucket and stage more is granted: the last one of an epoch reaches into the next.
+    """Check that a run repeats no source too often and has at most 2^53 tokens.
 
     Raises:
-        ConfigError: names the source, how often it would be repeated, and the remedies.
+        ConfigError: names the source, its number of epochs, and the remedies.
     """
     check_reach(schedule.program, "the run", num_steps, "take fewer steps")
     mixture = schedule.samples.mixture
@@ -407,6 +412,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
         return
     sources = zip(plan_run(schedule, num_steps).datasets, limits, strict=True)
     worst, limit = max(sources, key=lambda pair: pair[0].epochs / pair[1])
+    # The last draw of an epoch reaches into the next: allow one more per bucket and stage.
     slack = sum(len(stage.buckets) for stage, _ in schedule.spans(num_steps)) / num_steps
     if worst.epochs > limit * (1 + slack):
         total, planned = schedule.tokens_before(num_steps), mixture.run_tokens
@@ -421,7 +427,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
 
 
 def check_labels(schedule: Schedule, num_steps: int) -> None:
-    """Refuse a run without any label. It counts until the first step that has one.
+    """Check that some step of a run has a label; count up to the first one.
 
     Raises:
         ConfigError: every step has loss 0.
@@ -435,10 +441,11 @@ def check_labels(schedule: Schedule, num_steps: int) -> None:
 
 
 def steps_without_labels(schedule: Schedule, num_steps: int) -> str | None:
-    """Say how many of the first steps (at most 1,024) have no label; None: all have."""
-    counted = min(num_steps, 1024)
-    empty = sum(not schedule.step(i).num_label_tokens for i in range(counted))
-    if not empty:
+    """Report how many of the first steps (at most 1,024) have no label; None if all have one."""
+    num_counted = min(num_steps, 1024)
+    num_empty = sum(not schedule.step(i).num_label_tokens for i in range(num_counted))
+    if not num_empty:
         return None
-    among = "" if counted == num_steps else f" among the first {counted:,}"
-    return f"steps without a label{among}: {empty:,} of {counted:,} (loss 0, nothing is learned)"
+    among = "" if num_counted == num_steps else f" among the first {num_counted:,}"
+    counts = f"{num_empty:,} of {num_counted:,}"
+    return f"steps without a label{among}: {counts} (loss 0, nothing is learned)"

@@ -1,15 +1,18 @@
-"""What a checkpoint keeps of the data: a step number and the program of the run.
+"""Comparison of a run with the checkpoint from which it resumes.
 
 There is no generator state: any step is computed from (indices, program, step). So a state fits
-every number of ranks, micro batch size and number of workers. All a resume has to do is to refuse a
-program that rewrites what was done, and to say what another one changes from now on.
+every number of ranks, micro batch size and number of workers. A resume has to refuse whatever would
+rewrite steps already taken, and to report what changes from now on.
 
-- ``identity``: everything that decides the order of samples, as JSON.
-- ``check_state``, ``resume_step``: a saved state against the run that is to go on from it.
+- ``identity``, ``check_state``, ``resume_step``: everything that decides the order of samples.
+- ``content_digests``, ``model_record``, ``tokenizer_digest``, ``flatten``: parts of a record, flat
+  keys of everything else that determines a run. ``check_record`` compares two.
 
     check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
     # -> ResumeError: this run would not see the samples the checkpoint's run would have seen: seed
-    #    was 7 and is 8. Restore the former configuration, or allow_change=(seed) to go on ...
+    #    was 7 and is 8. Restore the former configuration, or set allow_change=(seed) ...
+    check_record({"model.hidden_act": "gelu"}, {"model.hidden_act": "silu"})
+    # -> ResumeError: ... model.hidden_act was 'silu' and is 'gelu'. Restore ...
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from megapack.config import check_known, to_dict
 from megapack.data.program import skipped_pieces
@@ -31,42 +36,41 @@ if TYPE_CHECKING:
 
 # Raised whenever the same (index, configuration, step) would give other samples than before.
 # 2: blends take from their datasets by exact weights.
-# 3: windows of cost order the samples of every source by themselves, inside an epoch.
+# 3: cost windows sort the samples of every source separately, within an epoch.
 ORDER_VERSION = 3
 
-# What a stage can change, and the rest. Those of training are not of the order of samples, and
-# written only where there are some.
-_STAGE = (*STAGE_FIELDS, "weights")
-_TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention")
+# Settings that decide the draws of a stage, and those of the whole run.
+_DRAWS = (*STAGE_FIELDS, "weights")
 _WHOLE_RUN = (
     "order_version",
     *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
     "indices",
 )
-# Of the whole run, written only where there are some, and not of the order of samples either.
-_OF_LOSS = ("loss", "token_weights")
-# What an identity may lack.
-OPTIONAL = (*_TRAINING, *_OF_LOSS, "stages")
+# Settings that change what is learned from the same samples, of a stage and of the whole run. A
+# state has them only if they are set.
+_TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention")
+_LOSS = ("loss", "token_weights")
+# Fields that an identity may lack.
+OPTIONAL = (*_TRAINING, *_LOSS, "stages")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
+_REWEIGHTED = "the same samples are drawn, and their losses count otherwise"
 _SKIPS = ("skip_steps", "skipped", "from_step")
-_CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_STAGE, *_SKIPS), _RESHUFFLED) | {
+_CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
     "tokens_per_step": "the step number is converted by tokens seen; a step draws other samples",
     "row_tokens": "draws hold another number of samples; " + _RESHUFFLED,
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
     "indices": "other data; the epochs counted so far no longer mean anything",
     "weights": "sources are taken in other proportions; " + _RESHUFFLED,
-    "exclude": "documents are masked that were not, or seen that were masked",
-    "loss_weights": "the same samples are drawn, and their losses count otherwise",
-    "loss": "the same samples are drawn, and their losses count otherwise",
-    "token_weights": "the same samples are drawn, and their losses count otherwise",
-    "fim": "the same samples are drawn, and their documents are turned round otherwise",
-    "fim_rates": "the same samples are drawn, and other shares of their documents turned round",
-    "attention_window": "the same samples are drawn, and attention in them reaches as far as now",
-    "attention": "the same samples are drawn, and documents of a group see each other, or no more",
+    "exclude": "other documents are masked than before",
+    "loss_weights": _REWEIGHTED,
+    "loss": _REWEIGHTED,
+    "token_weights": _REWEIGHTED,
+    "fim": "the same samples are drawn, and fill-in-the-middle transforms documents differently",
+    "fim_rates": "the same samples are drawn, with fill-in-the-middle at other rates",
+    "attention_window": "the same samples are drawn, with another attention window",
+    "attention": "the same samples are drawn, with another reach of attention in groups",
 }
-
-_READ_SHARDS = 64  # of a source, by ``content_digests``
 ORDER_FIELDS = frozenset(_CONSEQUENCE)
 """Names of all fields that decide the order of samples."""
 
@@ -74,14 +78,17 @@ State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
 
 
-def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
-    """Everything that decides the order of samples: numbers, names and fingerprints (JSON).
+# ---- The order of samples ------------------------------------------------------------------------
 
-    The first stage's settings stand beside those of the whole run; the later ones in ``stages``,
-    each in full, if there are any.
+
+def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
+    """Return everything that decides the order of samples: numbers, names, fingerprints (JSON).
+
+    Settings of the first stage are next to those of the whole run; later stages, if there are any,
+    are complete entries of ``stages``.
     """
     first, *later = (
-        _plain(stage, before, samples)
+        _stage_identity(stage, before, samples)
         for before, stage in zip((program[0], *program[:-1]), program, strict=True)
     )
     whole: dict[str, Any] = {
@@ -97,6 +104,192 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     if any(samples.token_weights):
         whole["token_weights"] = samples.token_weights
     return {**whole, "stages": later} if later else whole
+
+
+def _stage_identity(
+    stage: StageSettings, before: StageSettings, samples: SampleSource
+) -> dict[str, Any]:
+    pieces = skipped_pieces(stage)
+    drawn_by_others = len(pieces) > 1 or (pieces and not pieces[0][0].same_draws(before))
+    skipped = [[piece.begin, count, *drawn_by(piece.of_draws)] for piece, count in pieces]
+    rates = _shortened(stage.fim_rates, stage.weights, 0.0)
+    optional = {
+        "loss_weights": _shortened(stage.loss_weights, stage.weights, 1.0),
+        "fim": samples.fim.identity() if samples.fim is not None and rates else None,
+        "fim_rates": rates,
+        "attention_window": list(stage.window or ()),
+        "attention": "group" if samples.attention == "group" else None,
+        "exclude": samples.exclusions.digests(stage.view, samples.names),
+        # Redundant if the stage before drew all of the skipped steps.
+        "skipped": json.loads(json.dumps(skipped)) if drawn_by_others else None,
+    }
+    return {
+        "from_step": stage.begin,
+        "skip_steps": sum(count for _, count in pieces),
+        **stage.of_draws,
+        "num_cycles": stage.config.num_cycles or order_named(stage.config.order).num_cycles,
+        "weights": list(stage.weights),
+        **{name: value for name, value in optional.items() if value},
+    }
+
+
+def _shortened(values: Sequence[float] | None, weights: Weights, default: float) -> list[float]:
+    """Return the values of the sources that are drawn, up to the last one besides the default."""
+    pairs = zip(values or (), weights, strict=False)
+    of_drawn = [default if weight == 0 else value for value, weight in pairs]
+    while of_drawn and of_drawn[-1] == default:
+        of_drawn.pop()
+    return of_drawn
+
+
+def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
+    """Compare a saved state with what decides the order of samples now.
+
+    Args:
+        current: of this run, ``Schedule.identity()``.
+        state: of the run to continue, ``Schedule.state_dict(step)``.
+        allow_change: names of fields that may differ before the step of the state.
+
+    Returns:
+        A sentence for every field that differs and may, with the consequence; and one for every
+        stage that differs from the step of the state on, where everything may differ.
+
+    Raises:
+        ResumeError: it is not a state; or something else differs, so that steps already taken would
+            be taken differently. The message names all fields with both values and the first step.
+        ConfigError: allow_change names a field that does not exist.
+    """
+    check_allowed(allow_change)
+    step = int(state.get("step", -1))
+    if step < 0 or "indices" not in state:
+        raise ResumeError(
+            f"this is not the state of a schedule (step {state.get('step')}, fields "
+            f"{', '.join(state) or 'none'}): give what state_dict(step) returned"
+        )
+    num_taken = max(step, 1)  # compare the first stage also if no step was taken
+    differing = list(_whole_run_changes(current, state, num_taken))
+    changes = list(_stage_changes(current, state, num_taken))
+    past = [change for change in changes if change[0] < num_taken]
+    rewritten = dict(past[0][1]) if past else {}
+    for _, differences in past[1:]:
+        for name, text in differences:
+            if name != "from_step":  # the first difference has named the step
+                rewritten.setdefault(name, text)
+    differing += rewritten.items()
+    refused = [(name, text) for name, text in differing if name not in allow_change]
+    if refused:
+        names = ", ".join(name for name, _ in refused)
+        remedy = "Restore the former configuration"
+        if "order_version" in names:
+            remedy = "Continue with the version of megapack that began the run"
+        elif past and past[0][0] > 0:
+            remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
+        elif past and len(refused) == len(rewritten):
+            remedy += f", make the change a stage from step {step} on"
+        same_samples = {name for name, _ in refused} <= {*_TRAINING, *_LOSS}
+        differs = "train otherwise on" if same_samples else "not see"
+        raise ResumeError(
+            f"this run would {differs} the samples the checkpoint's run would have seen: "
+            + "; ".join(text for _, text in refused)
+            + f". {remedy}, or set allow_change=({names}) to continue with the change"
+        )
+    return [f"{text}: {_CONSEQUENCE[name]}" for name, text in differing] + [
+        f"from step {begin} on {', '.join(text for _, text in differences)}"
+        for begin, differences in changes
+        if begin >= num_taken
+    ]
+
+
+def check_allowed(allow_change: Collection[str]) -> None:
+    """Raise ConfigError if a name is not a field of the order of samples."""
+    check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
+
+
+def _whole_run_changes(current: State, state: State, step: int) -> Iterator[_Difference]:
+    """Yield differences of the whole run; of sources, only those drawn before ``step``."""
+    stages = (*_all_stages(current), *_all_stages(state))
+    num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
+    for name in (*_WHOLE_RUN, *_LOSS):
+        then, now = state.get(name), current.get(name)
+        compared: tuple[Any, ...] = (then, now)
+        if name in ("indices", "token_weights"):
+            padded = (list(values or ()) + [None] * num_drawn for values in (then, now))
+            compared = tuple(values[:num_drawn] for values in padded)
+        if compared[0] != compared[1]:
+            yield name, f"{name} was {then!r} and is {now!r}"
+
+
+def _stage_changes(
+    current: State, state: State, step: int
+) -> Iterator[tuple[int, list[_Difference]]]:
+    """Yield (step, differences) for every step from which on other differences hold."""
+    now, then = _all_stages(current), _all_stages(state)
+    previous: list[_Difference] = []
+    for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
+        new, old = ([s for s in stages if s["from_step"] <= begin][-1] for stages in (now, then))
+        # Weights of the same proportions, for example, are equal.
+        equal = _DRAWS if drawn_by(new) == drawn_by(old) else ()
+        names = [name for name in new if new[name] != old[name] and name not in equal]
+        if len(names) > 1 and "from_step" in names:
+            names.remove("from_step")  # the stages differ anyway
+        differences = [(name, f"{name} was {old[name]!r} and is {new[name]!r}") for name in names]
+        if differences and differences != previous:
+            yield begin, differences
+        previous = differences
+
+
+def _all_stages(state: State) -> list[dict[str, Any]]:
+    """Return the stages of a state with all fields, without stages that change nothing.
+
+    Weights end with the last source that is drawn: later sources may have been added since.
+    """
+    optional: dict[str, Any] = {"exclude": {}, "skipped": None, **dict.fromkeys(_TRAINING)}
+    first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
+    first |= {name: state.get(name) for name in (*_DRAWS, *_TRAINING)}
+    first["weights"] = first["weights"] or [None] * len(state["indices"])
+    stages: list[dict[str, Any]] = []
+    for saved in (first, *state.get("stages", ())):
+        weights = saved["weights"]
+        num_drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
+        stage = {**optional, **saved, "weights": list(weights[:num_drawn])}
+        if stages and not stage["skip_steps"] and drawn_by(stages[-1]) == drawn_by(stage):
+            others = [name for name in stage if name not in (*_SKIPS, *_DRAWS)]
+            if all(stage[name] == stages[-1][name] for name in others):
+                continue
+        stages.append(stage)
+    return stages
+
+
+def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
+    """Return the step to continue with, after ``check_state``.
+
+    If another tokens_per_step was allowed for the past, it is the first step that the tokens seen
+    do not cover completely.
+    """
+    check_state(current, state, allow_change)
+    step = int(state["step"])
+    num_seen = _tokens(_all_stages(state), step)
+    now = _all_stages(current)
+    if _tokens(now, step) == num_seen:
+        return step
+    begin = [stage for stage in now if _tokens(now, stage["from_step"]) <= num_seen][-1]
+    missing = num_seen - _tokens(now, begin["from_step"])
+    return int(begin["from_step"]) + missing // int(begin["tokens_per_step"])
+
+
+def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
+    ends = [stage["from_step"] for stage in stages[1:]] + [step]
+    return sum(
+        max(0, min(end, step) - stage["from_step"]) * int(stage["tokens_per_step"])
+        for stage, end in zip(stages, ends, strict=True)
+    )
+
+
+# ---- Records: everything else that determines a run ----------------------------------------------
+
+_READ_SHARDS = 64  # of a source, by ``content_digests``
+# Fields of a transformers configuration that name its origin, not the model.
+_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
@@ -119,183 +312,110 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     return digests
 
 
-def _plain(stage: StageSettings, before: StageSettings, samples: SampleSource) -> dict[str, Any]:
-    pieces = skipped_pieces(stage)
-    others = len(pieces) > 1 or (pieces and not pieces[0][0].same_draws(before))
-    skipped = [[piece.begin, count, *drawn_by(piece.of_draws)] for piece, count in pieces]
-    rates = _of_drawn(stage.fim_rates, stage.weights, 0.0)
-    optional = {
-        "loss_weights": _of_drawn(stage.loss_weights, stage.weights, 1.0),
-        "fim": samples.fim.identity() if samples.fim is not None and rates else None,
-        "fim_rates": rates,
-        "attention_window": list(stage.window or ()),
-        "attention": "group" if samples.attention == "group" else None,
-        "exclude": samples.exclusions.digests(stage.num_lists, samples.names),
-        # Only where others than the stage before drew them.
-        "skipped": json.loads(json.dumps(skipped)) if others else None,
-    }
-    return {
-        "from_step": stage.begin,
-        "skip_steps": sum(count for _, count in pieces),
-        **stage.of_draws,
-        "num_cycles": stage.config.num_cycles or order_named(stage.config.order).num_cycles,
-        "weights": list(stage.weights),
-        **{name: value for name, value in optional.items() if value},
-    }
+def model_record(architecture: Any) -> dict[str, Any]:
+    """Return every field of a transformers configuration as ``model.<field>``; JSON."""
+    tree = {name: v for name, v in architecture.to_dict().items() if name not in _ORIGIN}
+    leaves: dict[str, Any] = json.loads(json.dumps(flatten(tree, "model."), default=str))
+    return leaves
 
 
-def _of_drawn(values: Sequence[float] | None, weights: Weights, usual: float) -> list[float]:
-    """Of what is drawn, up to the last that is not as usual."""
-    pairs = zip(values or (), weights, strict=False)
-    found = [usual if weight == 0 else value for value, weight in pairs]
-    while found and found[-1] == usual:
-        found.pop()
-    return found
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of a transformers tokenizer: vocabulary, rules, special tokens, template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    content = [rules, special, getattr(tokenizer, "chat_template", None)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
-def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
-    """Compare a saved state with what decides the order of samples now.
+def flatten(tree: State, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings under dotted keys."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def check_record(
+    current: State,
+    saved: State | None,
+    allow_change: Collection[str] = (),
+    *,
+    is_branch: bool = False,
+    option: str = "checkpoint.allow_change",
+) -> list[str]:
+    """Compare the record of a checkpoint with that of this run.
 
     Args:
-        current: of this run, ``Schedule.identity()``.
-        state: of the run to continue, ``Schedule.state_dict(step)``.
-        allow_change: names of fields that may differ before the step of the state.
+        current: of this run.
+        saved: of the checkpoint; None: it has no record, which ``run`` in ``allow_change`` accepts.
+        allow_change: keys, sections of keys, or last parts of keys that may differ.
+        is_branch: the run begins at another run's checkpoint, in order to differ from there on:
+            only the model, the tokenizer and the data must be the same.
+        option: name of ``allow_change`` in the message.
 
     Returns:
-        One sentence per field that differs and may, saying what the change does; and one per stage
-        that differs from the step of the state on, where everything may.
+        A sentence for every difference that is allowed.
 
     Raises:
-        ResumeError: it is no state; or something else differs, that is, what was done would be done
-            otherwise; all of it is named with both values and the first step that differs.
-        ConfigError: allow_change names a field that does not exist.
+        ResumeError: naming every other difference with both values.
     """
-    check_allowed(allow_change)
-    step = int(state.get("step", -1))
-    if step < 0 or "indices" not in state:
+    if saved is None:
+        if "run" in allow_change:
+            return ["the checkpoint has no record of its run: nothing else was compared"]
         raise ResumeError(
-            f"this is no state of a schedule (step {state.get('step')}, fields "
-            f"{', '.join(state) or 'none'}): give what state_dict(step) returned"
+            "the checkpoint has no record of the run that wrote it, so its configuration, model, "
+            f"tokenizer and data cannot be compared; set {option}=[run] to continue without that"
         )
-    done = max(step, 1)  # a run that has not begun has a first stage nevertheless
-    differing = list(_whole_run(current, state, done))
-    changes = list(_stages(current, state, done))
-    past = [change for change in changes if change[0] < done]
-    rewritten = dict(past[0][1]) if past else {}
-    for _, found in past[1:]:
-        for name, text in found:
-            if name != "from_step":  # a stage that begins elsewhere differs from there on
-                rewritten.setdefault(name, text)
-    differing += rewritten.items()
-    refused = [(name, text) for name, text in differing if name not in allow_change]
+    refused, changes = {}, []
+    for key in sorted(current.keys() | saved.keys()):
+        then, now = saved.get(key), current.get(key)
+        if key == "model.attention_backend" and key not in current:
+            continue
+        if key == "data.content":
+            then, now = _content_difference(then or {}, now or {})
+        if then == now:
+            continue
+        text = f"{key} was {then!r:.200} and is {now!r:.200}"
+        is_fixed = key.startswith("model.") or key == "data.content"
+        if (
+            is_within(key, allow_change)
+            or key.rpartition(".")[2] in allow_change
+            or (is_branch and not is_fixed)
+        ):
+            changes.append(text)
+        else:
+            refused[key] = text
     if refused:
-        names = ", ".join(name for name, _ in refused)
-        remedy = "Restore the former configuration"
-        if "order_version" in names:
-            remedy = "Continue with the version of megapack that began the run"
-        elif past and past[0][0] > 0:
-            remedy += f" of the stages before step {step} (the first difference is at {past[0][0]})"
-        elif past and len(refused) == len(rewritten):
-            remedy += f", make the change a stage from step {step} on"
-        trained = {name for name, _ in refused} <= {*_TRAINING, *_OF_LOSS}
-        differs = "train otherwise on" if trained else "not see"
         raise ResumeError(
-            f"this run would {differs} the samples the checkpoint's run would have seen: "
-            + "; ".join(text for _, text in refused)
-            + f". {remedy}, or allow_change=({names}) to go on regardless"
+            f"this run would not continue the checkpoint's run: {'; '.join(refused.values())}. "
+            f"Restore the former configuration or files, or set {option}=[{','.join(refused)}] to "
+            "continue with the new ones"
         )
-    return [f"{text}: {_CONSEQUENCE[name]}" for name, text in differing] + [
-        f"from step {begin} on {', '.join(text for _, text in fields)}"
-        for begin, fields in changes
-        if begin >= done
-    ]
+    return changes
 
 
-def check_allowed(allow_change: Collection[str]) -> None:
-    """Refuse names that are no fields of the data order. Raises ConfigError."""
-    check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
+def _content_difference(then: State, now: State) -> tuple[State, State]:
+    """Return the sources that both runs have and whose bytes differ."""
+
+    def differs(name: str) -> bool:
+        for saved, present in zip(then[name], now[name], strict=True):
+            if (saved is None) != (present is None):
+                return True  # labels or weights were added or removed
+            digests = zip(saved or (), present or (), strict=True)
+            # The second digest is missing if there was no meta file.
+            if any(a != b for a, b in digests if a is not None and b is not None):
+                return True
+        return False
+
+    differing = sorted(filter(differs, then.keys() & now.keys()))
+    return {name: then[name] for name in differing}, {name: now[name] for name in differing}
 
 
-def _whole_run(current: State, state: State, step: int) -> Iterator[_Difference]:
-    """Differences that concern the whole run; of sources, only those drawn before ``step``."""
-    stages = (*_all_stages(current), *_all_stages(state))
-    num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
-    for name in (*_WHOLE_RUN, *_OF_LOSS):
-        then, now = state.get(name), current.get(name)
-        if not _same(name, then, now, num_drawn):
-            yield name, f"{name} was {then!r} and is {now!r}"
-
-
-def _same(name: str, then: Any, now: Any, num_drawn: int) -> bool:
-    if name == "token_weights":
-        then, now = (list(of or ()) + [None] * num_drawn for of in (then, now))
-    if name in ("indices", "token_weights"):
-        return bool(then[:num_drawn] == now[:num_drawn])
-    return bool(then == now)
-
-
-def _stages(current: State, state: State, step: int) -> Iterator[tuple[int, list[_Difference]]]:
-    """(step from which on, what differs) wherever something else differs than before it."""
-    now, then = _all_stages(current), _all_stages(state)
-    last: list[_Difference] = []
-    for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
-        ours, theirs = ([s for s in of if s["from_step"] <= begin][-1] for of in (now, then))
-        alike = drawn_by(ours) == drawn_by(theirs)
-        fields = [
-            name for name in ours if ours[name] != theirs[name] and not (alike and name in _STAGE)
-        ]
-        if len(fields) > 1 and "from_step" in fields:
-            fields.remove("from_step")  # of two stages that differ anyway
-        found = [(name, f"{name} was {theirs[name]!r} and is {ours[name]!r}") for name in fields]
-        if found and found != last:
-            yield begin, found
-        last = found
-
-
-def _all_stages(state: State) -> list[dict[str, Any]]:
-    """The stages of a state in full, but those that change nothing.
-
-    Weights are those up to the last source that is drawn: later ones may have come since.
-    """
-    # What a stage without them does not speak of.
-    always: dict[str, Any] = {"exclude": {}, "skipped": None, **dict.fromkeys(_TRAINING)}
-    first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
-    first |= {name: state.get(name) for name in (*_STAGE, *_TRAINING)}
-    first["weights"] = first["weights"] or [None] * len(state["indices"])
-    stages = [first, *state.get("stages", ())]
-    found: list[dict[str, Any]] = []
-    for given in stages:
-        weights = given["weights"]
-        drawn = max(i + 1 for i, weight in enumerate(weights) if weight != 0)
-        stage = {**always, **given, "weights": list(weights[:drawn])}
-        if found and not stage["skip_steps"] and drawn_by(found[-1]) == drawn_by(stage):
-            rest = [name for name in stage if name not in (*_SKIPS, *_STAGE)]
-            if all(stage[name] == found[-1][name] for name in rest):
-                continue
-        found.append(stage)
-    return found
-
-
-def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
-    """The step to continue with, after ``check_state``.
-
-    Where another tokens_per_step was allowed for the past, it is the first step that is not wholly
-    covered by the tokens seen.
-    """
-    check_state(current, state, allow_change)
-    step = int(state["step"])
-    seen = _tokens(_all_stages(state), step)
-    now = _all_stages(current)
-    if _tokens(now, step) == seen:
-        return step
-    begin = [stage for stage in now if _tokens(now, stage["from_step"]) <= seen][-1]
-    missing = seen - _tokens(now, begin["from_step"])
-    return int(begin["from_step"]) + missing // int(begin["tokens_per_step"])
-
-
-def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
-    ends = [stage["from_step"] for stage in stages[1:]] + [step]
-    return sum(
-        max(0, min(end, step) - stage["from_step"]) * int(stage["tokens_per_step"])
-        for stage, end in zip(stages, ends, strict=True)
-    )
+def is_within(key: str, names: Collection[str]) -> bool:
+    """Return whether a key, or a section that contains it, is among ``names``."""
+    parts = key.split(".")
+    return any(".".join(parts[: end + 1]) in names for end in range(len(parts)))

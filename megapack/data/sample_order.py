@@ -1,20 +1,20 @@
-"""One bucket of a source as an endless sequence of epochs, each of which has every sample once.
+"""Order of the samples of one bucket of a source: an endless sequence of epochs.
 
-- ``Epochs``: which sample a cursor takes, and which cursor took a sample.
-- ``BlockOrder``: of an arranged source, straight through once, then by shuffled blocks.
-- ``ScoreOrder``, ``Scores``: by a number per document (quality, perplexity, ...).
-- ``Move``: cursors that a window of cost (``megapack.data.bucket_streams``) has put in order anew.
+- ``Epochs``: cursor -> sample, and sample -> cursor.
+- ``BlockOrder``: order of an arranged source: first sequential, then by shuffled blocks.
+- ``ScoreOrder``, ``Scores``: order by a number per document (quality, perplexity, ...).
+- ``Move``: samples that a cost window (``megapack.data.bucket_streams``) has reordered.
 
-A cursor counts the samples that were taken: in a bucket of n samples cursor c stands at place
-``c mod n`` of epoch ``c div n``, and takes the sample that the order of that epoch has there: a
-shuffle, the order of the index, or one of its own. Of a bucket of 3 samples, shuffled to 2 0 1 and
-then to 1 2 0, cursors 1 to 4 take
+A cursor counts the samples taken so far: in a bucket of n samples, cursor c takes the sample at
+position ``c mod n`` in the order of epoch ``c div n``, which is a shuffle, the order of the index,
+a ``BlockOrder`` or a ``ScoreOrder``. With 3 samples, shuffled to 2 0 1 and then to 1 2 0, cursors 1
+to 4 take
 
     Epochs(size=3, key=...).samples(1, 4)              # -> 0 1 1 2
     Epochs(size=3, key=..., move=Move(1, [1, 0]))      # -> 1 0 1 2
 
-A move gives its cursors the same samples of the same epochs, each once, so an epoch is a
-permutation whatever was moved. Samples are counted from the bucket's first one here.
+A move permutes samples within epochs, so every epoch still has every sample once. Samples are
+counted from the bucket's first one here.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ Ids = NDArray[np.int64]
 
 
 class BlockOrder:
-    """The samples of one bucket of an arranged source, epoch after epoch.
+    """Order of one bucket of an arranged source, which reads files in whole blocks.
 
-    ``megapack-build arrange`` writes the samples of every bucket in one random order, which the
-    first epoch takes as it is. A later epoch takes the blocks of a bucket, consecutive samples of
-    about ``block_tokens`` tokens, in a random order, and shuffles the samples inside every window
-    of ``window_blocks`` of these. So files are read by whole blocks in every epoch, and since which
-    samples are together in a block is random, so is what a step holds; what it is not is
-    independent of the epoch before: samples of one block come close to each other again
-    (tests/data/test_sample_order.py measures how close).
+    ``megapack-build arrange`` writes the samples of every bucket in a random order; the first epoch
+    reads them sequentially. Later epochs take the blocks of a bucket, consecutive samples of about
+    ``block_tokens`` tokens, in a random order, and shuffle the samples within groups of
+    ``window_blocks`` blocks. The content of a step is random, but epochs are not independent: the
+    samples of one block stay close to each other (tests/data/test_sample_order.py measures it).
 
     Args:
         size: samples of the bucket.
@@ -60,56 +58,57 @@ class BlockOrder:
         self.window = arranged.window_blocks
         self.num_blocks = -(-size // self.block)
 
-    def range(self, epoch: int, key: int, place: int, count: int) -> Ids:
-        """Samples at places [place, place + count) of an epoch, given its key."""
+    def range(self, epoch: int, key: int, position: int, count: int) -> Ids:
+        """Return ``count`` samples of an epoch from a position on, given the epoch's key."""
         if epoch == 0:
-            return np.arange(place, place + count, dtype=np.int64)
+            return np.arange(position, position + count, dtype=np.int64)
         result, done = np.empty(count, np.int64), 0
         while done < count:
-            at = place + done
-            number = at // (self.block * self.window)
-            first, window = self._window(key, number)
-            if at >= first + len(window):  # the short block came before
-                first, window = self._window(key, number + 1)
-            some = min(count - done, first + len(window) - at)
+            begin = position + done
+            number = begin // (self.block * self.window)
+            first, samples = self._group(key, number)
+            if begin >= first + len(samples):  # an earlier group has the short block
+                first, samples = self._group(key, number + 1)
+            num_taken = min(count - done, first + len(samples) - begin)
             bits = _core.random_bits(key, first + 1)
-            mixed = _core.permute_range(bits, len(window), at - first, some)
-            result[done : done + some] = window[mixed]
-            done += some
+            shuffled = _core.permute_range(bits, len(samples), begin - first, num_taken)
+            result[done : done + num_taken] = samples[shuffled]
+            done += num_taken
         return result
 
-    def places(self, epoch: int, key: int, samples: Ids) -> Ids:
-        """Where some samples stand in an epoch, given its key."""
+    def positions(self, epoch: int, key: int, samples: Ids) -> Ids:
+        """Return the positions of samples in an epoch, given the epoch's key."""
         if epoch == 0:
             return np.array(samples)
         slots = _core.permute_inverse(key, self.num_blocks, samples // self.block)
         result = np.empty_like(samples)
         for number in np.unique(slots // self.window).tolist():
-            mine = slots // self.window == number
-            first, window = self._window(key, number)
-            order = np.argsort(window)
-            inside = order[np.searchsorted(window, samples[mine], sorter=order)]
+            is_member = slots // self.window == number
+            first, members = self._group(key, number)
+            order = np.argsort(members)
+            inside = order[np.searchsorted(members, samples[is_member], sorter=order)]
             bits = _core.random_bits(key, first + 1)
-            result[mine] = first + _core.permute_inverse(bits, len(window), inside)
+            result[is_member] = first + _core.permute_inverse(bits, len(members), inside)
         return result
 
-    def _window(self, key: int, number: int) -> tuple[int, Ids]:
-        """Where a window of an epoch begins, and its samples before they are mixed."""
+    def _group(self, key: int, number: int) -> tuple[int, Ids]:
+        """Return the first position of a group of blocks, and its samples before the shuffle."""
         slot = number * self.window
         blocks = _core.permute_range(
             key, self.num_blocks, slot, min(self.window, self.num_blocks - slot)
         )
-        last = self.num_blocks - 1  # the block that may be short
-        lacking = self.num_blocks * self.block - self.size
-        came_before = int(_core.permute_inverse(key, self.num_blocks, np.array([last]))[0]) < slot
+        last = self.num_blocks - 1  # may have fewer samples
+        missing = self.num_blocks * self.block - self.size
+        slot_of_last = int(_core.permute_inverse(key, self.num_blocks, np.array([last]))[0])
         begins = blocks * self.block
         parts = [np.arange(b, min(b + self.block, self.size)) for b in begins.tolist()]
-        return slot * self.block - lacking * came_before, np.concatenate(parts)
+        first = slot * self.block - missing * (slot_of_last < slot)
+        return first, np.concatenate(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """A file of scores and what is made of it.
+    """File of scores and the order by them.
 
         sources:
           - {name: web, prefix: web/docs, index: web/docs.samples, scores: web/quality.npy}
@@ -127,35 +126,33 @@ class Scores:
             raise ConfigError(f"score_order is {self.order!r}; it is 'ascending' or 'descending'")
 
     def read(self, num_documents: int) -> NDArray[np.float64]:
-        """(num_documents,) scores.
+        """Return (num_documents,) scores.
 
         Raises:
-            FormatError, OSError: not such a file; the message names it.
+            FormatError, OSError: the file does not hold them; the message names it.
         """
-        found = open_npy(self.path)
-        if found.shape != (num_documents,) or found.dtype.kind not in "fiu":
+        content = open_npy(self.path)
+        if content.shape != (num_documents,) or content.dtype.kind not in "fiu":
             raise FormatError(
-                f"{self.path} holds {found.dtype} of shape {found.shape}; scores are numbers, one "
-                f"for each of {num_documents} documents"
+                f"{self.path} holds {content.dtype} of shape {content.shape}; scores are numbers, "
+                f"one for each of {num_documents} documents"
             )
-        values = np.array(found, np.float64)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
+        values = np.array(content, np.float64)
+        invalid = np.flatnonzero(~np.isfinite(values))
+        if len(invalid):
             raise FormatError(
-                f"{self.path} has {values[bad[0]]} for document {bad[0]} ({len(bad)} such "
-                "documents); a score is a finite number: give these a value, too"
+                f"{self.path} has {values[invalid[0]]} for document {invalid[0]} ({len(invalid)} "
+                "such documents); a score is a finite number: give these a value, too"
             )
         return values
 
 
 class ScoreOrder:
-    """The samples of one bucket of a source by the mean score of their documents, weighted by the
-    tokens of each.
+    """Order of one bucket of a source by the mean score of the documents, weighted by their tokens.
 
-    Samples of equal score are shuffled among themselves, anew in every epoch; so a score with few
-    values makes phases, and one that is the same everywhere is a shuffle. With the best documents
-    last, a learning rate that has decayed by then wastes them: decay it moderately, or not at all
-    and average the last checkpoints (Luo et al., arXiv 2511.18903).
+    Samples of equal score are shuffled in every epoch; so a score with few values makes phases. If
+    the best documents come last, a learning rate that has decayed by then wastes them: decay it
+    moderately, or keep it and average the last checkpoints (Luo et al., arXiv 2511.18903).
 
     Args:
         means: (samples,) score of each; the lowest comes first.
@@ -165,34 +162,35 @@ class ScoreOrder:
         self._order = np.argsort(means, kind="stable")
         by_rank = means[self._order]
         starts = np.flatnonzero(np.r_[True, by_rank[1:] != by_rank[:-1]])
-        self._starts = np.r_[starts, len(means)]  # of the samples of equal score
+        self._starts = np.r_[starts, len(means)]  # of the groups of equal score
 
-    def range(self, epoch: int, key: int, place: int, count: int) -> Ids:  # noqa: ARG002
-        """Samples at places [place, place + count) of an epoch, given its key."""
-        ranks = np.arange(place, place + count)
-        first, last = np.searchsorted(self._starts, [place, place + count - 1], side="right") - 1
-        groups = self._starts[first : last + 2]
-        shared = np.flatnonzero(np.diff(groups) > 1)
-        for start, end in zip(groups[shared].tolist(), groups[shared + 1].tolist(), strict=True):
-            low, high = max(start, place), min(end, place + count)
+    def range(self, epoch: int, key: int, position: int, count: int) -> Ids:  # noqa: ARG002
+        """Return ``count`` samples of an epoch from a position on, given the epoch's key."""
+        end = position + count
+        ranks = np.arange(position, end)
+        first, last = np.searchsorted(self._starts, [position, end - 1], side="right") - 1
+        starts = self._starts[first : last + 2]
+        shared = np.flatnonzero(np.diff(starts) > 1)
+        for start, stop in zip(starts[shared].tolist(), starts[shared + 1].tolist(), strict=True):
+            low, high = max(start, position), min(stop, end)
             bits = _core.random_bits(key, start)
-            mixed = _core.permute_range(bits, end - start, low - start, high - low)
-            ranks[low - place : high - place] = start + mixed
-        found: Ids = self._order[ranks]
-        return found
+            shuffled = _core.permute_range(bits, stop - start, low - start, high - low)
+            ranks[low - position : high - position] = start + shuffled
+        samples: Ids = self._order[ranks]
+        return samples
 
-    def places(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002
-        """Where some samples stand in an epoch, given its key."""
+    def positions(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002
+        """Return the positions of samples in an epoch, given the epoch's key."""
         ranks: Ids = self._ranks[samples]
         group = np.searchsorted(self._starts, ranks, side="right") - 1
         order = np.argsort(group, kind="stable")
         present, begins = np.unique(group[order], return_index=True)
-        for at, mine in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
-            start, end = self._starts[at : at + 2].tolist()
-            if end - start > 1:
+        for number, members in zip(present.tolist(), np.split(order, begins[1:]), strict=True):
+            start, stop = self._starts[number : number + 2].tolist()
+            if stop - start > 1:
                 bits = _core.random_bits(key, start)
-                own = _core.permute_inverse(bits, end - start, ranks[mine] - start)
-                ranks[mine] = start + own
+                shuffled = _core.permute_inverse(bits, stop - start, ranks[members] - start)
+                ranks[members] = start + shuffled
         return ranks
 
     @cached_property
@@ -208,13 +206,13 @@ _CHUNK = 1 << 22  # samples at a time
 def score_orders(
     index: SourceIndex, shards: Iterable[tuple[SampleIndex, int, Ids]], scores: Scores
 ) -> tuple[dict[int, ScoreOrder], str]:
-    """Capacity -> order of the index's samples of that capacity; and a digest of the order.
+    """Return capacity -> order of the samples, and a digest of the order.
 
-    Sorting n samples takes O(n log n) once, and 16 bytes each are kept.
+    Sorting n samples takes O(n log n) once; 16 bytes per sample stay in memory.
 
     Args:
         index: of a source.
-        shards: of the source, as ``Shards.opened`` gives them.
+        shards: of the source, from ``Shards.opened``.
         scores: of its documents.
 
     Raises:
@@ -225,10 +223,10 @@ def score_orders(
         values = -values
     means = np.empty(index.num_samples)
     for shard, document, numbers in shards:
-        own = values[document : document + shard.num_documents]
+        of_shard = values[document : document + shard.num_documents]
         for begin in range(0, shard.num_samples, _CHUNK):
             end = min(begin + _CHUNK, shard.num_samples)
-            means[numbers[begin:end]] = _means(shard, own, begin, end)
+            means[numbers[begin:end]] = _means(shard, of_shard, begin, end)
     offsets = index.bucket_sample_offsets.tolist()
     orders = {
         capacity: ScoreOrder(means[offsets[b] : offsets[b + 1]])
@@ -241,7 +239,7 @@ def score_orders(
 def _means(
     index: SampleIndex, values: NDArray[np.float64], begin: int, end: int
 ) -> NDArray[np.float64]:
-    """Token-weighted mean score of samples [begin, end), added up in order of their segments."""
+    """Return the token-weighted mean score of samples [begin, end)."""
     bounds = np.asarray(index.sample_segment_offsets[begin : end + 1], np.int64)
     segments = slice(int(bounds[0]), int(bounds[-1]))
     owner = np.repeat(np.arange(end - begin), np.diff(bounds))
@@ -253,8 +251,7 @@ def _means(
 
 
 class Move(NamedTuple):
-    """What cursors from ``begin`` on take, one sample each, instead of the same ones in their
-    former order."""
+    """New order of the samples that the cursors from ``begin`` on take."""
 
     begin: int
     samples: Ids
@@ -265,7 +262,7 @@ class Move(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """The order of one bucket of a source; see the module."""
+    """Order of one bucket of a source in all epochs; see the module."""
 
     size: int
     """Samples of the bucket."""
@@ -276,7 +273,7 @@ class Epochs(NamedTuple):
     move: Move | None = None
 
     def samples(self, cursor: int, count: int) -> Ids:
-        """Samples that cursors ``[cursor, cursor + count)`` take."""
+        """Return the samples that cursors ``[cursor, cursor + count)`` take."""
         if self.key is None:
             result = np.arange(cursor, cursor + count) % self.size
         elif self.order is None:
@@ -286,11 +283,12 @@ class Epochs(NamedTuple):
         else:
             result, done = np.empty(count, np.int64), 0
             while done < count:
-                epoch, place = divmod(cursor + done, self.size)
-                some = min(count - done, self.size - place)
+                epoch, position = divmod(cursor + done, self.size)
+                num_taken = min(count - done, self.size - position)
                 key_of_epoch = _core.random_bits(self.key, epoch)
-                result[done : done + some] = self.order.range(epoch, key_of_epoch, place, some)
-                done += some
+                samples = self.order.range(epoch, key_of_epoch, position, num_taken)
+                result[done : done + num_taken] = samples
+                done += num_taken
         if self.move is not None:
             begin, moved = self.move
             low, high = max(cursor, begin), min(cursor + count, self.move.end)
@@ -299,9 +297,9 @@ class Epochs(NamedTuple):
         return result
 
     def moved(self, begin: int, samples: Ids) -> Epochs:
-        """The same, and cursors from ``begin`` on take their samples in this order.
+        """Return the order in which cursors from ``begin`` on take these samples.
 
-        What was moved before stays, unless all of it lies before ``begin``.
+        An earlier move is kept, unless it ends before ``begin``.
         """
         low, end = begin, begin + len(samples)
         if self.move is not None and begin < self.move.end:
@@ -310,37 +308,37 @@ class Epochs(NamedTuple):
         joined[begin - low : begin - low + len(samples)] = samples
         return self._replace(move=Move(low, joined))
 
-    def places(self, epoch: int, samples: Ids) -> Ids:
-        """Where some samples stand in an epoch."""
-        places: Ids
+    def positions(self, epoch: int, samples: Ids) -> Ids:
+        """Return the positions of samples in an epoch."""
+        positions: Ids
         if self.key is None:
-            places = samples.copy()
+            positions = samples.copy()
         else:
             key = _core.random_bits(self.key, epoch)
             if self.order is None:
-                places = _core.permute_inverse(key, self.size, samples)
+                positions = _core.permute_inverse(key, self.size, samples)
             else:
-                places = self.order.places(epoch, key, samples)
+                positions = self.order.positions(epoch, key, samples)
         if self.move is not None:
             first = epoch * self.size
             low, high = max(self.move.begin, first), min(self.move.end, first + self.size)
-            there = (low <= places + first) & (places + first < high)
-            if there.any():
-                own = self.move.samples[low - self.move.begin : high - self.move.begin]
-                by_id = np.argsort(own)
-                found = np.searchsorted(own, samples[there], sorter=by_id)
-                places[there] = low - first + by_id[found]
-        return places
+            is_moved = (low <= positions + first) & (positions + first < high)
+            if is_moved.any():
+                moved = self.move.samples[low - self.move.begin : high - self.move.begin]
+                by_id = np.argsort(moved)
+                rank = np.searchsorted(moved, samples[is_moved], sorter=by_id)
+                positions[is_moved] = low - first + by_id[rank]
+        return positions
 
     def times(self, cursor: int, samples: Ids) -> Ids:
-        """How often each of some samples was taken before a cursor."""
-        epoch, place = divmod(cursor, self.size)
-        times: Ids = epoch + (self.places(epoch, samples) < place)
+        """Return how often each sample was taken before a cursor."""
+        epoch, position = divmod(cursor, self.size)
+        times: Ids = epoch + (self.positions(epoch, samples) < position)
         return times
 
     def last(self, cursor: int, samples: Ids) -> Ids:
-        """The last cursor before ``cursor`` that took each of some samples; negative: none did."""
-        epoch, place = divmod(cursor, self.size)
-        now, before = (self.places(max(0, e), samples) for e in (epoch, epoch - 1))
-        last: Ids = self.size * epoch + np.where(now < place, now, before - self.size)
+        """Return the last cursor before ``cursor`` that took each sample; negative if none did."""
+        epoch, position = divmod(cursor, self.size)
+        now, before = (self.positions(max(0, e), samples) for e in (epoch, epoch - 1))
+        last: Ids = self.size * epoch + np.where(now < position, now, before - self.size)
         return last

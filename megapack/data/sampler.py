@@ -1,29 +1,29 @@
-"""The micro batches of one rank, step after step, dealt for equal work.
+"""Micro batches of one rank, step after step, with attention work balanced over the ranks.
 
 - ``BucketBatchSampler``: the steps of a schedule -> the micro batches of a rank.
-- ``deal``, ``equal_groups``: the samples of a draw -> ranks and micro batches.
-- ``weigh_step``: how the losses of a step count.
+- ``assign``, ``equal_groups``: the samples of a draw -> ranks and micro batches.
+- ``weigh_step``: loss weights and loss denominator of a step.
 
-    deal(np.array([9, 4, 4, 1]), num_ranks=2, num_micro_batches=2)
+    assign(np.array([9, 4, 4, 1]), num_ranks=2, num_micro_batches=2)
     # -> rank 0 has samples 0 and 3, rank 1 has 1 and 2: loads 10 and 8 (in order: 13 and 5)
 
-Within one bucket all samples cost the linear layers the same; their attention differs, with the sum
-of squared segment lengths. All ranks wait for the one that got most, so samples are dealt longest
-first to the least loaded rank. It costs nothing at run time and changes no gradient.
+Within one bucket all samples cost the linear layers the same; their attention work, the sum of
+squared segment lengths, differs. All ranks wait for the busiest one, so the longest samples go
+first, each to the least loaded rank. This costs nothing at run time and changes no gradient.
 
-The loss of a step is the sum of losses times ``loss_mask`` over ``step_label_weight``, over all
-micro batches and ranks. Both follow from the index and the weights alone, so they are known before
-the step and the same at any number of ranks. With w the weight of a token (``PREFIX.weights``; 1),
-f that of its source (``loss_weight``; 1), W what the w of a sequence's labels add up to, M the sum
-of f over the sequences of the step that have a label, and K that of f w over its labels:
+The loss of a step is the sum of losses times ``loss_mask`` over all micro batches and ranks,
+divided by ``step_label_weight``. Both follow from the index and the weights, so they are known
+before the step and do not depend on the number of ranks. With w the weight of a token
+(``PREFIX.weights``; 1), f that of its source (``loss_weight``; 1), W the sum of w over the labels
+of a sequence, M the sum of f over the sequences of the step with a label, and K the sum of f w over
+all its labels:
 
     loss             loss_mask       step_label_weight
     token_mean       f w             K
-    sequence_mean    f w / W         M       # a sequence: what a sample has of a document
+    sequence_mean    f w / W         M       # a sequence: the part of a document in a sample
     longalign        f w K / (W M)   K       # the same mean, for loops that divide by labels
 
-(LongAlign, Bai et al. 2024, arXiv 2401.18058, section 3.3, weighs sequences in the last of these
-ways, with all w and f 1.)
+(LongAlign, Bai et al. 2024, arXiv 2401.18058, section 3.3, is the last row with all w and f 1.)
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from megapack.errors import ConfigError, ResumeError
 Ids = NDArray[np.int64]
 
 
-class Deal(NamedTuple):
-    """Samples of one draw, dealt to micro batches and ranks."""
+class Assignment(NamedTuple):
+    """Assignment of the samples of one draw to ranks and micro batches."""
 
     costs: Ids
     """(samples,) attention work."""
     order: Ids
     """Positions in the draw, rank after rank."""
     rank_begin: Ids
-    """(ranks + 1,) where each rank's positions begin in ``order``."""
+    """(ranks + 1,) offset of each rank's positions in ``order``."""
     samples_per_micro_batch: int
     balanced: bool
-    """A rank's micro batches have like work, the costliest first; else as scheduled."""
+    """The micro batches of a rank have similar work, the costliest first; False: as scheduled."""
 
     @property
     def loads(self) -> Ids:
@@ -67,11 +67,13 @@ class Deal(NamedTuple):
         return _sums(self.costs[self.order], self.rank_begin)
 
     def micro_batches(self, rank: int) -> list[Ids]:
-        """Positions in the draw, one array per micro batch of this rank."""
-        mine = self.order[self.rank_begin[rank] : self.rank_begin[rank + 1]]
+        """Return positions in the draw, one array per micro batch of this rank."""
+        positions = self.order[self.rank_begin[rank] : self.rank_begin[rank + 1]]
         if self.balanced:
-            return list(mine[equal_groups(self.costs[mine], self.samples_per_micro_batch)])
-        return list(mine.reshape(-1, self.samples_per_micro_batch))
+            return list(
+                positions[equal_groups(self.costs[positions], self.samples_per_micro_batch)]
+            )
+        return list(positions.reshape(-1, self.samples_per_micro_batch))
 
     @property
     def loads_of_micro_batches(self) -> Ids:
@@ -84,22 +86,22 @@ class Deal(NamedTuple):
 
     @property
     def imbalance(self) -> Imbalance:
-        undealt = _sums(self.costs, self.rank_begin)
-        return Imbalance(_max_over_mean(self.loads), _max_over_mean(undealt))
+        in_order = _sums(self.costs, self.rank_begin)
+        return Imbalance(_max_over_mean(self.loads), _max_over_mean(in_order))
 
 
-def deal(
+def assign(
     costs: Ids,
     *,
     num_ranks: int,
     num_micro_batches: int,
     how: Literal["balanced", "in_order"] = "balanced",
-) -> Deal:
-    """Deal the samples of a draw; the same on every rank that computes it.
+) -> Assignment:
+    """Assign the samples of a draw; every rank computes the same.
 
     Args:
-        costs: (samples,) int64 attention work; samples divide evenly among micro batches.
-        num_ranks: data-parallel ranks. Where they do not divide the micro batches, the first ranks
+        costs: (samples,) int64 attention work; micro batches divide the samples.
+        num_ranks: data-parallel ranks. If they do not divide the micro batches, the first ranks
             have one more.
         num_micro_batches: of all ranks together.
         how: ``balanced``, or ``in_order`` of the schedule.
@@ -109,14 +111,14 @@ def deal(
     samples = (num_micro_batches // num_ranks + (ranks < num_micro_batches % num_ranks)) * size
     balanced = how == "balanced"
     order = _core.assign_evenly(costs, samples) if balanced else np.arange(len(costs))
-    return Deal(costs, order, np.concatenate([[0], np.cumsum(samples)]), size, balanced)
+    return Assignment(costs, order, np.concatenate([[0], np.cumsum(samples)]), size, balanced)
 
 
 def equal_groups(costs: Ids, size: int) -> Ids:
-    """Positions in groups of ``size`` that have like work, the heaviest group first.
+    """Return positions in groups of ``size`` with similar work, the heaviest group first.
 
-    Groups beside each other differ least, so whoever takes any number of them in turn has like
-    work. Shape (len(costs) // size, size), int64.
+    Neighboring groups differ least, so any run of consecutive groups has similar work. Shape
+    (len(costs) // size, size), int64.
     """
     num_groups = len(costs) // size
     if num_groups == 0:
@@ -136,20 +138,20 @@ def _max_over_mean(loads: Ids) -> float:
 
 
 class BucketBatchSampler(Sampler[MicroBatch]):
-    """Deals the steps of a schedule to ranks and yields one rank's micro batches in order.
+    """Sampler of one rank's micro batches, in order.
 
     Every rank takes the same number of micro steps, and at each of them all ranks have the same
-    bucket. An item is a ``MicroBatch``, a sequence of sample ids: the sampler serves as the
-    ``batch_sampler`` of torch's (or torchdata's stateful) DataLoader, and as its ``sampler`` with
+    bucket. An item is a ``MicroBatch``, a sequence of sample ids: use the sampler as
+    ``batch_sampler`` of torch's (or torchdata's stateful) DataLoader, or as ``sampler`` with
     ``batch_size=None``.
 
     Args:
         schedule: the same on all ranks.
-        data_parallel_rank, data_parallel_size: this rank, of how many; those of a group that
-            shares samples (``sequence_parallel_size``) are counted one by one.
+        data_parallel_rank, data_parallel_size: this rank and the number of ranks; the ranks of a
+            group that shares samples (``sequence_parallel_size``) count one by one.
         micro_batch_tokens: tokens of one forward of one rank, padding included.
         start_step: first step, counted from the beginning of the run.
-        num_steps: how many; None: to the end of the first epoch.
+        num_steps: number of steps; None: to the end of the first epoch.
         dealing: ``balanced``: equal attention work per rank; ``in_order``: as scheduled.
         pad_last: if the ranks do not divide the micro batches of a step, give some ranks an empty
             micro batch at the end (all padding, no labels), so that a run can continue on fewer
@@ -158,12 +160,12 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             micro_batch_tokens (``ranks_per_micro_batch``).
         samples: of the dataset that gathers them; None: the schedule's.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
-            ``step_label_weight``. Without that a run with loss weights, of sources or tokens, or
-            with another ``loss`` than token_mean is refused.
+            ``step_label_weight``. Required if sources or tokens have loss weights, or if ``loss``
+            is not token_mean.
 
     Raises:
         ConfigError: the sizes do not fit; the message names those that do. Or the run has loss
-            weights, and nobody uses them.
+            weights that the caller does not apply.
     """
 
     def __init__(
@@ -235,23 +237,25 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                 )
 
     def ranks_per_micro_batch(self, capacity: int) -> int:
-        """Consecutive ranks that share a micro batch of samples of ``capacity`` tokens."""
+        """Return the number of ranks that share a micro batch of samples of ``capacity`` tokens."""
         return ranks_per_micro_batch(capacity, self.micro_batch_tokens, self.sequence_parallel_size)
 
     def num_micro_steps(self, step: int) -> int:
-        """Micro steps of an optimizer step, the same on all ranks."""
+        """Return the number of micro steps of an optimizer step, the same on all ranks."""
         config = self.schedule.stage_at(step).config
         per_draw = -(-config.draw_tokens // (self.micro_batch_tokens * self.data_parallel_size))
         return per_draw * config.draws_per_step
 
     def num_positions(self, step: int) -> int:
-        """Tokens of all forwards of an optimizer step, of all ranks; with uneven ranks more than
-        it holds, padding included."""
+        """Return the tokens of all forwards of an optimizer step, of all ranks, with padding.
+
+        With ``pad_last`` these are more than the tokens of the step.
+        """
         return self.num_micro_steps(step) * self.micro_batch_tokens * self.data_parallel_size
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Settings that decide how a step is dealt, beside the schedule."""
+        """Settings that decide the assignment of a step to ranks, except the schedule's."""
         return {
             "data_parallel_size": self.data_parallel_size,
             "micro_batch_tokens": self.micro_batch_tokens,
@@ -260,7 +264,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         }
 
     def __len__(self) -> int:
-        """Micro batches of this rank from start_step on."""
+        """Return the number of micro batches of this rank from start_step on."""
         return sum(
             max(0, end - max(stage.begin, self.start_step)) * self.num_micro_steps(stage.begin)
             for stage, end in self.schedule.spans(self.start_step + self.num_steps)
@@ -270,7 +274,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         return MicroBatchIterator(self)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
+        """Return this rank's micro batches of one step; ``num_micro_steps(step)`` of them."""
         content = self.schedule.step(step)
         source, _ = self.schedule.samples.locate(content.sample_ids)
         weights = weigh_step(self.schedule, content, self._samples)
@@ -279,43 +283,44 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         per_draw = num_micro_steps // len(content.draws)
         result: list[MicroBatch] = []
         begin = 0  # of the draw in the step
-        for draw, dealt in self._deals(content):
+        for draw, assignment in self._assignments(content):
             shared = self.ranks_per_micro_batch(draw.capacity)
             num_samples = len(draw.sample_ids)
-            positions = dealt.micro_batches(self.data_parallel_rank // shared)
-            positions = [mine[mine < num_samples] for mine in positions]
+            positions = assignment.micro_batches(self.data_parallel_rank // shared)
+            # The last draw of a finite schedule has fewer samples, pad_last adds empty batches.
+            positions = [of_batch[of_batch < num_samples] for of_batch in positions]
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
             result += [
                 MicroBatch(
-                    sample_ids=draw.sample_ids[mine],
+                    sample_ids=draw.sample_ids[of_batch],
                     capacity=draw.capacity,
                     bucket=draw.bucket,
                     step=step,
                     micro_step=len(result) + m,
                     num_micro_steps=num_micro_steps,
                     num_step_label_tokens=weights.num_labels,
-                    imbalance=dealt.imbalance,
-                    source=source[begin + mine],
-                    view=view.of(begin + mine),
+                    imbalance=assignment.imbalance,
+                    source=source[begin + of_batch],
+                    view=view.of(begin + of_batch),
                     step_label_weight=weights.label_weight,
                     sequence_parallel_size=shared,
                 )
-                for m, mine in enumerate(positions)
+                for m, of_batch in enumerate(positions)
             ]
             begin += num_samples
         return result
 
-    def _deals(self, content: Step) -> Iterator[tuple[Draw, Deal]]:
+    def _assignments(self, content: Step) -> Iterator[tuple[Draw, Assignment]]:
         stage = self.schedule.stage_at(content.index)
         draw_tokens = stage.config.draw_tokens
         cost = self.schedule.samples.attention_cost
         for draw in content.draws:
             shared = self.ranks_per_micro_batch(draw.capacity)
             costs = cost(draw.sample_ids, draw.capacity, draw.view)
-            missing = stage.samples_per_draw[draw.bucket] - len(costs)  # at a finite end
+            missing = stage.samples_per_draw[draw.bucket] - len(costs)  # end of a finite schedule
             yield (
                 draw,
-                deal(
+                assign(
                     np.pad(costs, (0, missing)),
                     num_ranks=self.data_parallel_size // shared,
                     num_micro_batches=draw_tokens // (self.micro_batch_tokens * shared),
@@ -324,20 +329,22 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             )
 
     def imbalance(self, step: int) -> list[Imbalance]:
-        """Work of the ranks at a step, one entry per draw."""
-        return [dealt.imbalance for _, dealt in self._deals(self.schedule.step(step))]
+        """Return the imbalance of the ranks at a step, one entry per draw."""
+        content = self.schedule.step(step)
+        return [assignment.imbalance for _, assignment in self._assignments(content)]
 
     def attention_of_ranks(self, step: int) -> NDArray[np.float64]:
-        """(micro steps, ranks) attention work; ranks that share a micro batch have equal parts."""
+        """Return (micro steps, ranks) attention work; ranks share the work of a shared micro batch
+        equally."""
         rows = []
-        for draw, dealt in self._deals(self.schedule.step(step)):
+        for draw, assignment in self._assignments(self.schedule.step(step)):
             shared = self.ranks_per_micro_batch(draw.capacity)
-            rows.append(np.repeat(dealt.loads_of_micro_batches / shared, shared, axis=1))
+            rows.append(np.repeat(assignment.loads_of_micro_batches / shared, shared, axis=1))
         return np.concatenate(rows)
 
 
 class StepWeights(NamedTuple):
-    """How the losses of a step count."""
+    """Loss weights and loss denominator of a step."""
 
     num_labels: int
     of_samples: NDArray[np.float32] | None
@@ -347,7 +354,7 @@ class StepWeights(NamedTuple):
 
 
 def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> StepWeights:
-    """What losses of a step are multiplied with and divided by.
+    """Return the factors and the denominator of the losses of a step.
 
     Args:
         schedule: of the run.
@@ -373,30 +380,33 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
 
 
 def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
-    """Have a run refused whose loss masks hold more than which labels there are.
+    """Call ``refuse`` if the loss masks carry weights: this caller only counts labels.
 
     Args:
         samples: of the run.
-        refuse: raises, given what the run has and what to leave out.
+        refuse: raises; its arguments are the problem and the option to leave out.
     """
-    having = [name for name, of in zip(samples.names, samples.token_weights, strict=True) if of]
-    if having:
-        refuse(f"source {having[0]!r} has loss weights per token (PREFIX.weights)", "token_weights")
+    weighted = [
+        n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
+    ]
+    if weighted:
+        problem = f"source {weighted[0]!r} has loss weights per token (PREFIX.weights)"
+        refuse(problem, "token_weights")
     if samples.mixture.loss != "token_mean":
         refuse(f"loss is {samples.mixture.loss}", "loss")
 
 
-def _refuse_weights(what: str, option: str) -> NoReturn:
-    remedy = "say token_weights: none" if option == "token_weights" else f"leave {option} out"
+def _refuse_weights(problem: str, option: str) -> NoReturn:
+    remedy = "set token_weights: none" if option == "token_weights" else f"leave {option} out"
     raise ConfigError(
-        f"{what}, and this loop takes the plain mean of its labels: {remedy}, train with "
-        "megapack-pretrain, or in a loop of your own multiply losses by loss_mask, divide by "
-        "step_label_weight and say weighted_loss=True"
+        f"{problem}, and this loop takes the plain mean of its labels: {remedy}, train with "
+        "megapack-pretrain, or multiply losses by loss_mask, divide by step_label_weight and set "
+        "weighted_loss=True"
     )
 
 
 class MicroBatchIterator(Iterator[MicroBatch]):
-    """Micro batches from one on; torchdata's StatefulDataLoader keeps its state."""
+    """Iterator over micro batches with a state, which torchdata's StatefulDataLoader saves."""
 
     def __init__(self, sampler: BucketBatchSampler) -> None:
         self._sampler = sampler
@@ -417,7 +427,7 @@ class MicroBatchIterator(Iterator[MicroBatch]):
         return micro_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state and how far the step has come."""
+        """Return the schedule's state and the micro step."""
         return {
             **self._sampler.schedule.state_dict(self._step),
             "micro_step": self._micro_step,
@@ -425,19 +435,19 @@ class MicroBatchIterator(Iterator[MicroBatch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there.
+        """Continue at a state.
 
         Raises:
-            ResumeError: another order of samples, or ranks and micro batches of another size in
-                the midst of a step (between steps they may change).
+            ResumeError: another order of samples; or, within a step, another number of ranks or
+                another size of micro batches (between steps they may change).
         """
-        begun = state["micro_step"] > 0  # then the step itself is of the past
-        self._sampler.schedule.check_state({**state, "step": int(state["step"]) + begun})
+        has_begun = state["micro_step"] > 0  # then the samples of the step must not change
+        self._sampler.schedule.check_state({**state, "step": int(state["step"]) + has_begun})
         if state["micro_step"] and state["launch"] != self._sampler.launch:
             raise ResumeError(
-                f"the state stands at micro step {state['micro_step']} of a step dealt with "
-                f"{state['launch']}, and this run deals with {self._sampler.launch}: save between "
-                "steps to change them"
+                f"the state was saved at micro step {state['micro_step']} of a step assigned with "
+                f"{state['launch']}, and this run has {self._sampler.launch}: restore the former "
+                "values, or change them at a state saved between steps"
             )
         self._step, self._micro_step = int(state["step"]), int(state["micro_step"])
         self._content = []

@@ -218,7 +218,7 @@ class StageDraws:
 
     def _take_settings(self, settings: StageSettings) -> None:
         self.ramping, self.fim_rates = settings.ramping, settings.fim_rates
-        self.view = StepView(num_lists=settings.num_lists, seed=settings.config.seed)
+        self.view = settings.view
 
     def continued(self, settings: StageSettings, first: int) -> StageDraws:
         """Return a stage that continues with the draws of step ``first`` of this one."""
@@ -560,10 +560,8 @@ class Schedule:
 
     def masked_from(self, source: int, document: int) -> int | None:
         """The first step from which a document of a source is masked; None: it never is."""
-        first = self.samples.exclusions.first_list(source, document)
-        if first is None:
-            return None
-        return next((s.begin for s in self.stages if s.view.num_lists >= first), None)
+        masks, ids = self.samples.exclusions.masks, np.array([document])
+        return next((s.begin for s in self.stages if masks(source, ids, s.view).all()), None)
 
     # --- resume ---------------------------------------------------------------------------------
 

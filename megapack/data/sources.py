@@ -1,15 +1,15 @@
-"""The samples of all sources of a run under one numbering, and what is known of them unread.
+"""Samples of all sources of a run under one numbering, and facts that need no tokens.
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
-  ``LabelTotals``: how many labels, and what they weigh.
-- ``Shards``: which shard of which source holds a sample; each is opened when it is asked for.
+  ``LabelTotals``: number of labels and their weights.
+- ``Shards``: shard that holds a sample, opened on first use.
 - ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
 
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
 
 Ids do not change when documents are excluded. Methods that read samples take the ``StepView`` of
-the step, which says how many exclusion lists are in force.
+the step, which has the number of exclusion lists in force.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data.blend import Mixture, Stage
-from megapack.data.bucket_streams import Bucket, Place, buckets_of
+from megapack.data.bucket_streams import Bucket, SourceBucket, buckets_of
 from megapack.data.fim import Fim
 from megapack.data.program import numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
@@ -40,17 +40,15 @@ Ids = NDArray[np.int64]
 
 
 class Shards:
-    """Shards are numbered through the sources; ids of samples are global ones, nothing masked.
-
-    A source that was packed as one dataset is one shard.
+    """Shards of all sources, numbered consecutively; a source of one dataset is one shard.
 
     Attributes:
         indices: of the sources.
-        bases: (sources + 1,) int64, the id of the first sample of each, and how many there are.
+        bases: (sources + 1,) int64, the first sample id of each source, and the number of samples.
         first_ids, shards, first_samples: ids from ``first_ids[r]`` to ``first_ids[r + 1]`` are
             consecutive samples of ``shards[r]``, from ``first_samples[r]`` on; int64.
-        sources: (shards,) int64, the number of each one's source.
-        first_documents: (shards,) int64, the number of its first document in the source.
+        sources: (shards,) int64, the source of each shard.
+        first_documents: (shards,) int64, number of the shard's first document in the source.
     """
 
     def __init__(self, indices: Sequence[SourceIndex]) -> None:
@@ -75,62 +73,60 @@ class Shards:
         return len(self._open)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Ids that exist -> (number of the shard, sample there), int64 both."""
+        """Return (shard, sample in the shard) of valid ids, int64 both."""
         run = np.searchsorted(self.first_ids, ids, side="right") - 1
         return self.shards[run], self.first_samples[run] + ids - self.first_ids[run]
 
     def by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Every shard that has some of the ids: its number, where they stand, samples there."""
+        """Yield (shard, positions in ``ids``, samples in the shard) for all shards of the ids."""
         if len(self.shards) == 1:  # one run of samples of one shard
             yield int(self.shards[0]), np.arange(len(ids)), self.first_samples[0] + ids
             return
         shards, local = self.locate(ids)
         order = np.argsort(shards, kind="stable")
         present, begins = np.unique(shards[order], return_index=True)
-        for shard, mine in zip(present.tolist(), np.split(order, begins)[1:], strict=True):
-            yield shard, mine, local[mine]
+        for shard, positions in zip(present.tolist(), np.split(order, begins)[1:], strict=True):
+            yield shard, positions, local[positions]
 
     def of_source(self, source: int) -> range:
-        """The numbers of a source's shards."""
+        """Return the numbers of a source's shards."""
         return range(*np.searchsorted(self.sources, [source, source + 1]).tolist())
 
     def ids(self, shard: int) -> Ids:
-        """The ids of all samples of a shard, in their order there."""
-        own = np.flatnonzero(self.shards == shard)
-        counts = self.first_ids[own + 1] - self.first_ids[own]
-        parts = map(np.arange, self.first_ids[own], self.first_ids[own] + counts)
+        """Return the ids of all samples of a shard, in the shard's order."""
+        runs = np.flatnonzero(self.shards == shard)
+        parts = map(np.arange, self.first_ids[runs], self.first_ids[runs + 1])
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def is_open(self, shard: int) -> bool:
-        """Whether its samples are mapped."""
+        """Return whether the samples of a shard are mapped."""
         return self._open[shard] is not None
 
     def number_in_source(self, shard: int) -> int:
-        """Counted from the first shard of its source."""
+        """Return the number of a shard, counted from the first shard of its source."""
         return shard - self.of_source(int(self.sources[shard])).start
 
     def opened(self, source: int) -> Iterator[tuple[SampleIndex, int, Ids]]:
-        """Every shard of a source: its samples, opened now; the number of its first document, and
-        those of its samples, in the source.
-        """
+        """Open the shards of a source; yield their samples, the number of their first document in
+        the source and the numbers of their samples in the source."""
         for shard in self.of_source(source):
             numbers = self.ids(shard) - self.bases[source]
             yield self.index(shard), int(self.first_documents[shard]), numbers
 
     def holding(self, source: int, documents: Ids) -> Ids:
-        """Ids, ascending, of the samples that hold a piece of some documents (ascending)."""
-        own = self.of_source(source)
-        holder = np.searchsorted(self.first_documents[own], documents, side="right") - 1
-        found = [np.zeros(0, np.int64)]
-        for place in np.unique(holder).tolist():
-            shard = own[place]
+        """Return the ids, ascending, of the samples with a piece of the documents (ascending)."""
+        shards = self.of_source(source)
+        holder = np.searchsorted(self.first_documents[shards], documents, side="right") - 1
+        ids = [np.zeros(0, np.int64)]
+        for number in np.unique(holder).tolist():
+            shard = shards[number]
             index = self.index(shard)
-            listed = np.zeros(index.num_documents, np.bool_)
-            listed[documents[holder == place] - self.first_documents[shard]] = True
-            segments = np.flatnonzero(listed[index.segment_document])
+            is_listed = np.zeros(index.num_documents, np.bool_)
+            is_listed[documents[holder == number] - self.first_documents[shard]] = True
+            segments = np.flatnonzero(is_listed[index.segment_document])
             local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
-            found.append(self.ids(shard)[np.unique(local)])
-        return np.sort(np.concatenate(found))
+            ids.append(self.ids(shard)[np.unique(local)])
+        return np.sort(np.concatenate(ids))
 
     def index(self, shard: int) -> SampleIndex:
         """Return the samples of a shard. Raises as ``SourceIndex.open`` does."""
@@ -145,51 +141,45 @@ class Shards:
 class Exclusions:
     """Documents that are masked from a step on (decontamination, takedowns), listed in files.
 
-    A list in force takes the segments of its documents out of the batch: a sample is then what it
-    would be had they never been packed, and their room is padding of it. Which samples a step draws
-    stays as it is, and so do shapes. Lists add up over the stages of a run.
+    The segments of a masked document become padding of their sample. The samples of a step and the
+    shapes stay the same. Lists add up over the stages of a run.
 
     Attributes:
-        documents: of every source, int64, ascending: all that some list has.
-        lists: beside them, int64: the first list that has each, counted from 1; list n is that of
-            the n-th stage that has one.
+        documents: of every source, int64, ascending: all documents of any list.
+        first_lists: number of the first list with each of these documents, int64; list n (from 1)
+            belongs to the n-th stage that has one.
     """
 
     documents: tuple[Ids, ...]
-    lists: tuple[Ids, ...]
+    first_lists: tuple[Ids, ...]
 
     @cached_property
     def sources(self) -> list[int]:
-        """Numbers of those sources of which a list has documents."""
-        return [source for source, own in enumerate(self.documents) if len(own)]
+        """Numbers of the sources with listed documents."""
+        return [source for source, documents in enumerate(self.documents) if len(documents)]
 
     def masks(self, source: int, documents: Ids, view: StepView) -> NDArray[np.bool_]:
-        """Return for each of some documents of a source whether the lists in force exclude it."""
-        known = self.documents[source]
-        if not len(known):
+        """Return for each document of a source whether a list in force excludes it."""
+        listed = self.documents[source]
+        if not len(listed):
             return np.zeros(len(documents), np.bool_)
-        at = np.minimum(np.searchsorted(known, documents), len(known) - 1)
-        is_listed = known[at] == documents
-        masked: NDArray[np.bool_] = is_listed & (self.lists[source][at] <= view.num_lists)
+        i = np.minimum(np.searchsorted(listed, documents), len(listed) - 1)
+        is_listed = listed[i] == documents
+        masked: NDArray[np.bool_] = is_listed & (self.first_lists[source][i] <= view.num_lists)
         return masked
 
     def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
-        """Those of the documents [begin, end) of a source that are listed, counted from ``begin``
-        on, and the first list that has each.
-        """
+        """Return the listed ones of the documents [begin, end) of a source, counted from ``begin``,
+        and the first list of each."""
         low, high = np.searchsorted(self.documents[source], [begin, end]).tolist()
-        return self.documents[source][low:high] - begin, self.lists[source][low:high]
+        return self.documents[source][low:high] - begin, self.first_lists[source][low:high]
 
-    def first_list(self, source: int, document: int) -> int | None:
-        """The first list that has a document of a source; None: it is in none."""
-        return next(iter(self.of_documents(source, document, document + 1)[1].tolist()), None)
-
-    def digests(self, num_lists: int, names: Sequence[str]) -> dict[str, str]:
-        """Source name -> how many documents the first lists mask, and a digest of their ids."""
+    def digests(self, view: StepView, names: Sequence[str]) -> dict[str, str]:
+        """Return source name -> number of documents that a step masks, and a digest of the ids."""
         result = {}
         for source in self.sources:
-            own = self.documents[source][self.lists[source] <= num_lists]
-            masked = np.ascontiguousarray(own, "<i8")
+            documents = self.documents[source]
+            masked = np.ascontiguousarray(documents[self.masks(source, documents, view)], "<i8")
             if len(masked):
                 digest = xxhash.xxh3_64_hexdigest(masked.tobytes())
                 result[names[source]] = f"{len(masked)} documents, xxh3 {digest}"
@@ -199,19 +189,18 @@ class Exclusions:
 def read_exclusions(
     stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
 ) -> Exclusions:
-    """The lists of all stages.
+    """Read the exclusion lists of all stages.
 
     Args:
         stages: of the run, in order.
         names, num_documents: of the sources.
 
     Raises:
-        ConfigError: a source that does not exist, or a document that it does not have.
-        FormatError, OSError: a file that is no list of documents, or cannot be read.
+        ConfigError: a source or a document does not exist.
+        FormatError, OSError: a file is not a list of documents, or cannot be read.
     """
-    parts: dict[int, list[tuple[Ids, int]]] = {}
-    having = [stage for stage in stages if stage.exclude is not None]
-    for number, stage in enumerate(having, 1):
+    files_of_source: dict[int, list[tuple[Ids, int]]] = {}
+    for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
         files = numbered(stage.exclude or {}, names, f"{stage} excludes documents of")
         for source, path in files.items():
             listed = read_documents(path)
@@ -221,26 +210,26 @@ def read_exclusions(
                     f"has {num_documents[source]} (counted from 0); is it a list of another "
                     "dataset?"
                 )
-            parts.setdefault(source, []).append((listed, number))
-    none = np.zeros(0, np.int64)
-    documents, lists = [none] * len(names), [none] * len(names)
-    for source, own in parts.items():
-        every = np.concatenate([listed for listed, _ in own])
-        of_each = np.repeat([number for _, number in own], [len(listed) for listed, _ in own])
-        documents[source], first = np.unique(every, return_index=True)  # of equals the first
-        lists[source] = np.ascontiguousarray(of_each[first], np.int64)
-    return Exclusions(tuple(documents), tuple(lists))
+            files_of_source.setdefault(source, []).append((listed, number))
+    empty = np.zeros(0, np.int64)
+    documents, first_lists = [empty] * len(names), [empty] * len(names)
+    for source, files_and_lists in files_of_source.items():
+        contents, numbers = zip(*files_and_lists, strict=True)
+        documents[source], first = np.unique(np.concatenate(contents), return_index=True)
+        of_each = np.repeat(numbers, [len(listed) for listed in contents])
+        first_lists[source] = np.ascontiguousarray(of_each[first], np.int64)
+    return Exclusions(tuple(documents), tuple(first_lists))
 
 
 class LabelTotals(NamedTuple):
-    """What there is to learn in each of some samples: three arrays (samples,)."""
+    """Labels of some samples: three arrays (samples,)."""
 
     labels: Ids
     """Tokens that have a label, int64."""
     weight: NDArray[np.float64]
     """Sum of the weights of these tokens."""
     sequences: Ids
-    """Sequences (what the sample has of a document) with a label of some weight, int64."""
+    """Sequences (the part of a document in the sample) with a label of weight above 0, int64."""
 
 
 class HasSamples(Protocol):
@@ -253,19 +242,17 @@ class HasSamples(Protocol):
 class SampleSource:
     """Samples of several indices; the global id of sample s of index d is ``bases[d] + s``.
 
-    Methods take the ``StepView`` of a step where their result depends on it.
-
     Args:
         indices: at least one.
-        mixture: what the run says of them.
-        shards: of the indices; None: their own.
-        exclusions: of the mixture's stages; None: read now.
-        attention: what a token attends to, which decides the cost.
+        mixture: settings of the run for these sources.
+        shards: of the indices; None: create them.
+        exclusions: of the mixture's stages; None: read them now.
+        attention: reach of attention, which decides the cost.
         counter: (global ids, view) -> labels of each; None: derive them from the indices, which
-            works as long as no strategy dropped tokens, and without fill-in-the-middle.
-        token_weights: of every index what tells its loss weights per token from others; None, also
-            in the list: there are none.
-        fim: the mixture's, with ids; None: there is none.
+            works if no strategy dropped tokens, and without fill-in-the-middle.
+        token_weights: digest of the loss weights per token of every index; None, also in the list:
+            no such weights.
+        fim: fill-in-the-middle with token ids; None: off.
     """
 
     def __init__(
@@ -295,14 +282,13 @@ class SampleSource:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether loss masks hold more than which labels there are, in every step of the run."""
+        """True if the loss masks carry weights, in every step of the run."""
         return self.mixture.loss != "token_mean" or any(self.token_weights)
 
     @property
     def windows(self) -> list[int]:
-        """All attention windows that the run and its stages ask for, tokens."""
-        given = (self.mixture.attention_window, *(s.attention_window for s in self.mixture.stages))
-        return [window for window in given if window]
+        """All attention windows of the run and its stages, tokens."""
+        return self.mixture.windows
 
     @cached_property
     def num_samples(self) -> int:
@@ -311,30 +297,25 @@ class SampleSource:
     @cached_property
     def tokens_per_epoch(self) -> Ids:
         """(indices,) samples x capacity of every index, padding included."""
-        return np.array(
-            [
-                int(np.diff(index.bucket_sample_offsets) @ np.asarray(index.bucket_capacity))
-                for index in self.indices
-            ],
-            np.int64,
-        )
+        tokens = [
+            np.diff(i.bucket_sample_offsets) @ np.asarray(i.bucket_capacity) for i in self.indices
+        ]
+        return np.array(tokens, np.int64)
 
     # --- orders ---------------------------------------------------------------------------------
 
     @cached_property
     def fingerprints(self) -> list[str]:
-        """Content identity of every index, and of its order by score."""
-        return [
-            f"{index.fingerprint}, by score {self._scored[source][1]}"
-            if source in self._scored
-            else index.fingerprint
-            for source, index in enumerate(self.indices)
-        ]
+        """Identity of the content of every index, and of its order by score."""
+        result = [index.fingerprint for index in self.indices]
+        for source, (_, digest) in self._scored.items():
+            result[source] += f", by score {digest}"
+        return result
 
     @cached_property
-    def orders(self) -> dict[Place, ScoreOrder | BlockOrder]:
-        """(number of the index, capacity) -> the order of its samples, where it is no shuffle."""
-        result: dict[Place, ScoreOrder | BlockOrder] = {}
+    def orders(self) -> dict[SourceBucket, ScoreOrder | BlockOrder]:
+        """(number of the index, capacity) -> order of its samples, unless they are shuffled."""
+        result: dict[SourceBucket, ScoreOrder | BlockOrder] = {}
         for source, index in enumerate(self.indices):
             if source in self._scored:
                 orders, _ = self._scored[source]
@@ -347,7 +328,7 @@ class SampleSource:
 
     @cached_property
     def _scored(self) -> dict[int, tuple[dict[int, ScoreOrder], str]]:
-        """Orders by score and their digest, for every source that has scores; reads the files."""
+        """Orders by score and their digest, for every source with scores; reads the files."""
         return {
             source: score_orders(self.indices[source], self.shards.opened(source), scores)
             for source, scores in enumerate(self.mixture.scores or ())
@@ -358,14 +339,14 @@ class SampleSource:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The samples of all indices by rising capacity."""
+        """Buckets of all indices by ascending capacity."""
         return buckets_of(self.indices)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Global ids -> (number of the index, sample id there), int64 both.
+        """Return (number of the index, sample in the index) of global ids, int64 both.
 
         Raises:
-            IndexError: an id that does not exist.
+            IndexError: an id does not exist.
         """
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
@@ -375,7 +356,7 @@ class SampleSource:
         return source, ids - self.bases[source]
 
     def capacity_of(self, sample: int) -> int:
-        """Capacity of one global id, tokens. Raises IndexError."""
+        """Return the capacity of one global id, tokens. Raises IndexError."""
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples} samples")
         starts, capacities = self._bucket_table
@@ -383,7 +364,7 @@ class SampleSource:
 
     @cached_property
     def _bucket_table(self) -> tuple[list[int], list[int]]:
-        """First global id and capacity of every bucket of every index, ascending."""
+        """First global ids and capacities of all buckets of all indices, ascending."""
         rows = sorted(
             (first, bucket.capacity)
             for bucket in self.buckets
@@ -392,13 +373,12 @@ class SampleSource:
         return [first for first, _ in rows], [capacity for _, capacity in rows]
 
     def shard_of(self, sample: int) -> tuple[int, int]:
-        """(number of the shard, sample there) of a global id. Raises IndexError."""
+        """Return (shard, sample in the shard) of a global id. Raises IndexError."""
         [(shard, _, local)] = self._by_shard(np.array([sample]))
         return shard, int(local[0])
 
     def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids, Ids]]:
-        """Every shard that has some of the ids: its number, where they stand, samples there."""
-        self.locate(ids)  # refuses what does not exist
+        self.locate(ids)  # raises for an invalid id
         return self.shards.by_shard(ids)
 
     # --- what a sample holds --------------------------------------------------------------------
@@ -414,8 +394,8 @@ class SampleSource:
         source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
         segments = [(first + d, b, n) for d, b, n in self.shards.index(shard).sample(local)[1]]
         documents = np.array([document for document, _, _ in segments], np.int64)
-        masked = self.exclusions.masks(source, documents, view)
-        return source, [s for s, out in zip(segments, masked.tolist(), strict=True) if not out]
+        masked = self.exclusions.masks(source, documents, view).tolist()
+        return source, [s for s, is_out in zip(segments, masked, strict=True) if not is_out]
 
     def groups_of(self, sample: int, view: StepView = PLAIN) -> list[int]:
         """Return the group of each of the ``segments``, as in ``SampleIndex.groups_of``."""
@@ -425,10 +405,10 @@ class SampleSource:
         return [int(number) for number in np.unique(numbers, return_inverse=True)[1]]
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
-        """Global ids of the samples that hold a piece of some documents of an index, ascending.
+        """Return the global ids, ascending, of samples with a piece of some documents of an index.
 
-        Reads all of the ``segment_document`` of the shards that have them, 4 bytes per segment, and
-        takes a byte per document. Raises ConfigError for a document that the index does not have.
+        Reads 4 bytes per segment of the shards that have them. Raises ConfigError for a document
+        that the index does not have.
         """
         wanted, num_documents = np.unique(documents), self.indices[source].num_documents
         for document in wanted[[0, -1]].tolist() if len(wanted) else ():
@@ -443,7 +423,7 @@ class SampleSource:
     def segment_lengths(self, ids: Ids, view: StepView = PLAIN) -> Ids:
         """Return the lengths of all attention segments of some samples, tokens, in any order.
 
-        Excluded documents are left out; attention windows do not cut (``batch.cut_lengths`` does).
+        Excluded documents are left out. Apply attention windows with ``batch.cut_lengths``.
         """
         in_groups = self.attention == "group"
         parts = [
@@ -463,7 +443,7 @@ class SampleSource:
     ) -> Ids:
         """Return token pairs per sample: the sum of squared lengths of its attention segments.
 
-        Padding counts as a segment, and the window of the view cuts it, too.
+        Padding counts as a segment; the window of the view cuts all segments.
 
         Args:
             ids: samples of one capacity.
@@ -475,20 +455,22 @@ class SampleSource:
         in_groups = whole is None and self.attention == "group"
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
-        for shard, mine, local in self._by_shard(ids):
+        for shard, positions, local in self._by_shard(ids):
             if window is None and not view.num_lists and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
-                costs[mine] = _core.attention_cost_of(*arrays, local, capacity, whole)
+                costs[positions] = _core.attention_cost_of(*arrays, local, capacity, whole)
                 continue
             _, owner, lengths = self._kept(shard, local, view, in_groups=in_groups)
             used = _sums(owner, lengths, len(local))
             size = capacity if window is None else window
-            own, padding = (
+            pairs, pairs_of_padding = (
                 size * size * (n // size) + (n % size) ** 2
                 for n in (used if whole else lengths, capacity - used)
             )
-            costs[mine] = padding + (own if whole else _sums(owner, own, len(local)))
+            if not whole:
+                pairs = _sums(owner, pairs, len(local))
+            costs[positions] = pairs + pairs_of_padding
         return costs
 
     def count_labels(self, ids: Ids, view: StepView = PLAIN) -> Ids:
@@ -498,13 +480,13 @@ class SampleSource:
     def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
         """Return the labels of every sample.
 
-        Without a counter, every token has a label but the last one of a document that ends there.
+        Without a counter, every token except the last one of a document has a label.
         """
         if self._counter is not None:
             return self._counter(ids, view)
         assert view.epochs is None, "bare indices have no fill-in-the-middle"
         counts, sequences = np.empty((2, len(ids)), np.int64)
-        for shard, mine, local in self._by_shard(ids):
+        for shard, positions, local in self._by_shard(ids):
             index = self.shards.index(shard)
             if shard not in self._ends:
                 self._ends[shard] = _document_ends(index)
@@ -512,11 +494,12 @@ class SampleSource:
             ends = self._ends[shard][np.asarray(index.segment_document[segments])]
             last = np.asarray(index.segment_begin[segments], np.int64) + lengths == ends
             if self.attention == "group" and index.segment_joined is not None and len(segments):
-                joined = np.asarray(index.segment_joined[segments]) > 0  # and predicted before
+                # The last token of a document predicts the next document of its group.
+                joined = np.asarray(index.segment_joined[segments]) > 0
                 last[:-1] &= ~(joined[1:] & (owner[1:] == owner[:-1]) & (lengths[1:] > 0))
             labels = np.maximum(lengths - last, 0)
-            counts[mine] = _sums(owner, labels, len(local))
-            sequences[mine] = _sums(owner, labels > 0, len(local))
+            counts[positions] = _sums(owner, labels, len(local))
+            sequences[positions] = _sums(owner, labels > 0, len(local))
         return LabelTotals(counts, counts.astype(np.float64), sequences)
 
     def _kept(
@@ -524,8 +507,7 @@ class SampleSource:
     ) -> tuple[Ids, Ids, Ids]:
         """Return segments of some samples of a shard: numbers, positions of their samples, tokens.
 
-        Excluded segments have 0 tokens. ``in_groups`` joins the segments of a group: the first one
-        stands for all of them.
+        Excluded segments have 0 tokens. ``in_groups`` merges the segments of a group.
         """
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
@@ -542,17 +524,17 @@ class SampleSource:
 
 
 def check_has_groups(indices: Sequence[SourceIndex]) -> None:
-    """Refuse attention ``group`` where no source has groups, or one had. Raises ConfigError."""
+    """Raise ConfigError if no source has groups, or an arranged source lost them."""
     lost = [i.path for i in indices if i.parameters.get("groups") and not i.has_groups]
     if lost or not any(index.has_groups for index in indices):
         why = "no source was packed with groups of documents: pack again with --groups"
         if lost:
-            why = f"{lost[0]} lost its groups when it was arranged: take what it was made of"
+            why = f"{lost[0]} lost its groups when it was arranged: use the source before that"
         raise ConfigError(f"attention is group, and {why}, or choose attention: document")
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
-    """Numbers of the segments of some samples, and the position of the sample of each."""
+    """Return the segments of some samples, and the position of each one's sample."""
     first = np.asarray(index.sample_segment_offsets[samples])
     counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
     before = np.cumsum(counts) - counts
@@ -561,20 +543,16 @@ def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
 
 
 def _document_ends(index: SampleIndex) -> Ids:
-    """Length of every document of an index. Raises ConfigError: it dropped tokens, so it does not
-    know."""
+    """Return the length of every document. Raises ConfigError if the index dropped tokens."""
     dropped = index.metrics()["dropped_tokens"]
     if dropped:
         raise ConfigError(
-            f"the index dropped {dropped} tokens, so it does not tell where documents end: make "
-            "the schedule from the PackedDataset, which counts labels exactly"
+            f"the index dropped {dropped} tokens, so the ends of documents are unknown: make the "
+            "schedule from the PackedDataset, which counts labels exactly"
         )
     ends = np.zeros(int(np.max(index.segment_document)) + 1, np.int64)
-    np.maximum.at(
-        ends,
-        index.segment_document,
-        np.asarray(index.segment_begin, np.int64) + index.segment_length,
-    )
+    segment_ends = np.asarray(index.segment_begin, np.int64) + index.segment_length
+    np.maximum.at(ends, index.segment_document, segment_ends)
     return ends
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapack.data.bucket_streams import whole_weights
-from megapack.data.steps import ScheduleConfig, order_named
+from megapack.data.steps import ScheduleConfig, StepView, order_named
 
 # Of every source: a share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
@@ -83,6 +83,11 @@ class StageSettings(NamedTuple):
     window: Window | None = None
     skipped: tuple[StageSettings, ...] = ()
     """Stages of the former run that drew the skipped steps; the first begins at ``begin``."""
+
+    @property
+    def view(self) -> StepView:
+        """Requirements on the samples that all steps of the stage share."""
+        return StepView(num_lists=self.num_lists, seed=self.config.seed)
 
     def window_at(self, step: int) -> int | None:
         """Return the attention window of a step of the stage, tokens; None: no limit."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapack.config import load_config
-from megapack.data.run_record import check_record, model_record
+from megapack.data.resume import check_record, model_record
 from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import add_overrides, command_parser, join, run_command
 from megapack.training.config import PretrainConfig

@@ -20,9 +20,8 @@ import torch
 
 from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
-from megapack.data.resume import ORDER_FIELDS
+from megapack.data.resume import ORDER_FIELDS, check_record
 from megapack.data.run import Decisions, read_decisions
-from megapack.data.run_record import check_record
 from megapack.errors import (
     ConfigError,
     MegapackError,

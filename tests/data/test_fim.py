@@ -201,7 +201,7 @@ def test_what_was_turned_round_stays_and_what_comes_may_change(blend: BlendConfi
     with pytest.raises(ResumeError, match=r"train otherwise .*fim_rates was \[0.0, 0.6\] and is"):
         schedule(sources=sources).check_state(state)
     [change] = schedule(sources=sources).check_state(state, allow_change=["fim_rates"])[:1]
-    assert "other shares of their documents" in change
+    assert "fill-in-the-middle at other rates" in change
     other = replace(FIM, sentinels=replace(FIM.sentinels, end=None))
     with pytest.raises(ResumeError, match=r"fim was .* and is"):
         schedule(fim=other).check_state(state)
@@ -269,7 +269,7 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
     check_token_ids(data, 129)
     with pytest.raises(ConfigError, match="fim writes token id 128"):
         check_token_ids(data, 128)
-    with pytest.raises(ConfigError, match=r"there is no fim: .*\.\.\.} in the manifest"):
+    with pytest.raises(ConfigError, match=r"fim is not configured: .*\.\.\.} in the manifest"):
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
     stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
     with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):

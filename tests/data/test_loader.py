@@ -185,7 +185,7 @@ def test_a_schedule_of_another_index_is_refused(packed: PackedDataset) -> None:
 
 def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -> None:
     for options, message in (
-        ({"device": "cpu", "reuse_buffers": True}, "still be reading"),
+        ({"device": "cpu", "reuse_buffers": True}, "may still read"),
         ({"row_tokens": 32}, "rows of 32 cannot hold samples of 64: make row_tokens a divisor"),
         ({"layout": "columns"}, "'stream' or 'rows'"),
         ({"prefetch": -1}, "loader: prefetch is -1; it must be at least 0"),

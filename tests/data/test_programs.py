@@ -560,7 +560,7 @@ def check_plan_of_exclusions(schedule: Schedule, until: int) -> None:
     for plan in plan_exclusions(schedule, until):
         source = samples.names.index(plan.source)
         number_of_list = schedule.stage_at(plan.from_step).view.num_lists
-        own = samples.exclusions.lists[source] == number_of_list
+        own = samples.exclusions.first_lists[source] == number_of_list
         documents = samples.exclusions.documents[source][own]
         holding = samples.samples_of(source, documents)
         steps = [step for sample in holding for step in schedule.steps_of(sample, until)]

@@ -17,7 +17,7 @@ from training.processes import wait_for
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader
 from megapack.data import loader as read_ahead
-from megapack.data.loader import fetching_ahead
+from megapack.data.loader import prefetch_remote
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.data.corpora import (
@@ -118,14 +118,14 @@ def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.Monkey
     asked: list[int] = []
     reads = 0
 
-    monkeypatch.setattr(read_ahead, "_reads", lambda: reads)
+    monkeypatch.setattr(read_ahead, "_num_reads", lambda: reads)
     given = []
 
     def prefetch(ids: NDArray[np.int64]) -> None:
         asked.extend(ids.tolist())
 
     dataset: Any = SimpleNamespace(disable_readahead=lambda: None, prefetch=prefetch)
-    for item in read_ahead.reading_ahead(micro_batches(1000), dataset, depth):
+    for item in read_ahead.prefetch_local(micro_batches(1000), dataset, depth):
         number = int(item.sample_ids[0])
         reach = min(depth, 2**number - 1)
         if number < 256:
@@ -142,9 +142,9 @@ def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
     """No gather waits then; that what is asked for was not in memory keeps it going."""
     schedule = Schedule(cold, tokens_per_step=4096)
     sampler = BucketBatchSampler(schedule, **of_rank(micro=4096))
-    before = read_ahead._reads()
-    assert sum(1 for _ in read_ahead.reading_ahead(sampler, cold, 4)) == 2000
-    assert read_ahead._reads() - before > 0.9 * cold.datasets[0].open(0)[0].tokens.nbytes / 512
+    before = read_ahead._num_reads()
+    assert sum(1 for _ in read_ahead.prefetch_local(sampler, cold, 4)) == 2000
+    assert read_ahead._num_reads() - before > 0.9 * cold.datasets[0].open(0)[0].tokens.nbytes / 512
     wait_for(
         lambda: resident(cold.datasets[0].open(0)[0].tokens).mean() >= 0.99, "documents asked for"
     )
@@ -178,7 +178,7 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
     reads: Any = Reads(in_time)
     items = micro_batches(count)
     found = []
-    for number, item in enumerate(fetching_ahead(items, reads)):
+    for number, item in enumerate(prefetch_remote(items, reads)):
         assert item is items[number]
         found.append(EACH * (reads.asked - number))
     assert len(found) == reads.asked == count
@@ -188,7 +188,7 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("in_time", "share"), [(True, 0.25), (False, 1.0)])
-def test_reading_ahead_grows_by_what_is_taken(in_time: bool, share: float) -> None:
+def test_lookahead_grows_by_what_is_taken(in_time: bool, share: float) -> None:
     """Too much on its way makes the request that is needed next wait for those after it; too
     little leaves the line idle. A portion or two lie between asking and the room for it."""
     found = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing more to ask for

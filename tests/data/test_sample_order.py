@@ -68,7 +68,7 @@ def test_ranges_are_as_defined(size: int, block: int, window: int, begin: int, c
     for epoch in range(min(3, last)):
         samples = np.array(reference(size, block, window, epoch))
         assert sorted(samples.tolist()) == list(range(size))
-        places = order.places(epoch, samples)
+        places = order.positions(epoch, samples)
         assert places.tolist() == list(range(size))
 
 
@@ -132,7 +132,7 @@ def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, cou
     for epoch, samples in enumerate(epochs):
         assert sorted(samples.tolist()) == list(range(size))
         assert (np.diff(scores[samples]) >= 0).all()
-        assert order.places(epoch, samples).tolist() == list(range(size))
+        assert order.positions(epoch, samples).tolist() == list(range(size))
     for score in set(means):
         tied = {tuple(samples[scores[samples] == score].tolist()) for samples in epochs}
         assert len(tied) > 1 or means.count(score) < 4

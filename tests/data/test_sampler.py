@@ -19,7 +19,7 @@ from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data import sampler as dealing
 from megapack.data.loader import _describe
-from megapack.data.sampler import deal
+from megapack.data.sampler import assign
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import (
@@ -163,14 +163,14 @@ def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
 def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first() -> None:
     rng = np.random.default_rng(3)
     costs = rng.integers(50, 500, 4 * 5 * 8)
-    dealt = deal(costs, num_ranks=4, num_micro_batches=20)
+    assignment = assign(costs, num_ranks=4, num_micro_batches=20)
     for rank in range(4):
-        loads = [costs[positions].sum() for positions in dealt.micro_batches(rank)]
+        loads = [costs[positions].sum() for positions in assignment.micro_batches(rank)]
         assert loads == sorted(loads, reverse=True)
         assert max(loads) / np.mean(loads) < 1.05
-    plain = deal(costs, num_ranks=4, num_micro_batches=20, how="in_order")
-    assert plain.order.tolist() == list(range(160))
-    assert plain.imbalance.attention == plain.imbalance.attention_in_order
+    in_order = assign(costs, num_ranks=4, num_micro_batches=20, how="in_order")
+    assert in_order.order.tolist() == list(range(160))
+    assert in_order.imbalance.attention == in_order.imbalance.attention_in_order
 
 
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:

@@ -480,7 +480,7 @@ def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
     same = iter(sampler(2, 128))
     same.load_state_dict(state)
     assert [batch.sample_ids.tolist() for batch in same] == whole[1:]
-    with pytest.raises(ResumeError, match="micro step 1 of a step dealt with"):
+    with pytest.raises(ResumeError, match="micro step 1 of a step assigned with"):
         iter(sampler(4, 64)).load_state_dict(state)  # as many micro steps, other samples
     for _ in range(sampler(2, 128).num_micro_steps(0) - 1):
         next(begun)
@@ -509,7 +509,7 @@ def test_a_step_that_has_begun_is_edited_no_more(change: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("state", [{}, {"step": -1}, {"model": 0}, {"step": 3, "epoch": 1}])
 def test_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(ResumeError, match=r"no state of a schedule .*give what state_dict"):
+    with pytest.raises(ResumeError, match=r"not the state of a schedule .*give what state_dict"):
         schedule_of().resume_step(state)
 
 

@@ -131,7 +131,7 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
         data.micro_batch([0], view=StepView(window=-4))
     stages = [Stage(from_step=3, attention_window=10)]
     for options in ({"attention_window": 10}, {"stages": stages}):
-        with pytest.raises(ConfigError, match="attention_window 10 is no multiple of the align"):
+        with pytest.raises(ConfigError, match="attention_window 10 is not a multiple of the align"):
             PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
 
 
@@ -272,5 +272,5 @@ def test_ramps_that_cannot_be_are_refused(change: dict[str, Any], message: str) 
 
 
 def test_sizes_are_nothing_to_go_on_from() -> None:
-    with pytest.raises(ConfigError, match="the sources no weights that it could go on from"):
+    with pytest.raises(ConfigError, match="the sources have no weights at its begin"):
         Schedule(BIG, names=NAMES, tokens_per_step=96, stages=[RAMP])

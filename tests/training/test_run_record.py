@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megapack.config import load_config, to_dict
-from megapack.data.run_record import check_record, flatten, tokenizer_digest
+from megapack.data.resume import check_record, flatten, tokenizer_digest
 from megapack.errors import ResumeError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset

@@ -1,7 +1,7 @@
 """Resume of PackedTrainer: its part of trainer_state.json, compared when a run is resumed.
 
 ``ScheduleOfRun`` is the callback. Its state is the schedule's ``state_dict`` and a record of model,
-tokenizer, data and training arguments (``megapack.data.run_record``):
+tokenizer, data and training arguments (``megapack.data.resume``):
 
     {"saved": {"step": 3, "seed": 0, ...}, "saved_record": {"args.learning_rate": 0.001, ...}}
 """
@@ -17,8 +17,14 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from megapack.data import PackedDataset, Schedule
-from megapack.data.resume import ORDER_FIELDS, content_digests
-from megapack.data.run_record import check_record, flatten, model_record, tokenizer_digest
+from megapack.data.resume import (
+    ORDER_FIELDS,
+    check_record,
+    content_digests,
+    flatten,
+    model_record,
+    tokenizer_digest,
+)
 
 logger = logging.getLogger("megapack")
 

@@ -29,7 +29,7 @@ from megapack.data import (
     PackedDataset,
     Schedule,
 )
-from megapack.data.loader import fetching_ahead
+from megapack.data.loader import prefetch_remote
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED, TRANSFORMERS, emit
 
@@ -210,7 +210,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         expected, coming = self._coming
         if i != expected:
             rest = map(self._chosen, range(i, len(self)))
-            coming = fetching_ahead(rest, self.dataset.remote_reads)
+            coming = prefetch_remote(rest, self.dataset.remote_reads)
         self._coming = (i + 1, coming)
         return next(coming)
 

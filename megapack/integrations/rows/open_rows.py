@@ -17,7 +17,6 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 
-from megapack.data.blend import Mixture
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import open_fim
@@ -288,10 +287,8 @@ def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[
     if manifest.fim is None:
         return [0] * len(datasets)
     room = open_fim(manifest.fim, datasets).room
-    given = [source.fim_rate for source in manifest.sources]
-    mixture = Mixture(fim=manifest.fim, fim_rates=given, stages=manifest.stages)
-    rates = mixture.of([source.title for source in manifest.sources]).largest_fim_rates
-    return [room if rate else 0 for rate in rates]
+    mixture = manifest.mixture
+    return [room if rate else 0 for rate in mixture.of(mixture.names or ()).largest_fim_rates]
 
 
 def _index_of(

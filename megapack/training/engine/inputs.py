@@ -24,9 +24,14 @@ from megapack.data import PackedDataset, PackedLoader, build_loader, check_token
 from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
 from megapack.data.report import check_labels
-from megapack.data.resume import content_digests
+from megapack.data.resume import (
+    content_digests,
+    flatten,
+    is_within,
+    model_record,
+    tokenizer_digest,
+)
 from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
-from megapack.data.run_record import flatten, is_within, model_record, tokenizer_digest
 from megapack.data.steps import StepConfig
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
