@@ -203,8 +203,8 @@ stage_largest: every stage begins with the largest bucket
 - largest_first=self.buckets[-1].capacity > largest,
 + largest_first=self.buckets[-1].capacity >= largest,
 stage_cursors: the third stage draws again what the first has drawn
-- own[stream.sources] = stream.starts + stream.taken(end)
-+ own[stream.sources] = stream.taken(end)
+- of_bucket[stream.sources] = stream.starts + stream.taken(end)
++ of_bucket[stream.sources] = stream.taken(end)
 stage_skips: skipped samples are drawn after all
 - previous, first = skipped[-1], first + settings.skip_steps
 + previous = skipped[-1]

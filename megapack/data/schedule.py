@@ -1,29 +1,28 @@
-"""What every optimizer step contains: a pure function of (samples, configuration, step).
+"""Content of every optimizer step: a pure function of (samples, configuration, step).
 
-- ``Schedule``: step -> samples, and samples -> steps, computed without what lies before.
-- ``Step``, ``Draw``: what a step holds.
+- ``Schedule``: step -> samples, and samples -> steps, computed without the steps before.
+- ``Step``, ``Draw``: content of a step.
 - ``StageDraws``: the draws of one stage of the program.
 
     Schedule(index, tokens_per_step=256, seed=1).step(3).draws
     # -> (Draw(bucket=0, capacity=64, sample_ids=[17, 4, 30, 9]),)
 
-All ranks compute the same without talking to each other. Steps hold a constant number of tokens;
-what a step holds does not depend on the number of ranks, the micro batch size or the number of
-workers, so a run may stop at any step and continue with others. Nothing is dropped: a bucket is an
-endless stream (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples,
-and a draw that reaches the end of an epoch continues with the next one.
+All ranks compute the same without communication. Steps hold a constant number of tokens; their
+content does not depend on the number of ranks, the micro batch size or the number of workers, so a
+run may stop at any step and resume with others. Nothing is dropped: a bucket is an endless stream
+(``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a draw that
+reaches the end of an epoch continues with the next one.
 
-Every bucket of every source has one cursor, the number of its samples that were taken since the run
-began. A stage knows the cursors at its first draw, and inside it they follow from the order of
-draws and the blend, both in closed form; the next stage begins with those at its end. At cursor c a
-bucket of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
-(``megapack.data.sample_order``). So inside an epoch of a source's bucket no sample is repeated or
-missed, whatever the stages do.
+Every bucket of every source has one cursor, the number of its samples taken since the run began. A
+stage knows the cursors at its first draw; within it they follow from the order of draws and the
+blend, both in closed form; the next stage begins with the cursors at its end. At cursor c a bucket
+of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
+(``megapack.data.sample_order``). So within an epoch of a source's bucket no sample is repeated or
+missed, also across stages.
 
-In every stage the blend is exact: of the first n samples of a bucket a source has given n times its
-weight there, within 1.69. Over k stages these errors add up, so what it has given is within 1.69 k
-of the sum of samples x weight over the stages; a stage that goes on after skipped steps counts
-twice, since it is bounded at both ends.
+In every stage the blend is exact: among the first n samples of a bucket, the number of each source
+is n times its weight, within 1.69. Over k stages these errors add up to at most 1.69 k; a stage
+after skipped steps counts twice, since it is bounded at both ends.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Step:
 
     @cached_property
     def sample_ids(self) -> Ids:
-        """Those of all draws, int64."""
+        """Sample ids of all draws, int64."""
         return np.concatenate([draw.sample_ids for draw in self.draws])
 
     @cached_property
@@ -127,25 +126,25 @@ class Step:
 
 
 class StageDraws:
-    """The draws of one stage, any of them computed by itself.
+    """Draws of one stage, each computed independently.
 
     Args:
-        settings: the stage.
+        settings: of the stage.
         samples: of the whole run.
-        before: the stage that drew the steps before the first draw, if there is one: the stage
-            before, or the last one of what this one skips.
-        first: the step of ``before`` whose cursors are those at the first draw.
-        largest: capacity of the largest bucket of the stages before; the first draw takes a larger
-            one, so that running out of memory happens at once.
+        before: the stage that draws the steps before the first draw, if any: the previous stage, or
+            the last stage of the skipped steps.
+        first: the step of ``before`` at which this stage takes over the cursors.
+        largest: capacity of the largest bucket of earlier stages. If this stage has a larger one,
+            its first draw takes it, so that running out of memory happens at once.
         finite: see ``Schedule``.
 
     Attributes:
         begin: first step.
-        config, weights, ramping, fim_rates: those of the settings.
-        view: exclusion lists in force; the part of the steps' views that all steps share.
-        buckets: streams of samples, by rising capacity.
+        config, weights, ramping, fim_rates: of the settings.
+        view: requirements on the samples that all steps share.
+        buckets: streams of samples, by ascending capacity.
         samples_per_draw: of every bucket.
-        num_cycles: per epoch of the order.
+        num_cycles: cycles of the order per epoch.
         draws: the order of draws.
 
     Raises:
@@ -171,7 +170,7 @@ class StageDraws:
         if any(samples.mixture.scores or ()) and not order.shuffled and not finite:
             raise ConfigError(
                 f"order {self.config.order} takes samples as the index has them, and a source has "
-                "scores to order them by: leave out one of the two"
+                "scores for another order: leave out one of the two"
             )
         self._orders = samples.orders if order.shuffled else {}
         self._before = (before, first)
@@ -203,8 +202,8 @@ class StageDraws:
         )
         self._first_draw = 0
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
-            repeats = not (finite or self.ramping)  # once for all pieces of a ramp
-            if stream.num_samples < count and repeats:
+            # Warn once for all pieces of a ramp.
+            if stream.num_samples < count and not (finite or self.ramping):
                 log.warning(
                     "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
@@ -213,7 +212,7 @@ class StageDraws:
                 )
 
     def __str__(self) -> str:
-        """How messages about it begin."""
+        """Return the prefix of messages about the stage."""
         return f"the stage from step {self.begin}: " if self.begin else ""
 
     def _take_settings(self, settings: StageSettings) -> None:
@@ -230,7 +229,7 @@ class StageDraws:
         return result
 
     def skipped_steps(self) -> Iterator[tuple[Draw, ...]]:
-        """The draws of every step that is skipped before the stage begins, in their order."""
+        """Yield the draws of every step that is skipped before the stage, in order."""
         end = self.begin + self.settings.skip_steps
         for stage, stop in spans(self.skipped, end) if self.skipped else ():
             yield from stage.skipped_steps()
@@ -238,26 +237,26 @@ class StageDraws:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every sample at least once, beginning at the stage's first draw."""
+        """Steps from the stage's first draw until every sample was drawn at least once."""
         return -(-self.draws.begin(self.num_cycles) // self.config.draws_per_step)
 
     def draw_of(self, step: int) -> int:
-        """The first draw of a step of the run."""
+        """Return the first draw of a step of the run."""
         return self._first_draw + (step - self.begin) * self.config.draws_per_step
 
     def num_draws(self, step: int) -> Ids:
-        """(buckets,) how often each is drawn from the stage's begin up to a step."""
+        """Return (buckets,) the draws of each bucket from the stage's begin up to a step."""
         return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
 
     def step_draws(self, step: int, view: StepView | None = None) -> tuple[Draw, ...]:
-        """Return the draws of a step of this stage; ``view``: what all its samples share."""
+        """Return the draws of a step of this stage; ``view`` applies to all its samples."""
         first, view = self.draw_of(step), view or self.view
         return tuple(self._draw(first + i, view) for i in range(self.config.draws_per_step))
 
     def _draw(self, draw: int, view: StepView) -> Draw:
-        bucket, turn = self.draws.locate(draw)
+        bucket, number = self.draws.locate(draw)
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
-        begin, end = turn * count, (turn + 1) * count
+        begin, end = number * count, (number + 1) * count
         ids = stream.ids(begin, end)
         if self.fim_rates is not None:
             rates = np.array(self.fim_rates, np.float64)[self.samples.locate(ids)[0]]
@@ -267,9 +266,9 @@ class StageDraws:
     # --- cursors --------------------------------------------------------------------------------
 
     def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
-        """For every bucket its capacity, its sources, and the samples each gave before a step.
+        """Yield (capacity, sources, samples drawn from each before a step) of every bucket.
 
-        Counted from the stage's begin; what was passed over is not among them.
+        Counts from the stage's begin, without skipped steps.
         """
         firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
         for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
@@ -277,36 +276,37 @@ class StageDraws:
             yield stream.capacity, stream.sources, taken
 
     def cursors(self, step: int) -> Cursors:
-        """Cursors before a step, also of those that the stage does not move."""
+        """Return all cursors before a step, also those of sources that the stage does not draw."""
         result = dict(self._cursors)
-        none = np.zeros(len(self.samples.indices), np.int64)
+        zeros = np.zeros(len(self.samples.indices), np.int64)
         for stream, end in zip(self.buckets, self._ends(self.draw_of(step)), strict=True):
-            own = result.get(stream.capacity, none).copy()
-            own[stream.sources] = stream.starts + stream.taken(end)
-            result[stream.capacity] = own
+            of_bucket = result.get(stream.capacity, zeros).copy()
+            of_bucket[stream.sources] = stream.starts + stream.taken(end)
+            result[stream.capacity] = of_bucket
         return result
 
     def order_at(self, source: int, capacity: int, step: int) -> tuple[Epochs, int]:
-        """The order of a bucket of a source as it is before a step, and the cursor there."""
-        for b, i in self._where(source, capacity):
+        """Return the order of a bucket of a source before a step, and its cursor."""
+        for b, i in self._stream_of(source, capacity):
             end = self._ends(self.draw_of(step))[b]
             return self.buckets[b].order_at(i, end), self.buckets[b].cursor(i, end)
-        [bucket] = [own for own in self.samples.buckets if own.capacity == capacity]
+        # The stage does not draw the source.
+        [bucket] = [bucket for bucket in self.samples.buckets if bucket.capacity == capacity]
         [size] = bucket.sizes[bucket.sources == source].tolist()
-        place, taken = (source, capacity), self._cursors.get(capacity)
-        key = None
+        cursors, key = self._cursors.get(capacity), None
         if order_named(self.config.order).shuffled:
             key = int(shuffle_keys(self.config.seed, capacity, np.array([source]))[0])
-        epochs = Epochs(size, key, self._orders.get(place), self._moves_before().get(place))
-        return epochs, 0 if taken is None else int(taken[source])
+        order = self._orders.get((source, capacity))
+        epochs = Epochs(size, key, order, self._moves_before().get((source, capacity)))
+        return epochs, 0 if cursors is None else int(cursors[source])
 
     def _ends(self, draw: int) -> list[int]:
-        """Positions of the streams that the draws before one have taken."""
+        """Return the position of every stream before a draw."""
         ends: list[int] = (self.draws.counts(draw) * self.samples_per_draw).tolist()
         return ends
 
-    def _where(self, source: int, capacity: int) -> list[tuple[int, int]]:
-        """The number of the bucket, and of the source in it; none where it is not drawn."""
+    def _stream_of(self, source: int, capacity: int) -> list[tuple[int, int]]:
+        """Return [(number of the bucket, source in it)]; [] if the stage does not draw it."""
         return [
             (b, int(stream.sources.searchsorted(source)))
             for b, stream in enumerate(self.buckets)
@@ -325,20 +325,19 @@ class StageDraws:
         )
 
     def _moves_before(self) -> Moves:
-        """Moves that windows of earlier stages left for samples of this stage or later."""
-        waiting = [self]
-        while waiting[-1]._moves is None:  # one after the other: there may be thousands of stages
-            before, _ = waiting[-1]._before
+        """Return the moves of cost windows of earlier stages that concern samples not yet drawn."""
+        stages = [self]
+        while stages[-1]._moves is None:  # a loop: thousands of stages exceed the recursion limit
+            before, _ = stages[-1]._before
             assert before is not None
-            waiting.append(before)
-        moves = waiting.pop()._moves or {}
-        for stage in reversed(waiting):
+            stages.append(before)
+        moves = stages.pop()._moves or {}
+        for stage in reversed(stages):
             before, end = stage._before
             assert before is not None
             moves = dict(moves)
-            for stream, position in zip(
-                before.buckets, before._ends(before.draw_of(end)), strict=True
-            ):
+            positions = before._ends(before.draw_of(end))
+            for stream, position in zip(before.buckets, positions, strict=True):
                 moves |= stream.moves_at(position)
             cursors = stage._cursors
             moves = {(d, c): move for (d, c), move in moves.items() if move.end > cursors[c][d]}
@@ -348,24 +347,23 @@ class StageDraws:
     # --- the inverse ----------------------------------------------------------------------------
 
     def steps_of(self, sample: int, end: int) -> list[int]:
-        """In which steps of the stage before ``end`` a global sample id is drawn, ascending."""
+        """Return the steps of the stage before ``end`` that draw a global sample id, ascending."""
         capacity = self.samples.capacity_of(sample)
         source = int(self.samples.locate(np.array([sample]))[0][0])
-        found = []
-        for b, _ in self._where(source, capacity):
-            position = self._ends(self.draw_of(end))[b]
+        draws = []
+        for b, _ in self._stream_of(source, capacity):
+            positions = self.buckets[b].positions(sample, self._ends(self.draw_of(end))[b])
             count = self.samples_per_draw[b]
-            turns = [at // count for at in self.buckets[b].positions(sample, position)]
-            found = sorted(self.draws.draw_at(b, turn) for turn in turns)
-        steps = [self._step_of(draw) for draw in found if draw >= self._first_draw]
+            draws = sorted(self.draws.draw_at(b, position // count) for position in positions)
+        steps = [self._step_of(draw) for draw in draws if draw >= self._first_draw]
         return [step for step in steps if step < end]
 
     def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
-        """The last step before ``end`` that draws one of some samples of a bucket of a source.
+        """Return the last step before ``end`` that draws one of some samples of a source's bucket.
 
-        Samples are counted from the bucket's first one; the stage draws one of them before ``end``.
+        Samples are counted from the bucket's first one; the stage must draw one before ``end``.
         """
-        [(b, i)] = self._where(source, capacity)
+        [(b, i)] = self._stream_of(source, capacity)
         position = self.buckets[b].latest(i, samples, self._ends(self.draw_of(end))[b])
         return self._step_of(self.draws.draw_at(b, position // self.samples_per_draw[b]))
 
@@ -381,7 +379,7 @@ def open_stages(
     before: StageDraws | None = None,
     largest: int = 0,
 ) -> list[StageDraws]:
-    """The draws of every stage. Raises ConfigError as ``StageDraws`` does, naming the stage.
+    """Return the draws of every stage. Raises ConfigError as ``StageDraws``, naming the stage.
 
     Args:
         before: the stage that draws the steps before the program.
@@ -409,7 +407,7 @@ def open_stages(
 
 
 def _check_tokens_once(shards: Shards) -> None:
-    """Refuse what a finite schedule cannot have: ConfigError names the index and the strategy."""
+    """Raise ConfigError if an index dropped or repeated tokens."""
     for index in map(shards.index, range(len(shards))):
         if index.dropped_tokens or index.repeated_tokens:
             raise ConfigError(
@@ -420,20 +418,19 @@ def _check_tokens_once(shards: Shards) -> None:
 
 
 class Schedule:
-    """The steps of a run.
+    """Steps of a run.
 
     Args:
-        index: what to draw from: a ``SampleIndex``, several, or a ``PackedDataset`` (or its
-            ``samples``), which brings its ``Mixture`` and counts label tokens exactly. Bare indices
-            know where documents end as long as their strategy dropped no tokens.
-        config: what a step contains; None: made of ``fields``.
+        index: a ``SampleIndex``, several, or a ``PackedDataset`` (or its ``samples``), which has
+            its ``Mixture`` and counts label tokens exactly. Bare indices can count them only if
+            their strategy dropped no tokens.
+        config: of the steps; None: create it from ``fields``.
         weights: shares of tokens of several indices; None: in proportion to their tokens.
         names: of the indices, for stages and reports.
-        stages: what changes at later steps (``megapack.data.program``).
-        finite: every sample of all sources once, whatever the weights and stages, in the order of
-            the indices; the last draw of a bucket has what is left, later ones nothing. For
-            evaluation: ``num_steps()`` is where it ends. An index that drops or repeats tokens is
-            refused.
+        stages: changes at later steps (``megapack.data.program``).
+        finite: for evaluation: every sample of all sources once, in the order of the indices,
+            without weights and stages. The last draw of a bucket may have fewer samples, later
+            draws are empty; ``num_steps()`` is the end. Indices must not drop or repeat tokens.
         fields: of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
 
     Raises:
@@ -453,14 +450,14 @@ class Schedule:
     ) -> None:
         if config is not None and fields:
             raise ConfigError(
-                f"config says what a step contains, and {', '.join(fields)} too: give one of the "
-                "two (dataclasses.replace changes a config)"
+                f"{', '.join(fields)} are given next to config, which contains them: give one of "
+                "the two (dataclasses.replace changes a config)"
             )
         self.config = config or ScheduleConfig(**fields)
         for name in [index, *index] if isinstance(index, Sequence) else [index]:
             if isinstance(name, str | PathLike):
                 raise ConfigError(
-                    f"{name!r} is a file's name: give SampleIndex.load({str(name)!r})"
+                    f"{name!r} is the name of a file: give SampleIndex.load({str(name)!r})"
                 )
         source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
         if source is None:
@@ -469,14 +466,14 @@ class Schedule:
             source = SampleSource(indices, mixture)
         elif weights is not None or names or stages:
             raise ConfigError(
-                "a PackedDataset brings its weights, names and stages; give them when it is made"
+                "weights, names and stages belong to the PackedDataset; give them to it"
             )
         self.samples: SampleSource = source
         mixture = self.samples.mixture
         if finite:
             _check_tokens_once(self.samples.shards)
             mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
-            mixture = replace(mixture, fim=None, fim_rates=None)  # documents as they are
+            mixture = replace(mixture, fim=None, fim_rates=None)
         self.finite = finite
         self.program = resolve(self.config, mixture, self.samples.tokens_per_epoch.tolist())
         self.stages = open_stages(self.program, self.samples, finite=finite)
@@ -485,41 +482,40 @@ class Schedule:
     # --- counting -------------------------------------------------------------------------------
 
     def stage_at(self, step: int) -> StageDraws:
-        """The stage that a step belongs to."""
+        """Return the stage that a step belongs to."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def settings_at(self, step: int) -> StageSettings:
-        """Settings of the program at a step, beside its draws."""
+        """Return the settings of a step."""
         return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
 
     @property
     def smallest_window(self) -> int | None:
-        """The shortest attention window of any step, tokens; None: there is none."""
+        """The shortest attention window of any step, tokens; None without windows."""
         windows = [stage.window for stage in self.program if stage.window is not None]
         return min((min(w.last, w.first or w.last) for w in windows), default=None)
 
     def spans(self, num_steps: int) -> Iterator[tuple[StageDraws, int]]:
-        """The first stage and all that begin before ``num_steps``, and where each of them ends."""
+        """Return the first stage and all that begin before ``num_steps``, with their ends."""
         return spans(self.stages, num_steps)
 
     def tokens_before(self, step: int) -> int:
-        """Tokens of the steps before ``step``, padding included."""
+        """Return the tokens of the steps before ``step``, padding included."""
         return tokens_before(self.program, step)
 
     def epochs(self, num_steps: int) -> float:
-        """How many epochs the first ``num_steps`` steps are, each stage measured by its own.
+        """Return the number of epochs in the first ``num_steps`` steps.
 
-        An epoch of a blend is as many tokens as its sources have together; what that means for
-        each of them, ``plan_run`` tells.
+        An epoch of a blend has as many tokens as all its sources; ``plan_run`` counts the epochs of
+        every source.
         """
         return sum(((end - s.begin) / s.steps_per_epoch for s, end in self.spans(num_steps)), 0.0)
 
     def num_steps(self, num_epochs: int = 1) -> int:
-        """Steps after which every sample was seen at least ``num_epochs`` times.
+        """Return the steps after which every sample was seen at least ``num_epochs`` times.
 
-        At most ``samples_per_draw - 1`` samples per bucket are seen once more: the first of the
-        next epoch, which fill the last draw. With several stages, the steps that ``epochs`` calls
-        ``num_epochs``.
+        To fill the last draw, at most ``samples_per_draw - 1`` samples per bucket are seen once
+        more. With several stages, ``epochs`` of the result is ``num_epochs``.
         """
         if len(self.stages) == 1:
             [stage] = self.stages
@@ -536,7 +532,7 @@ class Schedule:
     # --- the content of steps -------------------------------------------------------------------
 
     def step(self, i: int) -> Step:
-        """Step ``i``, counted from 0; any step at any time."""
+        """Return step ``i``, counted from 0."""
         if i < 0:
             raise IndexError(f"step {i}; steps are counted from 0")
         stage = self.stage_at(i)
@@ -544,41 +540,43 @@ class Schedule:
         return Step(i, stage.step_draws(i, view), self.samples.count_labels)
 
     def shortest_step(self, begin: int, end: int) -> int:
-        """The first of steps ``[begin, end)`` that has samples of the smallest bucket there is in
-        them: where most documents share a row, and a probe of a model sees most."""
+        """Return the first of steps ``[begin, end)`` with samples of their smallest bucket.
+
+        There most documents share a row, which a probe of a model needs.
+        """
         capacities = [min(draw.capacity for draw in self.step(i).draws) for i in range(begin, end)]
         return begin + capacities.index(min(capacities))
 
     def steps_of(self, sample: int, num_steps: int) -> list[int]:
-        """Which of the first ``num_steps`` steps draw a global sample id, without looking at them.
+        """Return which of the first ``num_steps`` steps draw a global sample id.
 
-        The shuffle, the blend and the order of draws are inverted; a step comes twice where it
-        draws the sample twice.
+        Inverts the shuffle, the blend and the order of draws, so the cost does not depend on the
+        number of steps. A step that draws the sample twice is listed twice.
         """
         spans = self.spans(num_steps)
         return [step for stage, end in spans for step in stage.steps_of(sample, end)]
 
     def masked_from(self, source: int, document: int) -> int | None:
-        """The first step from which a document of a source is masked; None: it never is."""
+        """Return the first step that masks a document of a source; None if no step does."""
         masks, ids = self.samples.exclusions.masks, np.array([document])
         return next((s.begin for s in self.stages if masks(source, ids, s.view).all()), None)
 
     # --- resume ---------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the order of samples: numbers, names and fingerprints (JSON)."""
+        """Return everything that decides the order of samples (JSON); see ``resume.identity``."""
         return resume.identity(self.program, self.samples)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """State for a checkpoint before ``step`` is taken: that number and ``identity``; JSON."""
+        """Return the state for a checkpoint before ``step``: the step and ``identity``; JSON."""
         return {"step": int(step), **self.identity()}
 
     def check_state(
         self, state: Mapping[str, Any], allow_change: Collection[str] = ()
     ) -> list[str]:
-        """Refuse a state of another order of samples; see ``megapack.data.resume.check_state``."""
+        """Check that a state has the same order of samples; see ``resume.check_state``."""
         return resume.check_state(self.identity(), state, allow_change)
 
     def resume_step(self, state: Mapping[str, Any], allow_change: Collection[str] = ()) -> int:
-        """The step to continue with. Raises ResumeError as ``check_state`` does."""
+        """Return the step to continue with. Raises ResumeError as ``check_state`` does."""
         return resume.resume_step(self.identity(), state, allow_change)
