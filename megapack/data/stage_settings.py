@@ -1,9 +1,9 @@
-"""The settings of a stage in full, as values, and what follows from them alone.
+"""Complete settings of a stage, and what follows from them alone.
 
 - ``StageSettings``: everything that decides the draws of a stage; ``Program``: the stages of a run.
-- ``drawn_by``: settings that are equal for stages that draw alike.
-- ``Window``: an attention window, which may grow.
-- ``spans``, ``tokens_before``: where stages end, and how many tokens steps hold.
+- ``drawn_by``: key of the draws, equal for stages that draw alike.
+- ``Window``: attention window, which may grow.
+- ``spans``, ``tokens_before``: ends of stages, tokens of steps.
 
     Window(last=64, first=16, begin=10, steps=3).at(11)    # -> 32, a third of the way
 """
@@ -18,23 +18,22 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megapack.data.bucket_streams import whole_weights
 from megapack.data.steps import ScheduleConfig, StepView, order_named
 
-# Of every source: a share of the tokens, 0 for none, None for its size.
+# One per source: share of the tokens, 0 for none, None for its size.
 Weights = tuple[float | None, ...]
 
 
 class Window(NamedTuple):
     """Attention window: ``first`` tokens at step ``begin``, ``last`` at ``begin + steps``.
 
-    With a window of w tokens a segment is cut at its positions w, 2 w, ...; attention stays inside
-    the pieces, so a token sees at most w others and a step costs less. Labels and position ids do
-    not change, so the same tokens are learned. SkyLadder (Zhu et al. 2025, arXiv 2503.15450) starts
-    with short windows and lets them grow to the whole context: faster, and better at the same
-    number of tokens. Only boundaries differ (``cut_bounds`` in ``megapack.data.batch``). RoPE
-    counts relative positions, so it may restart at a boundary (as Megatron's does). Other layers
-    that read these boundaries (state space models) are cut, too.
+    A window of w tokens cuts a segment at its positions w, 2 w, ... and limits attention to the
+    pieces, so a step costs less. Labels and position ids do not change. SkyLadder (Zhu et al. 2025,
+    arXiv 2503.15450) grows the window to the whole context: faster, and better at the same number
+    of tokens. Only boundaries differ (``cut_bounds`` in ``megapack.data.batch``). RoPE is relative,
+    so it may restart at a boundary (as Megatron's does). Other layers that read the boundaries
+    (state space models) are cut, too.
 
-    It grows linearly, rounded down to a multiple of the greatest common divisor of both sizes; with
-    ``steps`` 0 it is ``last`` at once.
+    The window grows linearly, rounded down to a multiple of the greatest common divisor of both
+    sizes; with ``steps`` 0 it is ``last`` at once.
     """
 
     last: int
@@ -44,12 +43,12 @@ class Window(NamedTuple):
 
     def at(self, step: int) -> int:
         """Return the window of a step of the run, tokens."""
-        passed = step - self.begin
-        if passed >= self.steps:
+        elapsed = step - self.begin
+        if elapsed >= self.steps:
             return self.last
         unit = math.gcd(self.first, self.last)
-        grown = (self.last - self.first) * passed // (unit * self.steps)
-        return self.first + unit * grown
+        num_units = (self.last - self.first) * elapsed // (unit * self.steps)
+        return self.first + unit * num_units
 
     def __str__(self) -> str:
         if not self.steps:
@@ -68,8 +67,8 @@ class StageSettings(NamedTuple):
     begin: int
     """Its first step."""
     skip_steps: int
-    """Number of steps to skip before the stage: ``begin`` to ``begin + skip_steps`` of the former
-    run, the one without this skip."""
+    """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` of the run without this
+    skip."""
     config: ScheduleConfig
     weights: Weights
     num_lists: int = 0
@@ -82,7 +81,7 @@ class StageSettings(NamedTuple):
     """Share of documents with their middle at the end, one per source; None: 0 for all."""
     window: Window | None = None
     skipped: tuple[StageSettings, ...] = ()
-    """Stages of the former run that drew the skipped steps; the first begins at ``begin``."""
+    """Stages of the skipped steps in the run without the skip; the first begins at ``begin``."""
 
     @property
     def view(self) -> StepView:
@@ -105,10 +104,10 @@ class StageSettings(NamedTuple):
 
 
 def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the settings of a stage's draws (``of_draws``), equal for stages that draw alike.
+    """Return a key of a stage's draws (``of_draws``), equal for stages that draw alike.
 
-    Only the proportions of weights count, and sources of weight 0 at the end do not. A step of one
-    micro step equals a step without micro steps. ``num_cycles`` None is the order's default.
+    Weights are reduced to proportions, without sources of weight 0 at the end. A step of one micro
+    step equals a step without micro steps. ``num_cycles`` None is the order's default.
     """
     tokens, order = stage["tokens_per_step"], order_named(stage["order"])
     rule = (order.times, tuple(order.odds(16)), stage["num_cycles"] or order.num_cycles)
@@ -120,7 +119,7 @@ def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-@lru_cache(maxsize=4)  # a stage is compared with the one before it, and then with the next
+@lru_cache(maxsize=4)  # every stage is compared with the previous and the next one
 def _proportions(weights: Weights) -> tuple[int | None, ...]:
     """Return weights as the smallest integers of the same proportions, up to the last above 0."""
     whole = whole_weights([weight or 0 for weight in weights])

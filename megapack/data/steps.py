@@ -1,28 +1,27 @@
-"""What a step consists of, and which bucket every draw of it takes.
+"""Size of a step, and the bucket of each of its draws.
 
-- ``ORDERS``: how buckets follow each other: in proportion, by a curriculum, one after the other.
-- ``StepConfig``, ``ScheduleConfig``: the section ``data:`` of a configuration and every
-  ``Schedule`` have their fields from here; what a stage changes are some of them (``blend.Stage``).
-- ``StepView``: what a step requires of its samples, from the schedule to the gather.
+- ``ORDERS``: orders of the buckets: in proportion, by a curriculum, one after the other.
+- ``StepConfig``, ``ScheduleConfig``: fields of every ``Schedule`` and of the section ``data:`` of a
+  configuration; a stage (``blend.Stage``) can change some of them.
+- ``StepView``: requirements of a step on its samples, from the schedule to the gather.
 - ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
-- ``DrawOrder``: the endless sequence of draws: which bucket when, and the n-th draw of a bucket;
-  pure values, any draw located by itself.
+- ``DrawOrder``: the endless sequence of draws, draw -> bucket and (bucket, number) -> draw.
 
     StepConfig(tokens_per_step=65_536, mix="micro_step", micro_step_tokens=16_384).draw_tokens
     # -> 16384: four buckets in a step, one for every 16,384 tokens of all ranks
     ranks_per_micro_batch(32_768, micro_batch_tokens=16_384, sequence_parallel_size=4)    # -> 4
 
-An epoch is ``num_cycles`` cycles. After c cycles bucket b has been drawn
+An epoch has ``num_cycles`` cycles. After c cycles bucket b has been drawn
 
     drawn(b, c) = ceil(c * samples_per_epoch[b] / (num_cycles * samples_per_draw[b]))
 
-times, just enough to cover its samples of those cycles. So cycle c consists of the turns
-``[drawn(b, c), drawn(b, c + 1))`` of every bucket b, put in order by an ``Order``. With 5 samples
-of 16 tokens, 2 of 32 and draws of 64 tokens (4 and 2 samples), one cycle per epoch:
+times, just enough to cover its samples of those cycles. So cycle c consists of draws
+``[drawn(b, c), drawn(b, c + 1))`` of every bucket b, sorted by an ``Order``. With 5 samples of 16
+tokens, 2 of 32 and draws of 64 tokens (4 and 2 samples), one cycle per epoch:
 
     drawn(0, c) = ceil(5 c / 4), drawn(1, c) = c          # -> 2 and 1 draws, then 1 and 1, ...
 
-Which samples a draw takes of its bucket tells ``megapack.data.bucket_streams``.
+``megapack.data.bucket_streams`` decides the samples of a draw.
 """
 
 from __future__ import annotations
@@ -40,24 +39,23 @@ from megapack import _core
 from megapack.config import whole_numbers
 from megapack.errors import ConfigError
 
-# ---- How buckets follow each other ---------------------------------------------------------------
+# ---- Orders of buckets ---------------------------------------------------------------------------
 
 Odds = Callable[[int], list[float]]
 
 
 @dataclass(frozen=True)
 class Order:
-    """One way to order buckets. All visit the same samples; they differ in when.
+    """Order of the draws of a cycle. All orders visit the same samples, at different times.
 
-    Inside a cycle every bucket has odds: with odds ``o`` it is used up after a share ``1 / o`` of
+    Within a cycle every bucket has odds: with odds ``o`` it is used up after a share ``1 / o`` of
     the time of a bucket with odds 1 (Dataset Decomposition, arXiv 2405.13226, "sampling odds").
 
     Attributes:
-        meaning: one line for people.
+        meaning: description in one line.
         odds: number of buckets -> odds of each, shortest first.
-        num_cycles: cycles per epoch unless the user says otherwise; each starts the order over.
-        times: of the draws: stratified, so that every window holds its share; plainly random; or
-            bucket after bucket.
+        num_cycles: default number of cycles per epoch; each starts the order over.
+        times: of the draws: stratified (``spread``), random, or bucket after bucket.
     """
 
     meaning: str
@@ -66,18 +64,18 @@ class Order:
     times: Literal["spread", "random", "consecutive"] = "spread"
 
     def __reduce__(self) -> tuple[Callable[[str], Order], tuple[str]]:
-        """Pickled by its name: its odds may be a lambda."""
-        return order_named, (next(name for name, own in ORDERS.items() if own is self),)
+        # Pickle the name, since the odds may be a lambda.
+        return order_named, (next(name for name, order in ORDERS.items() if order is self),)
 
     @property
     def shuffled(self) -> bool:
-        """Whether samples are shuffled, and the largest bucket comes first."""
+        """True if samples are shuffled and the largest bucket comes first."""
         return self.times != "consecutive"
 
     def cycle(
         self, counts: NDArray[np.int64], key: int, *, largest_first: bool
     ) -> _core.CycleOrder:
-        """One cycle, in which bucket b is drawn ``counts[b]`` times."""
+        """Return a cycle in which bucket b is drawn ``counts[b]`` times."""
         odds = np.array(self.odds(len(counts)), np.float64)
         return _core.CycleOrder(counts, odds, key, self.times, largest_first and self.shuffled)
 
@@ -86,7 +84,7 @@ def _linear(num_buckets: int) -> list[float]:
     return [float(num_buckets - i) for i in range(num_buckets)]
 
 
-_MOST_ODDS = 1 << 900  # times the draws of a cycle it is still a number
+_MOST_ODDS = 1 << 900  # the product with the draws of a cycle is a finite float64
 
 
 def _power(base: int) -> Odds:
@@ -115,48 +113,47 @@ ORDERS = {
 
 
 def order_named(name: str) -> Order:
-    """The order of that name. Raises ConfigError with the names there are."""
+    """Return the order of that name. Raises ConfigError, which lists all names."""
     if name not in ORDERS:
         raise ConfigError(f"order is {name!r}; it must be one of {', '.join(ORDERS)}")
     return ORDERS[name]
 
 
-# ---- What a step consists of ---------------------------------------------------------------------
+# ---- Size of a step ------------------------------------------------------------------------------
 
 MOST_TOKENS = 1 << 53  # of a run, and so of a step
 Attention = Literal["document", "group", "sample"]
-"""What a token attends to before it: of its document, of its group's documents, of the sample."""
+"""Earlier tokens that a token attends to: of its document, of its group, or of its sample."""
 Loss = Literal["token_mean", "sequence_mean", "longalign"]
-"""What the loss of a step is the mean of (``megapack.data.sampler``)."""
+"""Mean that the loss of a step is (``megapack.data.sampler``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What a step consists of, and how steps follow each other; all of it but the seed."""
+    """Size and order of steps; everything except the seed."""
 
     tokens_per_step: int
     """Tokens of one optimizer step over all ranks, padding included."""
     order: str = "proportional"
-    """How buckets follow each other; a name of ``ORDERS``."""
+    """Order of the buckets; a name of ``ORDERS``."""
     num_cycles: int | None = None
-    """Times per epoch that a curriculum starts over; null takes the order's own number."""
+    """Cycles of a curriculum per epoch; null: the default of the order."""
     mix: Literal["step", "micro_step"] = "step"
     """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
-    """With ``mix: micro_step``: tokens that all ranks take from one bucket at a time. Fixed here,
-    not by the number of ranks, so that steps do not depend on it."""
+    """With ``mix: micro_step``: tokens that all ranks take from one bucket at a time. Steps do not
+    depend on the number of ranks, so this does not either."""
     row_tokens: int | None = None
     """Rows of this many tokens hold ``n = row_tokens // capacity`` samples each, which begin at 0,
-    s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); what a sample leaves
-    of its s tokens, and the last one of the row, is padding. A row of 64 holds samples of 24 at 0
-    and 32, samples of 10 at 0, 10, 20, 30, 40 and 50. Needed only when a capacity does not divide
+    s, 2 s, ..., with ``s = row_tokens // n`` (rounded down to the alignment); the remainder of
+    every sample's s tokens and of the row is padding. A row of 64 holds samples of 24 at 0 and 32,
+    samples of 10 at 0, 10, 20, 30, 40 and 50. Needed only if a capacity does not divide
     ``tokens_per_step``."""
     cost_window: int = 1
-    """The samples that a source gives to this many consecutive draws of a bucket are put in order
-    of attention cost, so that a draw holds samples of like cost (``megapack.data.bucket_streams``);
-    for draws with one sample per rank, which no dealing can balance. Costs of steps differ as much
-    more as those of ranks differ less, and sources of unlike costs stay unlike, since every draw
-    has its exact share of each. 1: off."""
+    """Number of consecutive draws of a bucket whose samples are sorted by attention cost, so that a
+    draw holds samples of similar cost (``megapack.data.bucket_streams``). For draws with one sample
+    per rank, which cannot be balanced otherwise. Costs of ranks differ less, costs of steps differ
+    more. Every draw keeps its exact share of each source. 1: off."""
 
     def __post_init__(self) -> None:
         order_named(self.order)
@@ -181,7 +178,7 @@ class StepConfig:
         return self.tokens_per_step // self.draw_tokens
 
     def samples_per_draw(self, capacity: int) -> int:
-        """Samples of one bucket that a draw holds. Raises ConfigError: they do not fill it."""
+        """Return the samples of one bucket in a draw. Raises ConfigError if they do not fill it."""
         tokens, row = self.draw_tokens, self.row_tokens
         if row is None:
             if tokens % capacity:
@@ -232,7 +229,7 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(StepConfig):
-    """Everything, beside the samples, that decides what a step contains."""
+    """All settings that decide the content of a step, except the samples."""
 
     seed: int = 0
     """Seed of shuffles and of the order of buckets."""
@@ -243,13 +240,13 @@ class ScheduleConfig(StepConfig):
 
 
 def _divisors(number: int) -> str:
-    """A few divisors of a number of 1 or more, largest last, for a message."""
-    found = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return ", ".join(map(str, found[-6:]))
+    """Return a few divisors of a number of 1 or more, largest last, for a message."""
+    divisors = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
+    return ", ".join(map(str, divisors[-6:]))
 
 
 def check_group(size: int, num_ranks: int) -> None:
-    """Refuse groups of ``size`` ranks that do not divide ``num_ranks``. Raises ConfigError."""
+    """Raise ConfigError if groups of ``size`` ranks do not divide ``num_ranks``."""
     if size < 1 or num_ranks % size:
         raise ConfigError(
             f"sequence_parallel_size is {size}, and {num_ranks} ranks cannot be divided into "
@@ -260,24 +257,24 @@ def check_group(size: int, num_ranks: int) -> None:
 def ranks_per_micro_batch(
     capacity: int, micro_batch_tokens: int, sequence_parallel_size: int
 ) -> int:
-    """Ranks that share a micro batch of samples of ``capacity`` tokens: one, or a whole group.
+    """Return the number of ranks that share a micro batch of samples of ``capacity`` tokens.
 
-    A sample longer than the tokens of one rank's forward is held by a group of consecutive ranks,
-    which exchange what attention needs (``megapack.attention.sequence_parallel``): on short buckets
-    the ranks of a group work apart, on long ones together, always ``micro_batch_tokens`` each.
+    A group of consecutive ranks shares samples longer than one rank's forward
+    (``megapack.attention.sequence_parallel``). On shorter buckets every rank of the group has its
+    own micro batch; each computes ``micro_batch_tokens`` in both cases.
     """
     return 1 if capacity <= micro_batch_tokens else sequence_parallel_size
 
 
-# ---- What a step requires of its samples ---------------------------------------------------------
+# ---- Requirements of a step on its samples -------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepView:
     """Requirements of a step on its samples: how to read them, not which ones.
 
-    The schedule creates one with each step, a micro batch has the part of its samples (``of``), and
-    the gather reads it. The code in between only passes it on.
+    The schedule creates one with each step, a micro batch gets the part of its samples (``of``),
+    and the gather reads it.
 
     Attributes:
         window: attention window, tokens; None: attention is not limited.
@@ -297,7 +294,7 @@ class StepView:
     seed: int = 0
 
     def of(self, positions: Any) -> StepView:
-        """Return the view of some of the samples: an index, a slice or an array of positions."""
+        """Return the view of some of the samples; ``positions`` is a slice or an array."""
         changed: dict[str, Any] = {name: a[positions] for name, a in self._arrays().items()}
         return replace(self, **changed) if changed else self
 
@@ -337,14 +334,14 @@ class StepView:
 
 PLAIN = StepView()
 
-# ---- Which bucket every draw takes ---------------------------------------------------------------
+# ---- Bucket of every draw ------------------------------------------------------------------------
 
 
 def fold_key(seed: int, *parts: int) -> int:
-    """One 64-bit key out of a seed and numbers that say what it is for.
+    """Return a 64-bit key from a seed and numbers that name its use.
 
-    The first says it of a run's or a packing's seed: 1 shuffles of samples, 2 cycles, 3 windows of
-    cost, 4 stages, 5 shuffles of packing, 6 arranged sources and fill-in-the-middle.
+    The first number is 1 for shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of
+    packing, 6 arranged sources and fill-in-the-middle.
     """
     key = seed % (1 << 64)
     for part in parts:
@@ -354,7 +351,7 @@ def fold_key(seed: int, *parts: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOrder:
-    """The endless sequence of draws; draws and turns are counted from 0.
+    """Endless sequence of draws, counted from 0.
 
     Attributes:
         samples_per_epoch: of every bucket, by rising capacity.
@@ -373,29 +370,29 @@ class DrawOrder:
     largest_first: bool = True
 
     def locate(self, draw: int) -> tuple[int, int]:
-        """(bucket of a draw, how often that bucket was drawn before)."""
+        """Return (bucket of a draw, number of earlier draws of that bucket)."""
         cycle = self._cycle_of(draw)
         bucket, rank = _cycle(self, cycle).at(draw - self.begin(cycle))
         return bucket, self.drawn(bucket, cycle) + rank
 
-    def draw_at(self, bucket: int, turn: int) -> int:
-        """The inverse of ``locate``: which draw is the ``turn``-th of a bucket."""
-        cycle = turn * self.num_cycles * self.samples_per_draw[bucket]
-        cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= turn
-        rank = turn - self.drawn(bucket, cycle)
+    def draw_at(self, bucket: int, number: int) -> int:
+        """Return the draw with so many earlier draws of its bucket, the inverse of ``locate``."""
+        cycle = number * self.num_cycles * self.samples_per_draw[bucket]
+        cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= number
+        rank = number - self.drawn(bucket, cycle)
         return self.begin(cycle) + _cycle(self, cycle).position(bucket, rank)
 
     def drawn(self, bucket: int, cycles: int) -> int:
-        """Draws of a bucket in the first ``cycles`` cycles."""
+        """Return the draws of a bucket in the first ``cycles`` cycles."""
         samples = cycles * self.samples_per_epoch[bucket]
         return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
 
     def begin(self, cycle: int) -> int:
-        """The first draw of a cycle: draws in all cycles before."""
+        """Return the first draw of a cycle."""
         return sum(self.drawn(b, cycle) for b in range(len(self.samples_per_draw)))
 
     def buckets(self, begin: int, end: int) -> NDArray[np.int32]:
-        """The bucket of draws ``[begin, end)``."""
+        """Return the buckets of draws ``[begin, end)``."""
         parts = [np.zeros(0, np.int32)]
         while begin < end:
             cycle = self._cycle_of(begin)
@@ -406,24 +403,24 @@ class DrawOrder:
         return np.concatenate(parts)
 
     def counts(self, end: int) -> NDArray[np.int64]:
-        """(num_buckets,) how often every bucket is drawn in draws ``[0, end)``."""
+        """Return (num_buckets,) the number of draws of every bucket in ``[0, end)``."""
         cycle = self._cycle_of(end)
         before = [self.drawn(b, cycle) for b in range(len(self.samples_per_draw))]
         return np.array(before, np.int64) + _cycle(self, cycle).counts(end - sum(before))
 
     def _cycle_of(self, draw: int) -> int:
-        """The cycle of a draw: the largest c with begin(c) <= draw."""
-        need = sum(
+        """Return the cycle of a draw: the largest c with begin(c) <= draw."""
+        draws_per_cycle = sum(
             samples / (self.num_cycles * per_draw)
             for samples, per_draw in zip(self.samples_per_epoch, self.samples_per_draw, strict=True)
         )
-        # begin(c) lies in [need * c, need * c + num_buckets).
-        low = max(0, int((draw - len(self.samples_per_draw)) / need) - 1)
-        high = int((draw + 1) / need) + 2
+        # begin(c) is in [draws_per_cycle * c, draws_per_cycle * c + num_buckets).
+        low = max(0, int((draw - len(self.samples_per_draw)) / draws_per_cycle) - 1)
+        high = int((draw + 1) / draws_per_cycle) + 2
         return low + bisect_right(range(low, high), draw, key=self.begin) - 1
 
 
-@lru_cache(maxsize=8)  # random times are sorted once; a run needs one at a time, a look back two
+@lru_cache(maxsize=8)  # creation sorts random times; a run needs one cycle at a time, a query two
 def _cycle(draws: DrawOrder, cycle: int) -> _core.CycleOrder:
     buckets = range(len(draws.samples_per_draw))
     counts = np.array([draws.drawn(b, cycle + 1) - draws.drawn(b, cycle) for b in buckets])
