@@ -230,7 +230,7 @@ ramp_mean: a ramp lags by half a piece
 megapack/data/stage_settings.py: tests/data/test_window.py
 window_growth: an attention window grows a step early
 - num_units = (self.last - self.first) * elapsed // (unit * self.steps)
-+ grown = (self.last - self.first) * (passed + 1) // (unit * self.steps)
++ num_units = (self.last - self.first) * (elapsed + 1) // (unit * self.steps)
 
 megapack/data/sample_order.py: tests/data/test_questions.py tests/data/test_programs.py
 times_of_samples: the document that comes next counts as seen

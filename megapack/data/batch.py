@@ -1,11 +1,11 @@
-"""The shape of a micro batch: rows or one stream, and how its segments are listed.
+"""Shape of a micro batch: rows or one stream, and the boundaries of its segments.
 
-- ``MicroBatch``, ``BatchLayout``: which samples, in which shape. ``Batch``: the tensors.
-- ``longest_position``: how far position ids reach.
+- ``MicroBatch``, ``BatchLayout``: samples and shape. ``Batch``: the tensors.
+- ``longest_position``: upper bound of position ids.
 - ``cut_bounds``, ``cut_lengths``: segments cut at multiples of an attention window.
-- ``cut_slice``: one rank's part of a micro batch that several share.
+- ``cut_slice``: one rank's part of a micro batch that several ranks share.
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
-- ``Buffers``, ``allocate``, ``ReusedBuffers``: memory that is filled again and again.
+- ``Buffers``, ``allocate``, ``ReusedBuffers``: reused memory.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
     slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
@@ -32,7 +32,7 @@ from megapack.packing.sharded import SourceIndex
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
 
-# In this order in shared memory: the wide ones first, so that all are aligned.
+# Order in shared memory: wide types first, so that all are aligned.
 _DTYPES = {
     "tokens": torch.int64,
     "labels": torch.int64,
@@ -55,22 +55,22 @@ class Imbalance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward of one rank: which samples, and where in the run it stands.
+    """Samples of one forward of one rank, and its position in the run.
 
-    It is also a sequence of sample ids, which is what torch's DataLoader asks of a batch sampler.
+    It is also a sequence of sample ids, as torch's DataLoader expects from a batch sampler.
 
     Attributes:
-        sample_ids: (samples,) int64, global ids; fewer than fit where ranks are uneven.
+        sample_ids: (samples,) int64, global ids; fewer than fit with ``pad_last``.
         capacity: tokens per sample.
         bucket: number of the bucket.
         step, micro_step, num_micro_steps: position in the run; micro steps count from 0.
         num_step_label_tokens: tokens with a label in the whole step, over all ranks.
         imbalance: of attention work over the ranks, for this draw.
         source: (samples,) int64, number of the source (dataset) of every sample.
-        view: what the step requires of these samples.
+        view: requirements of the step on these samples.
         step_label_weight: divisor of the sum of losses times loss masks: the sum of the loss mask
             over the whole step and all ranks; None: ``num_step_label_tokens``.
-        sequence_parallel_size: ranks that share this micro batch, each a slice of its tokens.
+        sequence_parallel_size: number of ranks that share this micro batch.
     """
 
     sample_ids: NDArray[np.int64]
@@ -101,28 +101,28 @@ class MicroBatch:
         return {"sample_ids": self.sample_ids, "capacity": self.capacity, "view": self.view}
 
     def about(self) -> Batch:
-        """Return facts that travel with the tensors of the batch."""
-        left_out = ("view", "sequence_parallel_size")
-        about = {name: value for name, value in vars(self).items() if name not in left_out}
-        about["imbalance"], about["imbalance_in_order"] = self.imbalance
-        about["attention_window"] = self.view.window
-        arrays = {name: torch.from_numpy(about[name]) for name in ("sample_ids", "source")}
-        return {name: value for name, value in about.items() if value is not None} | arrays
+        """Return the entries of the batch that are not gathered."""
+        fields: Batch = dict(vars(self))
+        fields["imbalance"], fields["imbalance_in_order"] = self.imbalance
+        fields["attention_window"] = self.view.window
+        del fields["view"], fields["sequence_parallel_size"]
+        arrays = {name: torch.from_numpy(fields[name]) for name in ("sample_ids", "source")}
+        return {name: value for name, value in fields.items() if value is not None} | arrays
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How samples are laid out in a micro batch.
+    """Layout of the samples in a micro batch.
 
     Attributes:
         micro_batch_tokens: tokens of a micro batch, padding included; the same for every bucket.
         kind: ``stream``: one row (1, micro_batch_tokens); ``rows``: (rows, row_tokens).
-        row_tokens: tokens per row, ``row_tokens // capacity`` samples in each, which begin at equal
-            distances (``ScheduleConfig.row_tokens``); None: the capacity, one sample per row. A
-            fixed number gives rows of one shape whatever the bucket.
+        row_tokens: tokens per row, with ``row_tokens // capacity`` samples at equal distances
+            (``ScheduleConfig.row_tokens``); None: the capacity, one sample per row. With a fixed
+            number, rows have the same shape in all buckets.
         cu_seqlens: ``exact``, or ``padded`` with their last value to a fixed number of entries.
-        num_cu_seqlens: that number; None: what the fullest micro batch of the bucket needs.
-        cu_seqlens_per_row: (rows, entries) that count from the row's begin, as Megatron has them,
+        num_cu_seqlens: that number; None: enough for every micro batch of the bucket.
+        cu_seqlens_per_row: (rows, entries), counted from the begin of the row (as in Megatron),
             instead of one list over all rows.
     """
 
@@ -147,7 +147,7 @@ class BatchLayout:
             )
 
     def rows(self, capacity: int) -> tuple[int, int]:
-        """(number of rows, tokens per row) for samples of ``capacity`` tokens."""
+        """Return (number of rows, tokens per row) for samples of ``capacity`` tokens."""
         row = self.row_tokens or capacity
         if capacity > row or self.micro_batch_tokens % row:
             raise ConfigError(
@@ -158,39 +158,39 @@ class BatchLayout:
         return self.micro_batch_tokens // row, row
 
     def num_samples(self, capacity: int) -> int:
-        """Samples of ``capacity`` tokens in a full micro batch."""
+        """Return the number of samples of ``capacity`` tokens in a full micro batch."""
         rows, row = self.rows(capacity)
         return rows * (row // capacity)
 
     def most_entries(self, indices: Sequence[SourceIndex], capacity: int, *, whole: bool) -> int:
-        """Entries of a list of cu_seqlens that are enough for every micro batch of a bucket.
+        """Return the most entries of a list of cu_seqlens of any micro batch of a bucket.
 
         Args:
-            indices: those without this bucket are passed over.
+            indices: of all sources, with or without this bucket.
             capacity: of the bucket, tokens.
             whole: samples are one segment each.
         """
         rows, row = self.rows(capacity)
         slots = row // capacity * (1 if self.cu_seqlens_per_row else rows)
-        of_each = [
+        num_segments = [
             most
             for index in indices
             for size, most in zip(index.bucket_capacity.tolist(), index.most_segments, strict=True)
             if size == capacity
         ]
-        most = 1 if whole else max(of_each, default=0)
+        most = 1 if whole else max(num_segments, default=0)
         return slots * (most + 1) + 1  # the padding of a sample is a segment
 
     def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:
-        """Entries of cu_seqlens as a tensor: one list, or one per row."""
+        """Return entries of cu_seqlens as a tensor: one list, or one per row."""
         tensor = torch.from_numpy(values)
         return tensor.view(rows, -1) if self.cu_seqlens_per_row else tensor
 
 
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
-    """Tokens of the slots of a row, one sample each; a sample begins where its slot does.
+    """Return the tokens of the slots of a row; every slot begins with one sample.
 
-    As ``csrc/core/gather/plan.cpp`` cuts it: slots are equal, what does not divide is the last's.
+    Slots are equal, and the last one has the remainder, as in ``csrc/core/gather/plan.cpp``.
     """
     slots = row_tokens // capacity
     slot = row_tokens // slots // alignment * alignment
@@ -200,9 +200,7 @@ def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]
 def longest_position(
     indices: Sequence[SourceIndex], *, positions: str = "segment", row_tokens: int | None = None
 ) -> int:
-    """Return the most positions of a segment, tokens: the largest position id plus 1.
-
-    Padding counts, too: in a sample that is almost empty it is as long as the sample.
+    """Return the most positions of a segment or of padding, tokens: the largest position id plus 1.
 
     Args:
         indices: of all sources.
@@ -220,41 +218,44 @@ def longest_position(
 
 
 class Bounds(NamedTuple):
-    """Where the segments of a micro batch begin and end, as the gather tells it."""
+    """Boundaries of the segments of a micro batch."""
 
     cu_seqlens: NDArray[np.int32]
-    """Lists one behind the other, each ascending from 0; a repeated last value is no segment."""
+    """Consecutive lists, each ascending from 0; repeated last values fill a list."""
     cu_seqlens_padded: NDArray[np.int32] | None
-    """The same with the room behind every segment, where segments are aligned."""
+    """The same including the padding after every segment, if segments are aligned."""
     dataset_ids: NDArray[np.int32]
     """Source of every segment, -1 for padding."""
     max_seqlen: int
-    """The longest segment with its room, tokens."""
+    """The longest segment with its padding, tokens."""
 
 
 def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int = 0) -> Bounds:
-    """Boundaries of segments cut at multiples of a window from where each begins.
+    """Return the boundaries of segments cut at multiples of a window from their begin.
 
     Args:
         bounds: of whole segments.
-        window: tokens, at least 1; a multiple of the alignment keeps it.
-        num_rows: lists in cu_seqlens, of equally many entries.
-        entries: fill every list with its last value to so many; 0: to those of the longest.
+        window: tokens, at least 1; a multiple of the alignment.
+        num_rows: number of lists in cu_seqlens, of equal length.
+        entries: fill every list with its last value to so many; 0: to the longest list.
 
     Raises:
-        ValueError: a list has more than ``entries``, or the window is no number of tokens.
+        ValueError: a list has more than ``entries``, or the window is not positive.
     """
     check_positive("micro batch", attention_window=window)
     lengths = np.diff(bounds.cu_seqlens.reshape(num_rows, -1)).astype(np.int64)
-    rooms = lengths
+    padded_lengths = lengths
     if bounds.cu_seqlens_padded is not None:
-        rooms = np.diff(bounds.cu_seqlens_padded.reshape(num_rows, -1)).astype(np.int64)
-    row, _ = np.nonzero(rooms)
-    lengths, rooms = lengths[rooms > 0], rooms[rooms > 0]
+        padded_lengths = np.diff(bounds.cu_seqlens_padded.reshape(num_rows, -1)).astype(np.int64)
+    row, _ = np.nonzero(padded_lengths)
+    lengths, padded_lengths = lengths[padded_lengths > 0], padded_lengths[padded_lengths > 0]
     counts = np.maximum(1, -(-lengths // window))
     segment = np.repeat(np.arange(len(counts)), counts)
-    place = _places(counts)
-    room = np.where(place == counts[segment] - 1, rooms[segment] - place * window, window)
+    piece = _within_groups(counts)
+    begin = piece * window
+    # The last piece of a segment has its padding.
+    is_last = piece == counts[segment] - 1
+    padded_piece = np.where(is_last, padded_lengths[segment] - begin, window)
     per_list = np.bincount(row[segment], minlength=num_rows)
     most = int(per_list.max()) + 1
     if entries and most > entries:
@@ -263,45 +264,41 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
             f"room for {entries}: raise num_cu_seqlens, or leave it out"
         )
     steps = np.zeros((2, num_rows, entries or most), np.int64)
-    steps[:, row[segment], _places(per_list) + 1] = (
-        np.minimum(lengths[segment] - place * window, window),
-        room,
-    )
+    pieces = np.minimum(lengths[segment] - begin, window)
+    steps[:, row[segment], _within_groups(per_list) + 1] = pieces, padded_piece
     cut, padded = np.cumsum(steps, axis=2).astype(np.int32).reshape(2, -1)
     return Bounds(
         cu_seqlens=cut,
         cu_seqlens_padded=None if bounds.cu_seqlens_padded is None else padded,
         dataset_ids=bounds.dataset_ids[segment],
-        max_seqlen=int(room.max()),
+        max_seqlen=int(padded_piece.max()),
     )
 
 
-def _places(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. count - 1 of every group, one behind the other."""
+def _within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 0 .. count - 1 for every group, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def cut_lengths(lengths: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
-    """Lengths of the pieces of segments of these lengths, in any order; None cuts nothing."""
+    """Return the lengths of the pieces of segments, in any order; window None cuts nothing."""
     if window is None:
         return lengths
-    rest = lengths % window
+    remainders = lengths % window
     whole = np.full(int((lengths // window).sum()), window, np.int64)
-    return np.concatenate([whole, rest[rest > 0]])
+    return np.concatenate([whole, remainders[remainders > 0]])
 
 
 def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
-    """One rank's part of a shared micro batch.
+    """Return one rank's part of a shared micro batch.
 
     Args:
         batch: a stream; its tokens divide by ``size``.
-        rank: of the group.
-        size: of the group.
+        rank, size: of the group.
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` as (1, tokens / size); cu_seqlens
-        and max_seqlen are those of the whole; and ``sequence_parallel_rank``,
-        ``sequence_parallel_size``.
+        and max_seqlen of the whole; and ``sequence_parallel_rank``, ``sequence_parallel_size``.
     """
     length = batch["tokens"].shape[1] // size
     begin = rank * length
@@ -313,15 +310,15 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     }
 
 
-# ---- Masks follow from cu_seqlens alone and run on its device; none loops over segments ---------
+# ---- Masks, computed from cu_seqlens on its device, without loops over segments -----------------
 
 
 def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Number of the segment that every token lies in.
+    """Return the number of the segment of every token.
 
     Args:
-        cu_seqlens: int32 (entries,), or (rows, entries) counted from each row's begin; fill at the
-            end is harmless.
+        cu_seqlens: int32 (entries,), or (rows, entries) counted from each row's begin; repeated
+            last values are ignored.
         num_tokens: tokens of the stream, or of a row.
 
     Returns:
@@ -334,16 +331,16 @@ def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Dense mask in which a token sees its own segment.
+    """Return a dense mask that limits attention to segments.
 
     Args:
         segments: of ``segment_ids``, (tokens,) or (rows, tokens).
-        causal: and only what stands before it, itself included.
+        causal: limit attention to the token itself and earlier ones.
 
     Returns:
-        bool (rows, 1, tokens, tokens), True where attention is allowed (as torch's
-        scaled_dot_product_attention has it; Megatron's masks are the inverse). Quadratic in
-        memory: for short rows and for checking other backends.
+        bool (rows, 1, tokens, tokens), True where attention is allowed (the convention of torch's
+        scaled_dot_product_attention; Megatron's masks are the inverse). Quadratic in memory: for
+        short rows and for checking other backends.
     """
     rows = segments if segments.dim() == 2 else segments[None]
     mask = rows[:, :, None] == rows[:, None, :]
@@ -353,11 +350,10 @@ def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch
 
 
 def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: Any) -> Any:
-    """The same as a BlockMask of ``torch.nn.attention.flex_attention``.
+    """Return the same mask as a BlockMask of ``torch.nn.attention.flex_attention``.
 
     Args:
-        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
-        causal: as above.
+        segments, causal: of ``block_diagonal_mask``.
         **options: of ``create_block_mask``, such as ``BLOCK_SIZE``.
     """
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (torch >= 2.5)
@@ -375,7 +371,7 @@ def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: A
 
 
 class Buffers(dict[str, torch.Tensor]):
-    """Memory of one micro batch: flat tensors by name, to be filled again and again."""
+    """Memory of one micro batch: flat tensors by name, reused for several batches."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], arrays: dict[str, NDArray[Any]] | None = None
@@ -385,7 +381,7 @@ class Buffers(dict[str, torch.Tensor]):
         self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """Views of that shape."""
+        """Return views of that shape."""
         if shape not in self._shaped:
             self._shaped[shape] = {
                 name: tensor if tensor.shape == shape else tensor.view(shape)
@@ -395,21 +391,16 @@ class Buffers(dict[str, torch.Tensor]):
 
 
 def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
-    """New buffers for micro batches of ``num_tokens`` tokens."""
-    return Buffers(
-        {
-            name: torch.empty(num_tokens, dtype=dtype, pin_memory=pin_memory)
-            for name, dtype in _DTYPES.items()
-        }
-    )
+    """Return new buffers for micro batches of ``num_tokens`` tokens."""
+    options: dict[str, Any] = {"pin_memory": pin_memory}
+    return Buffers({n: torch.empty(num_tokens, dtype=t, **options) for n, t in _DTYPES.items()})
 
 
 class ReusedBuffers:
-    """Buffers whose memory is filled again when nobody holds an array or tensor of it any more.
+    """Buffers that reuse memory without remaining references. Safe to share between threads.
 
     New memory costs several times what is written into it: the kernel clears it page by page. At
-    most ``MAX_BLOCKS`` blocks that nobody holds are kept. Threads may share it: a loader's
-    pin_memory thread gathers, too.
+    most ``MAX_BLOCKS`` free blocks are kept.
     """
 
     MAX_BLOCKS = 8
@@ -418,15 +409,15 @@ class ReusedBuffers:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
-        """Buffers of that shape, not cleared."""
+        """Return buffers of that shape, not cleared."""
         num_tokens = rows * row_tokens
         arrays, begin = {}, 0
         block = self._pool.take(num_tokens * sum(d.itemsize for d in _NUMPY.values()))
         for name, dtype in _NUMPY.items():
             end = begin + num_tokens * dtype.itemsize
-            arrays[name] = block[begin:end].view(dtype)  # which keeps the block
+            arrays[name] = block[begin:end].view(dtype)  # keeps a reference to the block
             begin = end
         shape = (rows, row_tokens)
-        # A tensor keeps the array that it was made from.
+        # A tensor keeps a reference to its array.
         tensors = {name: torch.from_numpy(flat.reshape(shape)) for name, flat in arrays.items()}
         return Buffers(tensors, arrays)

@@ -1,18 +1,17 @@
-"""A run's data: its section of the configuration, and the one function that opens it.
+"""Data of a run: its section of the configuration, and the one function that opens it.
 
     open_run(config).sampler(rank=3, num_ranks=64).micro_batches(1200)
 
-are the micro batches that rank 3 of 64 trains on in step 1,200. Training, its dry run, its exports
-and ``megapack-build trace`` open a run by this function, so that none of them can say something
-else than another: everything that decides what a rank sees is taken from the configuration here,
-and from what the run itself decided while it went on (``Decision``): those are stages like others,
-and ``decisions.json`` in the run's directory is where they stand:
+returns the micro batches of rank 3 of 64 in step 1,200. Training, its dry run, its exports and
+``megapack-build trace`` all open a run by this function, so they cannot disagree. The configuration
+and the run's own decisions (``Decision``) decide what a rank sees. Decisions are stages like those
+of a manifest, stored in ``decisions.json`` in the run's directory:
 
     {"num_epochs": 1, "num_steps": 2000, "decisions": [
       {"by": "autopilot", "step": 412, "reason": "loss 7.9 at step 409, ...",
        "stage": {"from_step": 407, "skip_steps": 8}, "state": {}, "void": false}]}
 
-Nothing in this file needs torch before data are opened.
+This file imports torch only when data are opened.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(StepConfig):
-    """Documents, samples, and how many tokens make a step."""
+    """Documents, samples, and sizes of steps."""
 
     prefix: str | None = None
     """Training documents, a path without .bin/.idx."""
     index: str | None = None
     """Their samples, made by ``megapack-build pack``: a .samples file, or a shard manifest (many
-    datasets), which names the documents, so that there is no prefix."""
+    datasets), which names the documents instead of ``prefix``."""
     blend: str | None = None
     """A manifest of several datasets (``megapack.data.blend``), instead of prefix and index."""
     valid_prefix: str | None = None
-    """Held-out documents, for the one figure of the run; null: those of the blend's sources, if
-    they have any (``valid_prefix`` in the manifest), which are scored one by one in any case."""
+    """Held-out documents, for the one validation loss of the run; null: those of the blend's
+    sources (``valid_prefix`` in the manifest), each of which also has its own loss."""
     valid_index: str | None = None
     """Their samples; null packs them on the fly, see ``evaluation.buckets``."""
     micro_batch_tokens: int
@@ -62,79 +61,78 @@ class DataConfig(StepConfig):
     positions: Literal["segment", "document", "sample"] = "segment"
     """Where position ids restart."""
     attention: Attention = "document"
-    """Reach of attention: its own document, the documents of its group that stand before it (data
-    packed with ``--groups``), or the whole sample (the baseline)."""
+    """Reach of attention: the token's document, also earlier documents of its group (data packed
+    with ``--groups``), or the whole sample (the baseline)."""
     label_boundary: Literal["document", "sample"] = "document"
-    """Whether the last token of a document predicts the next document's first (the baseline)."""
+    """``sample``: the last token of a document predicts the next one's first (the baseline)."""
     loss: Loss = "token_mean"
-    """What the loss of a step is the mean of: all its label tokens; ``sequence_mean`` and
-    ``longalign``: the means of its sequences, each what a sample has of a document. Both of these
-    have the same gradients; they differ in the unit of the weights (``megapack.data.sampler``)."""
+    """Mean over all label tokens of a step (``token_mean``), or mean of the means of its sequences
+    (the part of a document in a sample): ``sequence_mean`` and ``longalign``, which have the same
+    gradients and differ in the unit of the weights (``megapack.data.sampler``)."""
     fim: FimConfig | None = None
-    """Fill-in-the-middle of prefix and index; a blend's manifest has its own."""
+    """Fill-in-the-middle of prefix and index; the manifest of a blend has its own."""
     pad_last: bool = False
     """If the ranks do not divide the micro batches of a step: give the remaining ranks an empty
     micro batch. false: refuse such sizes. Like torch's ``drop_last``, but nothing is dropped."""
     verify: bool = True
     """Read the .samples files once per node at start and compare their checksums."""
     check_ranks_every: int = 100
-    """Steps between comparisons of what the ranks are about to train on; 0 never compares."""
+    """Steps between comparisons of the ranks' next batches; 0: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("data", micro_batch_tokens=self.micro_batch_tokens)
         check_range("data", at_least=0, check_ranks_every=self.check_ranks_every)
         self.check_ranks(1)
-        sharded = self.index is not None and is_shard_manifest(self.index)
-        alone = self.index is not None and (self.prefix is None) == sharded
-        neither = self.prefix is None and self.index is None
-        if not (neither if self.blend else alone):
+        is_sharded = self.index is not None and is_shard_manifest(self.index)
+        is_single = self.index is not None and (self.prefix is None) == is_sharded
+        is_empty = self.prefix is None and self.index is None
+        if not (is_empty if self.blend else is_single):
             raise ConfigError(
                 "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
                 "both"
             )
         if self.blend and self.fim is not None:
-            raise ConfigError("data: fim is of prefix and index; a blend has it in its manifest")
+            raise ConfigError("data: fim belongs to prefix and index; give it in the manifest")
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
-                "data: valid_index is given and valid_prefix is not; give the documents that it is "
-                "an index of, too"
+                "data: valid_index is given and valid_prefix is not; give its documents, too"
             )
 
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
-        """Refuse ranks that cannot share a step; stages may change it, which ``sampler`` checks.
+        """Check that the ranks can share a step; ``sampler`` checks the steps of later stages.
 
         Raises:
-            ConfigError: naming sizes that would do.
+            ConfigError: the sizes do not fit; the message names sizes that do.
         """
         check_group(sequence_parallel_size, num_ranks)
         tokens, pad_last = self.micro_batch_tokens, self.pad_last
         self.check_micro_batches(num_ranks, tokens, pad_last=pad_last, where="data: ")
 
     def schedule(self, seed: int) -> ScheduleConfig:
-        """The settings that decide the content of steps."""
+        """Return the settings that decide the content of steps."""
         names = [field.name for field in dataclasses.fields(StepConfig)]
         return ScheduleConfig(seed=seed, **{name: getattr(self, name) for name in names})
 
 
-# ---- What a run decided itself
+# ---- Decisions of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A stage that a run appended by a rule that was written down before."""
+    """A stage that the run itself appended, by a rule of its configuration."""
 
     by: str
     """The rule: ``autopilot`` or ``mixing``."""
     step: int
-    """Steps that were done when it was made."""
+    """Number of steps taken before the decision."""
     reason: str
-    """A sentence, with the figures that led to it."""
+    """A sentence with the figures that led to it."""
     stage: Stage
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the rule keeps for its next decision; JSON."""
+    """State of the rule for its next decision; JSON."""
     void: bool = False
-    """It was made from steps that a later decision took back, and counts no more."""
+    """True if a later decision took back the steps that it is based on."""
 
     @property
     def begin(self) -> int:
@@ -144,16 +142,16 @@ class Decision:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """As JSON; of the stage what it says."""
-        said = {name: value for name, value in to_dict(self.stage).items() if value}
-        return {**to_dict(self), "stage": said}
+        """The decision as JSON, without default fields of the stage."""
+        stage = {name: value for name, value in to_dict(self.stage).items() if value}
+        return {**to_dict(self), "stage": stage}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """All decisions of a run in the order in which they were made, and the length of the run.
+    """All decisions of a run in order, and the length of the run.
 
-    The length is that of the run without them, so that skipped steps change no learning rate.
+    The length is that of the run without decisions, so that skips do not change learning rates.
     """
 
     num_epochs: int
@@ -162,31 +160,31 @@ class Decisions:
 
     @property
     def stages(self) -> list[Stage]:
-        """All in the order in which they were made, also void ones: a skip skips what the run drew
-        when it was decided (``megapack.data.program.resolve``)."""
+        """Stages of all decisions in order, also of void ones: a skip skips the draws of the run as
+        it was at the decision (``megapack.data.program.resolve``)."""
         return [decision.stage for decision in self.decisions]
 
     def with_new(self, decision: Decision) -> Decisions:
-        """One more; weights that were learned from steps that it takes back are void then."""
+        """Return the decisions with one more; weights learned from steps it takes back are void."""
 
-        def kept(old: Decision) -> Decision:
-            learned_later = old.by == "mixing" and old.step > decision.begin
-            return dataclasses.replace(old, void=old.void or learned_later)
+        def updated(old: Decision) -> Decision:
+            is_taken_back = old.by == "mixing" and old.step > decision.begin
+            return dataclasses.replace(old, void=old.void or is_taken_back)
 
-        return dataclasses.replace(self, decisions=(*map(kept, self.decisions), decision))
+        return dataclasses.replace(self, decisions=(*map(updated, self.decisions), decision))
 
     def number(self, by: str) -> int:
-        """How many of a rule are in force."""
+        """Return the number of decisions of a rule that are not void."""
         return sum(decision.by == by and not decision.void for decision in self.decisions)
 
     def write(self, run_dir: str | Path) -> None:
-        """Replace ``decisions.json``; on the disk when this returns."""
+        """Replace ``decisions.json`` durably."""
         with atomic_write(Path(run_dir) / DECISIONS, "w") as file:
             json.dump(self.tree, file, indent=1)
 
     @property
     def tree(self) -> dict[str, Any]:
-        """As JSON."""
+        """The decisions as JSON."""
         return {**to_dict(self), "decisions": [decision.tree for decision in self.decisions]}
 
 
@@ -197,10 +195,10 @@ _LOST_DECISIONS = (
 
 
 def read_decisions(run_dir: str | Path) -> Decisions | None:
-    """Of a run's directory; None: it has made none.
+    """Read the decisions in a run's directory; None without any.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: the file is damaged.
         OSError: it cannot be read.
     """
     path = Path(run_dir) / DECISIONS
@@ -213,14 +211,14 @@ def read_decisions(run_dir: str | Path) -> Decisions | None:
 
 
 class HasSequenceParallelSize(Protocol):
-    """The part of an engine's configuration that decides who gets which samples."""
+    """Part of an engine's configuration that decides the samples of a rank."""
 
     @property
     def sequence_parallel_size(self) -> int: ...
 
 
 class RunConfig(Protocol):
-    """The part of a configuration (``megapack.training.config``) that decides what ranks see."""
+    """Part of a configuration (``megapack.training.config``) that decides the samples of a rank."""
 
     @property
     def run_dir(self) -> str: ...
@@ -238,13 +236,13 @@ class RunConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """The steps of a run and how they are dealt, known from lengths alone."""
+    """Steps of a run and their assignment to ranks, known from lengths alone."""
 
     schedule: Schedule
     num_steps: int
     """Steps of the whole run."""
     dealing: dict[str, Any]
-    """How a step is dealt: arguments of ``BucketBatchSampler`` and ``build_loader``."""
+    """Assignment to ranks: arguments of ``BucketBatchSampler`` and ``build_loader``."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -252,7 +250,7 @@ class PlannedRun:
         return self.schedule.num_steps(1)
 
     def sampler(self, rank: int, num_ranks: int, *, num_steps: int = 0) -> BucketBatchSampler:
-        """The sampler that deals the run's steps to a rank.
+        """Return the sampler of a rank.
 
         Raises:
             ConfigError: ranks and micro batches of some stage do not fit.
@@ -276,10 +274,10 @@ class OpenRun(PlannedRun):
     blend: BlendConfig | None
     """The manifest of ``data.blend``."""
     decisions: Decisions | None
-    """Of the run itself, so far."""
+    """Decisions of the run so far."""
 
     def file_stamps(self) -> dict[str, tuple[int, ...] | None]:
-        """Return (inode, size, mtime) of every local file that the run reads; None: it is gone."""
+        """Return (inode, size, mtime) of every local file of the run; None for a missing file."""
         prefixes = [prefix for source in self.data.datasets for prefix in source.prefixes]
         paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
         paths += [str(index.path) for index in self.schedule.samples.indices if index.path]
@@ -299,7 +297,7 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
 
     Args:
         config: of the run.
-        decided: what it decided; None: as its directory says.
+        decided: decisions of the run; None: read them from its directory.
 
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
@@ -313,9 +311,9 @@ def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
     assert name is not None  # DataConfig checked it
     if not (is_remote(name) or Path(name).exists()):
         raise FileNotFoundError(
-            f"there is no {name} (data.{'blend' if section.blend else 'index'}; relative names are "
-            f"of the directory where the run is started, and this one is {Path.cwd()}): go there, "
-            "or give its full path with --set"
+            f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative paths "
+            f"begin at the current directory, {Path.cwd()}: change the directory, or give the full "
+            "path with --set"
         )
     decided = decided or read_decisions(config.run_dir)
     options: dict[str, Any] = {
@@ -339,12 +337,12 @@ def plan_steps(
     samples: PackedDataset | Sequence[SourceIndex],
     decided: Decisions | None = None,
 ) -> PlannedRun:
-    """The steps of a run over some samples.
+    """Plan the steps of a run over samples.
 
     Args:
-        config: the run; its data are not opened.
-        samples: what it draws from.
-        decided: what the run decided, which the samples' mixture has.
+        config: of the run; its data are not opened.
+        samples: of the run.
+        decided: decisions of the run, already part of the samples' mixture.
 
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
