@@ -1,15 +1,14 @@
-"""A source written anew, so that its tokens lie in the order in which they are drawn.
+"""Rewrite a source so that its tokens are stored in the order of the draws.
 
-The samples of every bucket are put in one random order, and shard s of n gets, of every bucket,
-those from its s-th n-th of that order. There a segment is a document of its own, one behind the
-other, so a run that draws the samples in this order reads every bucket straight through. Where a
-segment's document goes on, the token behind it comes along, as it is the label of the segment's
-last token: a sample is the same, token by token and label by label, as in the source. What changes
-are the numbers of documents and samples, and that a segment knows no more where in its document it
-began (positions: document is refused).
+The samples of every bucket are put in one random order, which the n shards split evenly: shard s
+gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
+samples in this order reads every bucket sequentially. If a segment ends inside its document, the
+next token is stored, too: it is the label of the segment's last token. Tokens and labels of a
+sample are the same as in the source. The numbers of documents and samples change, and a segment
+loses its position in the document (positions: document is refused).
 
-Shards are complete or absent, each a function of source, seed and number of shards; so a build goes
-on where it was stopped, on any number of processes and machines.
+A shard is a function of source, seed and number of shards, and is either complete or absent. So a
+build can resume on any number of processes and machines.
 
 Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
 
@@ -56,52 +55,55 @@ from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.locks import is_own_folder, make_own_folder
 from megapack.storage.metadata import read_meta
 
-# ---- Samples as documents of their own: a segment each, and the token behind it where it goes on
+# ---- Samples as documents: one per segment, with the next token of the original document
 
 Ids = NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """The documents that some samples become."""
+    """Documents made of samples."""
 
     offsets: Ids
     """(documents + 1,), tokens."""
     lengths: Ids
-    """(documents,) tokens that the sample has of each; one more goes along where it goes on."""
+    """(documents,) tokens of the sample, without the additional next token."""
     counts: Ids
-    """(samples,) documents of each."""
+    """(samples,) documents per sample."""
 
 
 def cut_pieces(
     data: PackedDataset, chosen: PackedDataset | None, capacity: int, ids: Ids
 ) -> tuple[Pieces, Ids, Ids | None, NDArray[np.float32] | None]:
-    """Samples of one capacity as documents of their own: where they are, their tokens, and their
-    labels and loss weights: as those of ``chosen``, not shifted."""
+    """Return samples of one capacity as documents, with tokens, labels and loss weights.
+
+    Labels and weights are those of ``chosen``, not shifted; None without it.
+    """
     shards, owners, parts = data.samples.shards, [], []
-    for shard, mine, local in shards.by_shard(ids):
+    for shard, positions, local in shards.by_shard(ids):
         segments, owner = segments_of(shards.index(shard), local)
-        owners.append(mine[owner])
+        owners.append(positions[owner])
         parts.append(np.asarray(shards.index(shard).segment_length[segments], np.int64))
     order = np.argsort(np.concatenate(owners), kind="stable")
     owner, lengths = np.concatenate(owners)[order], np.concatenate(parts)[order]
     counts = np.bincount(owner, minlength=len(ids))
     used = np.bincount(owner, lengths, len(ids)).astype(np.int64)
-    before = np.cumsum(lengths) - lengths - (np.cumsum(used) - used)[owner]
-    begins = owner * capacity + before
+    begin_in_sample = np.cumsum(lengths) - lengths - (np.cumsum(used) - used)[owner]
+    begins = owner * capacity + begin_in_sample
     batch = data.micro_batch(ids, capacity=capacity)
+    # The label of a segment's last token is the next token of its document, if there is one.
     following = batch["labels"].numpy()[0, begins + lengths - 1]
-    goes_on = following >= 0
-    offsets = np.concatenate([[0], np.cumsum(lengths + goes_on)])
-    at = np.repeat(begins - offsets[:-1], lengths + goes_on) + np.arange(offsets[-1])
-    tokens = np.append(batch["tokens"].numpy()[0], 0)[at]
-    tokens[offsets[1:][goes_on] - 1] = following[goes_on]
+    has_next = following >= 0
+    offsets = np.concatenate([[0], np.cumsum(lengths + has_next)])
+    indices = np.repeat(begins - offsets[:-1], lengths + has_next) + np.arange(offsets[-1])
+    tokens = np.append(batch["tokens"].numpy()[0], 0)[indices]
+    tokens[offsets[1:][has_next] - 1] = following[has_next]
     pieces = Pieces(offsets, lengths, counts)
     if chosen is None:
         return pieces, tokens, None, None
     shifted = chosen.micro_batch(ids, capacity=capacity)
-    labels = np.concatenate([[-100], shifted["labels"].numpy()[0]])[at]
-    weights = np.concatenate([[0], shifted["loss_mask"].numpy()[0]])[at]
-    # The first token of a segment is nobody's label in its sample.
+    labels = np.concatenate([[-100], shifted["labels"].numpy()[0]])[indices]
+    weights = np.concatenate([[0], shifted["loss_mask"].numpy()[0]])[indices]
+    # No token of the sample predicts the first token of a segment.
     labels[offsets[:-1]], weights[offsets[:-1]] = -100, 0
     return pieces, tokens, labels, weights
 
@@ -109,21 +111,21 @@ def cut_pieces(
 BLOCK_TOKENS = 1 << 20  # of one bucket: 2 to 4 MB
 WINDOW_BLOCKS = 16
 _CHUNK_TOKENS = 1 << 22
-# What meta files say of documents that begin and end otherwise here, and of how files were made.
+# Facts of meta files that are wrong for the new documents, or describe the creation of the files.
 _NOT_KEPT = {"document_begin_token", "document_end_token", "plan", "command", "imported_from"}
-_ORDER = 6  # what the key is for, beside those of megapack.data.steps
+_ORDER = 6  # see megapack.data.steps.fold_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arranger:
-    """Writes the shards of an arranged source.
+    """Writer of the shards of an arranged source.
 
     Attributes:
-        source: the source's shard manifest.
-        manifest: of the result; its shards lie in the folder named like it.
-        arranged: what it says of its order.
+        source: shard manifest of the source.
+        manifest: of the result; the folder of its shards has the same name.
+        arranged: description of the order.
         num_shards: of the result.
-        overwrite: replace shards that were made otherwise.
+        overwrite: replace shards that were made differently.
     """
 
     source: ShardedIndex
@@ -134,30 +136,30 @@ class Arranger:
     threads: int = 1
 
     def build(self, index: int, report: Report) -> PackedShard:
-        """Write a shard, or find it written.
+        """Write a shard, unless it is complete.
 
         Raises:
-            ConfigError: another one stands there, and may not be replaced.
+            ConfigError: a different shard exists, and ``overwrite`` is False.
             IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
         """
         prefix = self.folder / f"{index:06d}"
         samples = Path(f"{prefix}.samples")
-        made_of = {**vars(self.arranged), "shard": index, "num_shards": self.num_shards}
+        recipe = {**vars(self.arranged), "shard": index, "num_shards": self.num_shards}
         if samples.exists() and IndexedDataset.exists(prefix):
-            if (read_meta(prefix) or {}).get("arranged") == made_of:
+            if (read_meta(prefix) or {}).get("arranged") == recipe:
                 return self._row(prefix, samples, SampleIndex.load(samples), report)
             if not self.overwrite:
                 raise ConfigError(
-                    f"{prefix} is there already, made otherwise; replace it with --overwrite, or "
+                    f"{prefix} exists and was made differently; replace it with --overwrite, or "
                     "choose another --output"
                 )
         if is_own_folder(self.folder):
             samples.unlink(missing_ok=True)  # written last: a shard that has it is complete
-        return self._row(prefix, samples, self._written(index, prefix, samples, made_of), report)
+        return self._row(prefix, samples, self._write(index, prefix, samples, recipe), report)
 
     @property
     def folder(self) -> Path:
-        """The folder of the shards."""
+        """Folder of the shards."""
         return self.manifest.with_name(self.manifest.name.removesuffix(".json"))
 
     def _row(self, prefix: Path, samples: Path, index: SampleIndex, report: Report) -> PackedShard:
@@ -165,97 +167,86 @@ class Arranger:
         index.check_source(dataset)
         shard = describe_shard(dataset, samples, index)
         report(Counted(documents=shard.num_documents, tokens=shard.num_tokens))
-        ends = {own.document_end_token for own in self.source.shards}
+        ends = {shard.document_end_token for shard in self.source.shards}
         return replace(shard, document_end_token=ends.pop() if len(ends) == 1 else None)
 
-    def _written(
-        self, number: int, prefix: Path, samples: Path, made_of: dict[str, Any]
+    def _write(
+        self, number: int, prefix: Path, samples: Path, recipe: dict[str, Any]
     ) -> SampleIndex:
         make_own_folder(prefix.parent)
         data, chosen = self._data
-        found: list[Pieces] = []
+        documents = data.datasets[0]
+        tokens_meta, labels_meta, weights_meta = self._metadata
+        all_pieces: list[Pieces] = []
         with ExitStack() as stack:
-            documents = data.datasets[0]
-            said, *said_beside = self._said
-            builder = stack.enter_context(
-                IndexedDatasetBuilder(
-                    prefix,
-                    documents.dtype,
-                    vocab_size=documents.vocab_size,
-                    metadata={**said, "arranged": made_of},
-                    overwrite=True,
-                )
-            )
-            kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
-                (LABELS, "labels", {"allow_negative": True}),
-                (WEIGHTS, "weights", {"dtype": np.float16}),
-            )
-            beside = [
-                stack.enter_context(
-                    IndexedDatasetBuilder(
-                        f"{prefix}{end}",
-                        **options,
-                        metadata={**told, "arranged": made_of},
-                        overwrite=True,
-                    )
-                )
-                if any(getattr(shard, name) for shard in self.source.shards)
-                else None
-                for (end, name, options), told in zip(kinds, said_beside, strict=True)
+
+            def build(
+                suffix: str, metadata: dict[str, Any], **options: Any
+            ) -> IndexedDatasetBuilder:
+                options |= {"metadata": {**metadata, "arranged": recipe}, "overwrite": True}
+                return stack.enter_context(IndexedDatasetBuilder(f"{prefix}{suffix}", **options))
+
+            like_source = {"dtype": documents.dtype, "vocab_size": documents.vocab_size}
+            has_labels = any(shard.labels for shard in self.source.shards)
+            has_weights = any(shard.weights for shard in self.source.shards)
+            builders: list[IndexedDatasetBuilder | None] = [
+                build("", tokens_meta, **like_source),
+                build(LABELS, labels_meta, allow_negative=True) if has_labels else None,
+                build(WEIGHTS, weights_meta, dtype=np.float16) if has_weights else None,
             ]
             for capacity, ids in self._chunks(number):
-                pieces, tokens, *more = cut_pieces(data, chosen, capacity, ids)
-                builder.add_documents(tokens, pieces.offsets)
-                for own, values in zip(beside, more, strict=True):
-                    if own is not None:
-                        own.add_documents(values, pieces.offsets)
-                found.append(pieces)
+                pieces, *columns = cut_pieces(data, chosen, capacity, ids)
+                for builder, values in zip(builders, columns, strict=True):
+                    if builder is not None:
+                        builder.add_documents(values, pieces.offsets)
+                all_pieces.append(pieces)
         dataset = IndexedDataset(prefix)
-        index = self._index(number, found, dataset)
-        # Its name alone: the bytes are the same in every folder, and the two lie side by side.
-        made = describe_source(dataset, prefix.name)
-        index.save(samples, source=made, overwrite=True)
+        index = self._index(number, all_pieces, dataset)
+        # The name without the folder: the file does not depend on where it is written.
+        index.save(samples, source=describe_source(dataset, prefix.name), overwrite=True)
         return index
 
     @cached_property
     def _data(self) -> tuple[PackedDataset, PackedDataset | None]:
-        """The source without labels and weights beside its shards, and with them if it has some."""
+        """The source without labels and weights, and with them if it has some."""
         has_more = any(shard.labels or shard.weights for shard in self.source.shards)
         plain = PackedDataset(None, self.source, label_dataset=None, weight_dataset=None)
         return plain, PackedDataset(None, self.source) if has_more else None
 
     @cached_property
-    def _said(self) -> list[dict[str, Any]]:
-        """Metadata of tokens, labels and weights that stays true: above all the tokenizer."""
-        said = ShardedDocuments(self.source, with_labels=True).metadata()
-        return [{k: value for k, value in of.items() if k not in _NOT_KEPT} for of in said]
+    def _metadata(self) -> list[dict[str, Any]]:
+        """Metadata of tokens, labels and weights that is still true, such as the tokenizer."""
+        metas = ShardedDocuments(self.source, with_labels=True).metadata()
+        return [{k: value for k, value in m.items() if k not in _NOT_KEPT} for m in metas]
 
     def _chunks(self, number: int) -> Iterator[tuple[int, Ids]]:
-        """Capacity and ids of the samples of a shard, in their order, some at a time."""
+        """Yield (capacity, sample ids) of a shard in order, in chunks."""
         offsets = self.source.bucket_sample_offsets.tolist()
         for b, capacity in enumerate(self.source.bucket_capacity.tolist()):
             size, step = offsets[b + 1] - offsets[b], max(1, _CHUNK_TOKENS // capacity)
             key = fold_key(self.arranged.seed, _ORDER, capacity)
-            end = self._place(size, number + 1)
-            for begin in range(self._place(size, number), end, step):
-                places = _core.permute_range(key, size, begin, min(step, end - begin))
-                yield capacity, offsets[b] + places
+            end = self._num_before(size, number + 1)
+            for begin in range(self._num_before(size, number), end, step):
+                samples = _core.permute_range(key, size, begin, min(step, end - begin))
+                yield capacity, offsets[b] + samples
 
-    def _place(self, size: int, number: int) -> int:
-        """How many of a bucket's samples lie in the shards before shard ``number``."""
+    def _num_before(self, size: int, number: int) -> int:
+        """Return how many of a bucket's ``size`` samples are in the shards before a shard."""
         return size * number // self.num_shards
 
-    def _index(self, number: int, found: list[Pieces], dataset: IndexedDataset) -> SampleIndex:
+    def _index(self, number: int, pieces: list[Pieces], dataset: IndexedDataset) -> SampleIndex:
         sizes = np.diff(self.source.bucket_sample_offsets).tolist()
-        held = [self._place(size, number + 1) - self._place(size, number) for size in sizes]
+        counts_of_buckets = [
+            self._num_before(size, number + 1) - self._num_before(size, number) for size in sizes
+        ]
         empty = [np.zeros(0, np.int64)]
-        counts = np.concatenate([*empty, *(pieces.counts for pieces in found)])
-        lengths = np.concatenate([*empty, *(pieces.lengths for pieces in found)]).astype(np.int32)
+        counts = np.concatenate([*empty, *(p.counts for p in pieces)])
+        lengths = np.concatenate([*empty, *(p.lengths for p in pieces)]).astype(np.int32)
         documents = dataset.document_lengths
         checked = _core.DocumentLengths(documents, capacity=int(self.source.bucket_capacity[-1]))
         index = SampleIndex(
             bucket_capacity=self.source.bucket_capacity.copy(),
-            bucket_sample_offsets=np.cumsum([0, *held], dtype=np.int64),
+            bucket_sample_offsets=np.cumsum([0, *counts_of_buckets], dtype=np.int64),
             sample_segment_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             segment_document=np.arange(len(lengths), dtype=np.int32),
             segment_begin=np.zeros(len(lengths), np.int32),
@@ -276,17 +267,17 @@ class Arranger:
 def plan_arrangement(
     source: str, output: str, *, seed: int = 0, shard_bytes: int = 1 << 30, overwrite: bool = False
 ) -> Arranger:
-    """Plan what ``arrange`` writes.
+    """Plan the work of ``arrange``.
 
     Args:
         source: a shard manifest.
         output: the shard manifest of the result.
         seed: of the order.
-        shard_bytes: of the tokens of a shard, about.
-        overwrite: replace what is there and made otherwise.
+        shard_bytes: approximate size of a shard's tokens.
+        overwrite: replace an existing source that was made differently.
 
     Raises:
-        ConfigError: names or a size that cannot be; another source stands at the output.
+        ConfigError: a name or a size is invalid; the output is another source.
         FormatError, OSError: a manifest is damaged or cannot be read.
     """
     path = Path(output)
@@ -310,9 +301,10 @@ def plan_arrangement(
     )
 
     def difference() -> str | None:
-        there = load_shards(path)
-        same = there.arranged == arranger.arranged and len(there.shards) == arranger.num_shards
-        return None if same else "it is another source"
+        existing = load_shards(path)
+        has_same_shards = len(existing.shards) == arranger.num_shards
+        is_same = existing.arranged == arranger.arranged and has_same_shards
+        return None if is_same else "it is another source"
 
     check_target(path, overwrite=overwrite, difference=difference)
     return arranger
@@ -325,7 +317,7 @@ def arrange(
     part: tuple[int, int] | None = None,
     **how: Any,
 ) -> list[PackedShard]:
-    """Write what is not written yet, and the manifest.
+    """Write all missing shards, and the manifest.
 
     Args:
         part: (i, n): only the i-th of n parts of the shards, and no manifest.

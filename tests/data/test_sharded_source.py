@@ -460,7 +460,7 @@ def test_what_stands_there_is_replaced_only_when_asked(source: str, tmp_path: Pa
     with pytest.raises(ConfigError, match="another source"):
         arranged(source, output, seed=9)
     output.unlink()
-    with pytest.raises(ConfigError, match="000000 is there already, made otherwise"):
+    with pytest.raises(ConfigError, match="000000 exists and was made differently"):
         arranged(source, output, seed=9)
     arranged(source, output, seed=9, overwrite=True)
     index = load_shards(output)
