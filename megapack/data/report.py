@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,27 +211,6 @@ class SourceShare(NamedTuple):
     """Share of its tokens that the run had seen before."""
 
 
-class SourceShares:
-    """Sequence of one ``SourceShare`` per source, created on access: there may be thousands.
-
-    Attributes:
-        names, columns: fields of the rows, each (D,).
-    """
-
-    def __init__(self, names: Sequence[str], *columns: NDArray[Any]) -> None:
-        self.names, self.columns = names, columns
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[SourceShare]:
-        rows = zip(self.names, *(column.tolist() for column in self.columns), strict=True)
-        return map(SourceShare._make, rows)  # twice as fast as by the constructor
-
-    def __getitem__(self, i: int) -> SourceShare:
-        return SourceShare(self.names[i], *(column[i].item() for column in self.columns))
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """Steps ``[begin, end)``."""
@@ -266,7 +245,7 @@ class RunPlan:
 
     num_steps: int
     stages: tuple[StagePlan, ...]
-    datasets: SourceShares
+    datasets: tuple[SourceShare, ...]
     loss: str
     """The mean that the loss is, and the sources with weights per token; "" for the plain mean."""
 
@@ -367,7 +346,7 @@ def describe_fim(stage: StageDraws) -> str:
     return text if entries else ""
 
 
-def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
+def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
     """Count the tokens of all sources; weights are the mean over the stages, by their tokens."""
     samples = schedule.samples
     per_epoch = samples.tokens_per_epoch
@@ -387,15 +366,9 @@ def _shares(schedule: Schedule, num_steps: int) -> SourceShares:
             repeats = np.maximum(samples_taken[capacity][sources] - sizes, 0)
             repeated[sources] += repeats * capacity
     total = max(1, int(taken.sum()))
-    return SourceShares(
-        samples.names,
-        requested / total,
-        taken / total,
-        np.diff(samples.bases),
-        taken,
-        taken / per_epoch,
-        repeated / np.maximum(taken, 1),
-    )
+    columns = (requested / total, taken / total, np.diff(samples.bases), taken, taken / per_epoch)
+    rows = zip(*(c.tolist() for c in (*columns, repeated / np.maximum(taken, 1))), strict=True)
+    return tuple(SourceShare(name, *row) for name, row in zip(samples.names, rows, strict=True))
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
