@@ -404,7 +404,7 @@ class RemoteReads:
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
-    def want(self, sample_ids: Ids) -> int:
+    def prefetch(self, sample_ids: Ids) -> int:
         """Fetch the blocks that a gather of samples reads, in the background.
 
         Returns the number of their bytes. Raises as the gather does.
@@ -416,7 +416,7 @@ class RemoteReads:
             num_bytes += blocks.size * BLOCK_BYTES
         return num_bytes
 
-    def are_here(self, sample_ids: Ids) -> bool:
+    def are_local(self, sample_ids: Ids) -> bool:
         """Return whether a gather of samples would not have to wait."""
         return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
 

@@ -137,7 +137,7 @@ def prefetch_remote(
         while bytes_ahead <= allowance and (group := list(islice(upcoming, batches_per_request))):
             num_open = reads.num_open
             ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
-            bytes_each = max(reads.want(ids) / len(group), _LEAST_BYTES)
+            bytes_each = max(reads.prefetch(ids) / len(group), _LEAST_BYTES)
             requested.extend((item, bytes_each) for item in group)
             bytes_ahead += bytes_each * len(group)
             batches_per_portion = max(1, int(portion / bytes_each))
@@ -152,7 +152,7 @@ def prefetch_remote(
         # In-flight requests share the bandwidth unevenly, and data that is needed next must not
         # wait for data that is needed much later: grow by the consumed bytes, or by a quarter of
         # them if the data had already arrived.
-        growth = num_bytes * (_GROWTH_IF_READY if reads.are_here(item.sample_ids) else 1)
+        growth = num_bytes * (_GROWTH_IF_READY if reads.are_local(item.sample_ids) else 1)
         yield item
         bytes_ahead -= num_bytes
         allowance = min(allowance + growth, (_PORTIONS - 1) * portion)

@@ -163,13 +163,13 @@ class Reads:
     def __init__(self, in_time: bool) -> None:
         self.in_time, self.asked, self.times_asked = in_time, 0, 0
 
-    def want(self, sample_ids: NDArray[np.int64]) -> int:
+    def prefetch(self, sample_ids: NDArray[np.int64]) -> int:
         assert sample_ids.tolist() == list(range(self.asked, self.asked + len(sample_ids)))
         self.asked += len(sample_ids)
         self.times_asked += 1
         return EACH * len(sample_ids)
 
-    def are_here(self, _sample_ids: NDArray[np.int64]) -> bool:
+    def are_local(self, _sample_ids: NDArray[np.int64]) -> bool:
         return self.in_time
 
 
