@@ -35,7 +35,7 @@ def write_documents(
 def packed_documents(
     prefix: Path, documents: Sequence[Sequence[int]], buckets: Sequence[int]
 ) -> IndexedDataset:
-    """Documents, and beside them PREFIX.samples."""
+    """Write documents and PREFIX.samples."""
     dataset = write_documents(prefix, documents)
     index = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
     index.save(prefix.with_name(f"{prefix.name}.samples"), source=dataset)
@@ -50,7 +50,7 @@ def random_documents(lengths: Sequence[int], seed: int = 0, high: int = 120) -> 
 def index_of(
     buckets: dict[int, list[list[Segment]]], lengths: Sequence[int], *, begin_dtype: str = "int32"
 ) -> SampleIndex:
-    """capacity -> samples -> segments, as they are, for documents of these lengths."""
+    """Return an index with exactly these samples: capacity -> samples -> segments."""
     samples = [sample for capacity in sorted(buckets) for sample in buckets[capacity]]
     segments = [segment for sample in samples for segment in sample]
     columns = np.array(segments, np.int64).reshape(-1, 3).T
@@ -72,13 +72,13 @@ def index_of(
 def packed_as(
     folder: Path, documents: Sequence[Sequence[int]], buckets: dict[int, Any], **options: Any
 ) -> PackedDataset:
-    """Documents in the samples of ``buckets``, as ``index_of`` takes them."""
+    """Pack documents into the samples of ``buckets``, an argument of ``index_of``."""
     index = index_of(buckets, [len(document) for document in documents])
     return PackedDataset(write_documents(folder / "d", documents), index, **options)
 
 
 def samples_of_buckets(counts: dict[int, int]) -> SampleIndex:
-    """``counts[capacity]`` full samples of one document each."""
+    """Return an index of ``counts[capacity]`` full samples of one document each."""
     buckets: dict[int, list[list[Segment]]] = {}
     lengths: list[int] = []
     for capacity, count in sorted(counts.items()):
@@ -88,7 +88,7 @@ def samples_of_buckets(counts: dict[int, int]) -> SampleIndex:
 
 
 def packed_lengths(num_documents: int, longest: int, seed: int = 0) -> np.ndarray:
-    """Log-normal lengths between 1 and ``longest``: many short documents, some long ones."""
+    """Return log-normal lengths between 1 and ``longest``: many short documents, some long ones."""
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(np.log(longest / 6), 0.9, num_documents))
     return np.clip(np.rint(lengths), 1, 2 * longest).astype(np.int32)
@@ -101,7 +101,7 @@ def packed_index(
 
 
 def packed_shards(manifest: Path | str, prefixes: Sequence[object], **options: Any) -> ShardedIndex:
-    """Datasets packed as one source; ``overwrite``, and options of packing."""
+    """Pack datasets as one source; options of packing, and ``overwrite``."""
     how = {"overwrite": options.pop("overwrite", False)}
     plan = plan_packing(str(manifest), [str(p) for p in prefixes], options, **how)
     pack_shards(plan, lambda _: None, **how)
@@ -109,7 +109,7 @@ def packed_shards(manifest: Path | str, prefixes: Sequence[object], **options: A
 
 
 def assert_same_batches(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> None:
-    """Of the same keys, values and types."""
+    """Assert that batches have equal keys, values and types."""
     assert len(a) == len(b) > 0
     for left, right in zip(a, b, strict=True):
         assert left.keys() == right.keys()
@@ -125,13 +125,13 @@ def _offsets(counts: Sequence[int]) -> np.ndarray:
 
 
 def of_rank(rank: int = 0, size: int = 1, micro: int = 128, **options: Any) -> dict[str, Any]:
-    """Arguments of ``BucketBatchSampler`` and ``build_loader``."""
+    """Return arguments of ``BucketBatchSampler`` and ``build_loader``."""
     ranks = {"data_parallel_rank": rank, "data_parallel_size": size}
     return {**ranks, "micro_batch_tokens": micro, **options}
 
 
 def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: Any) -> PackedLoader:
-    """Six steps of STEP_TOKENS tokens, in micro batches of 128 unless said."""
+    """Return a loader of six steps of STEP_TOKENS tokens; micro batches have 128 by default."""
     schedule = options.pop("schedule", None)
     schedule = schedule or Schedule(data, tokens_per_step=STEP_TOKENS, seed=2)
     return build_loader(data, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))

@@ -1,4 +1,4 @@
-"""Several sources in one run: no source is ever two samples away from its weight."""
+"""Blends of several sources: a source is never two samples away from its weight."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from tests.data.corpora import (
 @pytest.mark.parametrize(
     "shares", [[7919, 4801, 1223, 104], [50, 30, 20], [400, 300, 200, 100], [1000, 1], [1]]
 )
-def test_weights_mean_what_they_mean_to_megatron(shares: list[int]) -> None:
-    """Megatron-core's own build_blending_indices has taken as much of each source, within 2."""
+def test_weights_mean_the_same_as_in_megatron(shares: list[int]) -> None:
+    """Compare with Megatron-core's build_blending_indices: within 2 samples of each source."""
     total = sum(shares)
     theirs, their_rank = np.zeros(total, np.int16), np.zeros(total, np.int64)
     weights = np.array(shares) / total
@@ -57,8 +57,8 @@ def test_weights_mean_what_they_mean_to_megatron(shares: list[int]) -> None:
 INDICES = [packed_index(900, (16, 32, 64), 1), packed_index(400, (32, 64), 2)]
 
 
-def test_the_order_of_a_blend_is_the_same_for_ever() -> None:
-    """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
+def test_order_of_a_blend_is_golden() -> None:
+    """Golden: if these numbers change, every run in progress changes; raise ORDER_VERSION."""
     schedule = Schedule(INDICES, weights=[0.7, 0.3], tokens_per_step=64 * 8, seed=3)
     first = schedule.step(0)
     datasets = (first.sample_ids >= INDICES[0].num_samples).astype(int)
@@ -74,7 +74,7 @@ GOLDEN_FAR = [6190572696060434, 2816626558680558]
 
 
 def _write(folder: Path, seed: int, count: int, value: int) -> Path:
-    """A dataset whose tokens say which one it is."""
+    """Write a dataset whose tokens are the number of the dataset."""
     documents = [[value] * n for n in packed_lengths(count, 32, seed).tolist()]
     packed_documents(folder / f"d{value}", documents, [16, 32])
     return folder / f"d{value}"
@@ -102,7 +102,7 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
     assert found >= {0, 1, 2}
 
 
-def test_sources_whose_documents_begin_or_end_differently_are_reported(tmp_path: Path) -> None:
+def test_different_begin_or_end_tokens_of_sources_are_reported(tmp_path: Path) -> None:
     facts = {5: {}, 6: {"document_end_token": 6}, 7: None, 8: {"document_begin_token": 8}}
     for value, fact in facts.items():
         meta = Path(f"{_write(tmp_path, value, 20, value)}.meta.json")
@@ -123,11 +123,11 @@ def test_sources_whose_documents_begin_or_end_differently_are_reported(tmp_path:
             open_both(5, other)
     with pytest.warns(MegapackWarning, match=r"6 \(.*d6\), unknown \(.*d7\)"):
         open_both(6, 7)
-    open_both(5, 7)  # a source without a meta file next to one that names no token
+    open_both(5, 7)  # one source without a meta file, one whose meta file names no token
 
 
 def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> None:
-    """Of four alike: labels found by name, named in the manifest, ignored, and not there."""
+    """Four equal datasets: labels found by name, named in the manifest, ignored, absent."""
     for seed, value in enumerate((5, 6, 7, 8)):
         _write(tmp_path, seed, 60, value)
         lengths = packed_lengths(60, 32, seed).tolist()
@@ -186,7 +186,7 @@ def blend_of(weights: list[int]) -> _core.Blend:
 
 
 def sources_and_ranks(blend: _core.Blend, begin: int, end: int) -> list[tuple[int, int]]:
-    """Position by position, from what ``range`` gives source by source."""
+    """Return the source and its rank at every position, from the runs of ``range``."""
     *runs, places = (column.tolist() for column in blend.range(begin, end))
     ranks = [(s, first + i) for s, first, n in zip(*runs, strict=True) for i in range(n)]
     found = dict(zip(places, ranks, strict=True))
@@ -195,7 +195,7 @@ def sources_and_ranks(blend: _core.Blend, begin: int, end: int) -> list[tuple[in
 
 @given(weights=whole_weights, begin=positions, count=st.integers(0, 60))
 def test_every_position_is_as_defined(weights: list[int], begin: int, count: int) -> None:
-    """And cursors are within the bound, however far a run goes."""
+    """Check positions against the definition, and cursors against the bound, far into a run."""
     root, blend = blends.tree(weights), blend_of(weights)
     expected = [blends.locate(root, i) for i in range(begin, begin + count)]
     assert sources_and_ranks(blend, begin, begin + count) == expected
@@ -216,8 +216,8 @@ def test_whole_shares_are_less_than_one_unit_from_the_exact_ones(parts: list[int
 
 
 def weights_of(kind: str, count: int) -> NDArray[np.float64]:
-    """Adversarial and ordinary weights; "fibonacci" has the deepest trees, in which the proof has
-    least to spare."""
+    """Return adversarial or ordinary weights; "fibonacci" has the deepest trees, the worst case of
+    the proof."""
     return {
         "lognormal": np.exp(np.random.default_rng(7).normal(0, 2, count)),
         "equal": np.ones(count),
@@ -227,8 +227,8 @@ def weights_of(kind: str, count: int) -> NDArray[np.float64]:
 
 
 def worst_error(source: NDArray[np.int64], weights: NDArray[np.float64]) -> float:
-    """Largest |taken(n) - weight n| over all positions n and all sources: as errors fall steadily
-    between two samples of a source, just before or just after a sample, or at the end."""
+    """Return the largest |taken(n) - weight n| over positions n and sources. Between two samples of
+    a source the error falls steadily, so it is largest next to a sample or at the end."""
     share = weights / weights.sum()
     order = np.argsort(source, kind="stable")
     counts = np.bincount(source, minlength=len(weights))
@@ -251,8 +251,8 @@ def test_every_source_is_near_its_weight_at_every_position(kind: str, count: int
         assert abs(stream.blend.taken_of(d, FAR) - Fraction(units[d] * FAR, 2**62)) < BOUND
 
 
-def test_weights_far_apart_are_taken_as_they_are() -> None:
-    """A source due once in 10^15 samples is taken once or twice in them, not each epoch."""
+def test_tiny_weights_are_exact() -> None:
+    """A source due once in 10^15 samples is drawn once or twice in them, not once per epoch."""
     [stream, *_] = bucket_streams(buckets_of([SMALL] * 3), [1.0, 1e-15, 5e-324], seed=0)
     assert stream.blend.taken_of(1, 10**15) in (0, 1, 2)
     assert stream.blend.taken_of(2, FAR) == 0
@@ -262,7 +262,7 @@ def test_weights_far_apart_are_taken_as_they_are() -> None:
         Schedule([SMALL] * 2, weights=[1.0, 0.0], tokens_per_step=64)
 
 
-def test_positions_and_weights_without_a_meaning_are_refused() -> None:
+def test_invalid_positions_and_weights_are_refused() -> None:
     blend = blend_of([1, 2])
     for call, wrong in (
         (blend.range, [(-1, 3), (5, 4), (0, FAR + 1), (0, 2**40)]),
@@ -276,9 +276,9 @@ def test_positions_and_weights_without_a_meaning_are_refused() -> None:
     assert sources_and_ranks(blend, 4, 4) == []
 
 
-def test_sources_cost_numbers_and_no_objects() -> None:
-    """100,000 of them are opened in twenty times what 5,000 take: nothing is kept per source that
-    the garbage collector would have to look at, again and again."""
+def test_opening_time_is_linear_in_sources() -> None:
+    """Opening 100,000 sources takes about twenty times as long as 5,000: no Python object per
+    source slows down the garbage collector."""
     tracked = []
     for count in (200, 800):
         names, weights = [f"s{i}" for i in range(count)], [1.0 + i % 7 for i in range(count)]

@@ -1,4 +1,4 @@
-"""Batches carried to a CUDA device ahead of time are those of the CPU, however busy it is."""
+"""Batches copied to a CUDA device ahead of time equal those of the CPU, also on a busy device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_are_the_cpus_on_a_busy_device(packed: PackedDataset, way: dict[str, Any]) -> None:
-    """The device lags behind the host by many batches, so a buffer that is written again, or given
-    back while it is still read, shows."""
+def test_values_equal_those_of_the_cpu_on_a_busy_device(
+    packed: PackedDataset, way: dict[str, Any]
+) -> None:
+    """The device is many batches behind the host, so that buffers overwritten or freed too early
+    would show."""
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=2)
     run = {"schedule": schedule, "num_steps": 150, "cu_seqlens": "padded"}
     plain = list(loader(packed, **run))
@@ -41,8 +43,8 @@ def test_values_are_the_cpus_on_a_busy_device(packed: PackedDataset, way: dict[s
         assert all(batch[name].is_cuda for name in TENSORS)
         assert type(batch["max_seqlen"]) is int and not batch["sample_ids"].is_cuda
         heavy = torch.nn.functional.normalize(heavy @ heavy)
-        seen.append({name: batch[name].clone() for name in TENSORS})  # behind the product
-        torch.empty_like(batch["tokens"]).fill_(-1)  # takes the memory of what was freed too soon
+        seen.append({name: batch[name].clone() for name in TENSORS})  # queued after the product
+        torch.empty_like(batch["tokens"]).fill_(-1)  # would reuse memory that was freed too early
         del batch
     assert len(seen) == len(plain)
     for expected, got in zip(plain, seen, strict=True):
@@ -51,7 +53,7 @@ def test_values_are_the_cpus_on_a_busy_device(packed: PackedDataset, way: dict[s
             assert torch.equal(got[name].cpu(), expected[name]), name
 
 
-def test_a_loader_that_is_left_early_gives_everything_back(packed: PackedDataset) -> None:
+def test_loader_frees_everything_after_an_early_exit(packed: PackedDataset) -> None:
     def take_three() -> None:
         batches = iter(loader(packed, device="cuda", pin_memory=True))
         for _ in range(3):

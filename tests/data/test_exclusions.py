@@ -1,4 +1,4 @@
-"""Excluded documents: from their step on a batch is what it would be without them."""
+"""Excluded documents: batches equal those of a dataset without them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ from tests.reference.gather import pieces
 
 
 @given(case=corpora(), data=st.data())
-def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataObject) -> None:
-    """For every option of the gather, two lists that add up, and every number of them in force."""
+def test_masked_sample_equals_the_sample_without_segments(
+    case: dict[str, Any], data: st.DataObject
+) -> None:
+    """Try all options of the gather, two lists that add up, and every number of lists in force."""
     numbers = st.integers(0, len(case["documents"]) - 1)
     lists = [data.draw(st.lists(numbers)) for _ in range(2)]
     rows, row_tokens, capacity = case["rows"], case["row_tokens"], case["capacity"]
@@ -91,7 +93,7 @@ def test_masked_sample_lacks_those_segments(case: dict[str, Any], data: st.DataO
             assert lengths_there == (runs if attention == "group" else whole)
 
 
-def test_what_is_left_of_a_group_does_not_see_what_stands_before_it(tmp_path: Path) -> None:
+def test_rest_of_a_group_does_not_see_earlier_documents(tmp_path: Path) -> None:
     index = index_of({8: [[(0, 0, 2), (1, 0, 2), (2, 0, 3)]]}, [2, 2, 3])
     index = replace(index, segment_joined=np.array([0, 0, 1], np.uint8), groups={"ids": "by hand"})
     documents = write_documents(tmp_path / "docs", [[1, 2], [3, 4], [5, 6, 7]])
@@ -105,7 +107,7 @@ def test_what_is_left_of_a_group_does_not_see_what_stands_before_it(tmp_path: Pa
 
 
 def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:
-    """(sample, segment) counted among those that are left: what is left of a group stays joined."""
+    """Return the (sample, segment) pairs, among the remaining segments, that continue a group."""
     groups: list[list[int]] = []
     for i, sample in enumerate(case["samples"]):
         group = 0
@@ -118,14 +120,14 @@ def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:
 
 
 def joined_of(groups: list[list[int]]) -> set[tuple[int, int]]:
-    """(sample, segment) whose group, a number of every segment, is that of the one before."""
+    """Return the (sample, segment) pairs with the group of the segment before."""
     return {(i, s) for i, of in enumerate(groups) for s in range(1, len(of)) if of[s] == of[s - 1]}
 
 
 def check_costs(
     dataset: PackedDataset, num_lists: int, samples: Any, capacity: int, attention: str, joined: Any
 ) -> list[int]:
-    """Costs are as defined; returns the lengths of what attends to itself in groups."""
+    """Check costs against the definition; return the lengths of the attention segments."""
     expected, all_runs = [], []
     for i, sample in enumerate(samples):
         lengths = [length for _, _, length in sample]
@@ -153,7 +155,7 @@ def write_list(path: Path, documents: Any) -> str:
 
 
 def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDataset:
-    """Two sources behind a manifest with these stages; every token says whose it is."""
+    """Return a run of two sources with these stages; every token is the number of its document."""
     sources = []
     for number, name in enumerate(("web", "code")):
         lengths = packed_lengths(120, 32, seed=number)
@@ -166,8 +168,8 @@ def run_of(folder: Path, *stages: dict[str, Any], **options: Any) -> PackedDatas
 
 
 @pytest.mark.parametrize("mix", ["step", "micro_step"])
-def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: Any) -> None:
-    """Files are found beside the manifest; the tokens are read, not what is said of them."""
+def test_loader_masks_excluded_documents_from_the_step_on(tmp_path: Path, mix: Any) -> None:
+    """Excluded tokens disappear from the batches; files are relative to the manifest."""
     gone = {"web": set(range(0, 120, 3)), "code": set(range(40))}
     write_list(tmp_path / "web.txt", gone["web"])
     write_list(tmp_path / "code.npy", sorted(gone["code"]))
@@ -190,17 +192,17 @@ def test_loader_gives_no_excluded_token_from_the_step_on(tmp_path: Path, mix: An
                 assert not shown or batch["step"] < begins[name]
                 seen_before |= {name for _ in shown}
     assert seen_before == {"web", "code"}
-    check_ids_that_leave(data, schedule)
-    for step in range(30):  # which samples are drawn is as it was
+    check_reported_ids(data, schedule)
+    for step in range(30):  # the same samples are drawn
         ours, theirs = schedule.step(step), plain.step(step)
         assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
         assert (ours.view.num_lists > 0) == (step >= 5)
         assert ours.num_label_tokens <= theirs.num_label_tokens
 
 
-def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
-    """Ids of batches, micro batches, logs and draws are those of samples, whatever is masked; and
-    a DataLoader of torch's own masks what our loader masks."""
+def check_reported_ids(data: PackedDataset, schedule: Schedule) -> None:
+    """Sample ids in batches, micro batches, logs and draws do not depend on masks; torch's
+    DataLoader masks the same documents."""
     arguments = of_rank(micro=64, num_steps=30)
     sampler = BucketBatchSampler(schedule, **arguments)
     theirs = DataLoader(data, batch_sampler=sampler, collate_fn=list)
@@ -217,8 +219,8 @@ def check_ids_that_leave(data: PackedDataset, schedule: Schedule) -> None:
         assert (micro.view.num_lists > 0) == (batch["step"] >= 5)
 
 
-def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:
-    """Added from the present step on it is logged; another one before it is refused."""
+def test_lists_are_compared_at_a_resume(tmp_path: Path) -> None:
+    """A list added from the present step on is logged; one added before it is refused."""
     write_list(tmp_path / "a.txt", [3, 4, 5])
 
     def schedule(*stages: dict[str, Any]) -> Schedule:
@@ -242,7 +244,7 @@ def test_a_list_is_part_of_the_program(tmp_path: Path) -> None:
             schedule(listed).check_state(done)
 
 
-def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path) -> None:
+def test_pickled_dataset_keeps_its_lists(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     write_list(file, range(60))
     data = run_of(tmp_path, {"from_step": 1, "exclude": {"web": "a.txt"}})
@@ -257,8 +259,8 @@ def test_a_copy_in_another_process_keeps_the_lists_that_were_read(tmp_path: Path
     assert copy.count_labels(ids, StepView(num_lists=1)).sum() < data.count_labels(ids).sum()
 
 
-def test_labels_are_counted_without_the_documents_too(tmp_path: Path) -> None:
-    """Bare indices, which know no tokens."""
+def test_label_counts_need_no_tokens(tmp_path: Path) -> None:
+    """Count with bare indices, without tokens."""
     index = packed_index(200, (16, 32))
     file = write_list(tmp_path / "a.txt", range(0, 200, 2))
     lengths = packed_lengths(200, 32)
@@ -302,7 +304,7 @@ def test_file_without_a_list_is_refused(tmp_path: Path, content: Any, message: s
     assert message in str(caught.value) and str(file) in str(caught.value)
 
 
-def test_lists_may_be_empty_unordered_or_windows_text(tmp_path: Path) -> None:
+def test_lists_may_be_empty_unsorted_or_have_crlf(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"7\r\n\r\n 2 \n7")
     assert read_documents(tmp_path / "a").tolist() == [2, 7]
     (tmp_path / "b").write_bytes(b"")

@@ -1,6 +1,6 @@
-"""Fill-in-the-middle over a run: what ranks, workers, hosts and resumes see, and what is refused.
+"""Fill-in-the-middle in a run: ranks, workers, hosts, resumes, and invalid settings.
 
-What becomes of one document is tests/data/test_gather.py's; its definition tests/reference/fim.py.
+tests/data/test_gather.py compares single documents with the definition in tests/reference/fim.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SEED = 2
 
 
 def corpus(prefix: Path, seed: int = 0, count: int = 150) -> IndexedDataset:
-    """Documents of which most end with EOD."""
+    """Write documents of which most end with EOD."""
     documents = random_documents(packed_lengths(count, 64, seed), seed)
     return write_documents(prefix, [[*d[:-1], EOD] if d[0] % 8 else d for d in documents])
 
@@ -66,7 +66,7 @@ def indexed(dataset: IndexedDataset, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendConfig:
-    """Two sources, of which one has weights per token; a stage changes the rate of the other."""
+    """Return two sources, one with weights per token; a stage changes the rate of the other."""
     folder = tmp_path_factory.mktemp("fim")
     web, code = corpus(folder / "web"), corpus(folder / "code", 1)
     write_weights(folder / "code", [[t % 5 / 4 for t in d.tolist()] for d in documents_of(code)])
@@ -90,7 +90,7 @@ def schedule_of(data: PackedDataset, **options: Any) -> Schedule:
 def expected_documents(
     data: PackedDataset, step: Any, documents: list[list[np.ndarray]]
 ) -> list[list[int]]:
-    """What a step, or a draw, shows of every document, of those of every source."""
+    """Return the tokens of every document of every source in a step or a draw."""
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
     found = []
     for sample, epoch, rate in zip(
@@ -120,11 +120,11 @@ def documents_in(batch: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("loss", "cost_window"), [("token_mean", 4), ("sequence_mean", 1), ("longalign", 4)]
 )
-def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
+def test_ranks_see_documents_as_defined_and_exact_denominators(
     blend: BlendConfig, loss: str, cost_window: int
 ) -> None:
-    """In several passes, over a stage that changes the rates and one that skips, at any number of
-    ranks, begun in the midst."""
+    """Cover several epochs, a stage with other rates, a skip, several numbers of ranks, and a later
+    start."""
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
     turned, of_sources = 0, [documents_of(source.open(0)[0]) for source in data.datasets]
@@ -150,11 +150,11 @@ def test_ranks_have_the_documents_of_the_definition_and_exact_denominators(
             turned += sum(document[0] == PRE for document in documents)
             assert masks[step] == pytest.approx(weights[step], rel=1e-6)
     assert turned > 100
-    assert schedule.step(7).view.epochs.max() > 0  # of a later pass
+    assert schedule.step(7).view.epochs.max() > 0  # of a later epoch
 
 
-def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
-    """And what is held out is told as it is."""
+def test_views_are_plain_without_rates(blend: BlendConfig) -> None:
+    """Held-out documents are unchanged, too."""
     none = [replace(source, fim_rate=0.0) for source in blend.sources]
     data = open_blend(replace(blend, sources=tuple(none), stages=()))
     assert schedule_of(data).step(3).view.epochs is None
@@ -166,7 +166,7 @@ def test_without_rates_nothing_is_carried(blend: BlendConfig) -> None:
     ] * finite.num_steps()
 
 
-def test_worker_processes_and_single_samples_are_turned_round_alike(blend: BlendConfig) -> None:
+def test_worker_processes_and_single_samples_transform_alike(blend: BlendConfig) -> None:
     data = open_blend(blend)
     sampler = BucketBatchSampler(schedule_of(data), **of_rank(num_steps=6, weighted_loss=True))
     copy = pickle.loads(pickle.dumps(data))
@@ -178,8 +178,8 @@ def test_worker_processes_and_single_samples_are_turned_round_alike(blend: Blend
         assert torch.equal(joined, whole["tokens"].flatten())
 
 
-def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) -> None:
-    """Documents are numbered through the source."""
+def test_shards_transform_like_the_merged_dataset(tmp_path: Path) -> None:
+    """Documents are numbered through all shards."""
     parts = [corpus(tmp_path / f"part{i}", i, 40).prefix for i in range(3)]
     index = packed_shards(tmp_path / "all.shards.json", parts, buckets=BUCKETS, fim_room=4)
     sharded = PackedDataset(None, index, fim=FIM)
@@ -191,7 +191,7 @@ def test_a_source_of_many_shards_is_turned_round_as_its_merge(tmp_path: Path) ->
             assert documents_in(batch) == expected_documents(sharded, draw, merged)
 
 
-def test_what_was_turned_round_stays_and_what_comes_may_change(blend: BlendConfig) -> None:
+def test_rates_of_taken_steps_cannot_change(blend: BlendConfig) -> None:
     def schedule(**changes: Any) -> Schedule:
         return schedule_of(open_blend(replace(blend, **changes)))
 
@@ -207,7 +207,7 @@ def test_what_was_turned_round_stays_and_what_comes_may_change(blend: BlendConfi
         schedule(fim=other).check_state(state)
     [later, *_] = schedule(stages=(Stage(from_step=3, fim_rates={"code": 0.1}),)).check_state(state)
     assert "from step 3 on" in later and "fim_rates" in later
-    # A run that had none may have it from now on.
+    # A run without fill-in-the-middle may begin it now.
     bare = tuple(replace(source, fim_rate=0.0) for source in blend.sources)
     begun = schedule(sources=bare, stages=()).state_dict(3)
     joins = (Stage(from_step=3, fim_rates={"code": 0.5}),)
@@ -228,7 +228,7 @@ def test_what_was_turned_round_stays_and_what_comes_may_change(blend: BlendConfi
         ({"sentinels": {"prefix": 1, "suffix": 2}}, "missing key 'middle'"),
     ],
 )
-def test_a_section_that_is_wrong_names_its_fault(tree: dict[str, Any], message: str) -> None:
+def test_invalid_sections_name_the_problem(tree: dict[str, Any], message: str) -> None:
     usual = {"sentinels": {"prefix": 1, "suffix": 2, "middle": 3}}
     with pytest.raises(ConfigError, match=message):
         from_dict(FimConfig, {**usual, **tree}, where="fim")
@@ -254,7 +254,7 @@ def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
         open_fim(bare, [write_documents(tmp_path / "d", [[1, 2]])])
 
 
-def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None:
+def test_unsuitable_sources_are_refused(tmp_path: Path) -> None:
     dataset = corpus(tmp_path / "d")
     roomless = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
     with pytest.raises(ConfigError, match=r"room for 0 sentinels .* pack it with --fim-room 4"):
@@ -276,7 +276,7 @@ def test_sources_that_cannot_be_turned_round_are_refused(tmp_path: Path) -> None
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim=FIM, stages=stages))
 
 
-def test_shards_with_chosen_labels_cannot_be_turned_round(tmp_path: Path) -> None:
+def test_shards_with_chosen_labels_are_refused(tmp_path: Path) -> None:
     parts = [corpus(tmp_path / f"part{i}", i, 40) for i in range(2)]
     for part in parts:
         labels = [[max(1, t) for t in d.tolist()] for d in documents_of(part)]
@@ -287,8 +287,9 @@ def test_shards_with_chosen_labels_cannot_be_turned_round(tmp_path: Path) -> Non
         PackedDataset(None, index, fim=FIM)
 
 
-def test_tables_of_characters_are_part_of_what_fim_writes() -> None:
-    """Their content is of its identity, not their size alone; and their ids are among its own."""
+def test_character_tables_are_part_of_the_identity() -> None:
+    """The identity covers the content of the tables, not only their size; their ids count for the
+    largest id."""
     texts = [[b"a", b"b", b"ab"], [b"b", b"a", b"ab"]]
     one, other = (Fim(prefix=3, suffix=4, middle=5, tables=character_tables(of)) for of in texts)
     assert one.identity() == Fim(prefix=3, suffix=4, middle=5, tables=one.tables).identity()
@@ -298,14 +299,14 @@ def test_tables_of_characters_are_part_of_what_fim_writes() -> None:
 
 
 def test_a_side_of_a_cut_may_take_three_tokens() -> None:
-    """With one for the other side they are the four that there is room for."""
+    """With one token on the other side, these are the most allowed."""
     _, first_cut, first_part, parts = character_tables([b"a", b"b", b"c", b"d", b"abcd"])
     assert first_cut.tolist() == [0, 0, 0, 0, 0, 3]
     cuts = [parts[first_part[i] : first_part[i + 1]].tolist() for i in range(6)]
     assert cuts == [[0], [1, 2, 3], [0, 1], [2, 3], [0, 1, 2], [3]]
 
 
-def test_tables_write_both_sides_of_a_cut_with_the_fewest_tokens() -> None:
+def test_sides_of_a_cut_have_the_fewest_tokens() -> None:
     texts = [b"a", b"b", b"c", b"ab", b"abc", "ä".encode(), "ä".encode()[:1], None, b"cab", b"xy"]
     characters, first_cut, first_part, parts = map(list, character_tables(texts))
     assert characters == [1, 1, 1, 2, 3, 1, 1, 0, 3, 2]

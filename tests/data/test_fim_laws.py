@@ -1,7 +1,7 @@
-"""Fill-in-the-middle in the gather: what a larger rate, another order, the inverse leave alike.
+"""Laws of fill-in-the-middle in the gather: larger rates, SPM and PSM, the inverse.
 
-That it is what tests/reference/fim.py says, in batches of every kind, holds test_gather.py; what a
-run makes of it is test_fim.py.
+test_gather.py compares batches with the definition in tests/reference/fim.py; test_fim.py tests
+whole runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapack.packing import pack
 from tests.data.corpora import index_of, random_documents, write_documents
 
 PRE, SUF, MID, END, EOD = 200, 201, 202, 203, 0
-# Tokens 1 to 119: letters, words of them, halves of a character and whole ones.
+# Tokens 1 to 119: letters, words, halves of a character and whole characters.
 LETTERS = [bytes([c]) for c in range(97, 123)]
 HALVES = [b"\xc3", b"\xa9", b"\xc3\xa9"]
 WORDS = [a + b for a in LETTERS[:9] for b in LETTERS[:10]]
@@ -29,7 +29,7 @@ TEXTS = [None, *LETTERS, *HALVES, *WORDS]
 
 
 def opened(folder: Path, documents: list[list[int]], **fim: Any) -> PackedDataset:
-    """Every document a sample of its own, with room."""
+    """Open a dataset with every document in its own sample, with room."""
     lengths = [len(document) for document in documents]
     dataset = write_documents(folder / "docs", documents)
     index = index_of({256: [[(d, 0, n)] for d, n in enumerate(lengths)]}, lengths)
@@ -45,14 +45,14 @@ def draws(count: int, rate: float, epoch: int = 0) -> StepView:
 
 
 def drawn(packed: PackedDataset, rate: float, epoch: int = 0) -> dict[int, tuple[int, int, int]]:
-    """Document -> whether it is SPM, and its places."""
+    """Return document -> (is SPM, cuts)."""
     ids = np.arange(len(packed))
     columns = packed._gatherer.fim_draws(ids, draws(len(ids), rate, epoch).core)
     return {d: rest for _, _, d, *rest in zip(*(c.tolist() for c in columns), strict=True)}
 
 
 def rows(packed: PackedDataset, ids: list[int], given: StepView) -> list[list[int]]:
-    """The tokens of samples of one document each, without padding."""
+    """Return the tokens of samples of one document each, without padding."""
     batch = packed.micro_batch(ids, capacity=256, view=given)
     ends = batch["cu_seqlens"].reshape(-1).tolist()
     tokens = batch["tokens"].reshape(-1).tolist()
@@ -61,7 +61,7 @@ def rows(packed: PackedDataset, ids: list[int], given: StepView) -> list[list[in
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
-    """4,000 documents of 41 tokens, of which 40 are their body."""
+    """Write 4,000 documents of 41 tokens, 40 of them body."""
     documents = [[*d, EOD] for d in random_documents([40] * 4000)]
     return opened(tmp_path_factory.mktemp("many"), documents, spm_rate=0.3)
 
@@ -75,7 +75,7 @@ def test_a_larger_rate_transforms_the_same_documents_alike_and_more(many: Packed
 def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None:
     count, rate = len(many), 0.4
     first, second = drawn(many, rate), drawn(many, rate, epoch=1)
-    both = len(first.keys() & second.keys())  # passes draw by themselves
+    both = len(first.keys() & second.keys())  # epochs are independent
     spm = sum(rest[0] for rest in first.values())
     for found, of, share in (
         (len(first), count, rate),
@@ -84,7 +84,7 @@ def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None
         (spm, len(first), 0.3),
     ):
         assert abs(found - of * share) < 4 * (of * share * (1 - share)) ** 0.5
-    # Two places among 41, each as likely as the other: uniform, the earlier one first.
+    # Two cuts among 41 positions, uniform, then sorted.
     places = np.array([rest[1:] for rest in drawn(many, 1).values()])
     counts = np.bincount(places.reshape(-1), minlength=41)
     expected = 2 * count / 41
@@ -109,7 +109,7 @@ def test_inverse_restores_documents(cuts: str, end: int, spm_rate: float, tmp_pa
     in_parts = 0
     for told, document in zip(rows(packed, ids, draws(len(ids), 1)), documents, strict=True):
         if len(document) == 1:
-            assert told == document  # nothing to move
+            assert told == document  # the middle is empty
             continue
         assert told[0] == PRE and all(told.count(token) == 1 for token in fim.sentinels)
         assert len(document) + len(fim.sentinels) <= len(told) <= len(document) + fim.room
@@ -145,13 +145,13 @@ def tables(**changed: list[int]) -> Any:
         (lambda: _core.Fim(**SENTINELS, tables=tables(**{"a token's": [1, 70000]})), "70000 cha"),
     ],
 )
-def test_the_seam_refuses_what_is_no_fim(call: Callable[[], Any], message: str) -> None:
+def test_core_refuses_invalid_settings(call: Callable[[], Any], message: str) -> None:
     _core.Fim(**SENTINELS, tables=tables())
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: PackedDataset) -> None:
+def test_core_refuses_mismatched_epochs_and_rates(many: PackedDataset) -> None:
     ids = np.arange(2)
     gatherer = many._gatherer
     for epochs, rates, message in (
@@ -166,8 +166,8 @@ def test_the_seam_refuses_passes_and_rates_that_do_not_belong_together(many: Pac
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("strategy", ["bucket", "concat", "best_fit_decreasing"])
-def test_samples_have_the_room_packing_left(strategy: str, alignment: int, tmp_path: Path) -> None:
-    """Every document that an index says has room is transformed at rate 1, and all samples fit."""
+def test_packing_leaves_enough_room(strategy: str, alignment: int, tmp_path: Path) -> None:
+    """Every document with room in the index is transformed at rate 1, and all samples fit."""
     lengths = np.random.default_rng(2).integers(0, 70, 400)
     dataset = write_documents(tmp_path / "docs", random_documents(lengths.tolist()))
     buckets = [32, 64] if strategy == "bucket" else 64

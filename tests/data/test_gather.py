@@ -1,4 +1,4 @@
-"""The gather equals its plain-Python definition, and a damaged index is an error, not a crash."""
+"""The gather equals its plain-Python definition; a damaged index raises an error."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 
 @st.composite
 def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
-    """Documents, one bucket of samples made of arbitrary pieces of them, options, a layout.
+    """Draw documents, a bucket of samples with arbitrary pieces of them, options and a layout.
 
-    With fill-in-the-middle most pieces are whole documents, as only those are transformed.
+    With fill-in-the-middle most pieces are whole documents, since only these are transformed.
     """
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
     capacity = draw(st.integers(40 if with_fim else 1, 48))
@@ -70,7 +70,7 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
     attention = draw(st.sampled_from(["document", "group", "sample"]))
     positions = ["segment", "sample", *(["document"] if attention != "group" else [])]
     alignment = draw(st.sampled_from([1, 1, 2, 8]))
-    if alignment > 1:  # room for every segment to be aligned
+    if alignment > 1:  # enough to align every segment
         capacity = -(-(capacity + 5 * alignment) // alignment) * alignment
     slots = draw(st.integers(1, 3))
     spare = draw(st.integers(0, capacity - 1)) // alignment * alignment
@@ -101,15 +101,15 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
     }
 
 
-# Words, of which one is likely to be cut twice, halves of characters, whole ones, and nothing, as
-# special tokens have it.
+# Words (one is likely to be cut twice), halves of characters, whole characters, and no text, like
+# special tokens.
 _TEXTS = [b"a", b" the", b"", b" fill-in-the-middle", b"\xc3", b"\xa9x"]
 _TEXTS += ["\u00e9".encode(), "\u65e5\u672c".encode()]
 
 
 @st.composite
 def fims(draw: st.DrawFn) -> dict[str, Any]:
-    """Fill-in-the-middle of documents of up to ``longest`` tokens, with passes and rates."""
+    """Draw fill-in-the-middle of documents of up to ``longest`` tokens, with epochs and rates."""
     longest = draw(st.sampled_from([40, 40, 20, 5]))
     end, eod = draw(st.sampled_from([None, 1003])), draw(st.none() | st.integers(1, 119))
     spm_rate, seed = draw(st.sampled_from([0.0, 0.5, 1.0])), draw(st.integers(0, 2**64 - 1))
@@ -148,12 +148,12 @@ def core_fim(fim: Fim) -> CoreFim:
 
 
 def _choose(documents: list[list[int]]) -> list[list[int]]:
-    """Labels of their own, 0 among them: an id like any other."""
+    """Draw chosen labels, 0 among them: an id like any other."""
     return [[t % 5 if t % 3 else -100 for t in document] for document in documents]
 
 
 def _weigh(documents: list[list[int]]) -> list[list[float]]:
-    """Weights of float16, of all sizes, 0 among them."""
+    """Draw float16 weights of all sizes, 0 among them."""
     sizes = [0.0, 1.0, 0.5, 3.25, 2.0**-24, 65504.0, 2.0**-14, float(np.float16(0.1))]
     return [[sizes[(t + i) % 8] for i, t in enumerate(document)] for document in documents]
 
@@ -187,7 +187,7 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
     return replace(index, segment_joined=joined, groups={"ids": "by hand"})
 
 
-# As many random batches as MEGAPACK_GATHER_CASES says.
+# MEGAPACK_GATHER_CASES sets the number of random batches.
 @settings(max_examples=int(os.environ.get("MEGAPACK_GATHER_CASES", 4 * settings().max_examples)))
 @pytest.mark.parametrize("with_fim", [False, True])
 @given(
@@ -198,7 +198,7 @@ def samples_of(case: dict[str, Any]) -> SampleIndex:
 def test_micro_batch_is_as_defined(
     with_fim: bool, data: st.DataObject, kind: str, extra: int | None
 ) -> None:
-    """Lists of cu_seqlens per row are always padded, if not told otherwise to what is enough."""
+    """cu_seqlens per row are always padded, by default to the longest row."""
     case = data.draw(corpora(with_fim=with_fim))
     rows, row_tokens = case["rows"], case["row_tokens"]
     ids = np.arange(len(case["samples"]))
@@ -255,8 +255,8 @@ def test_micro_batch_is_as_defined(
             assert found == wanted + wanted[-1:] * (size - len(wanted))
 
 
-def test_the_longest_segment_is_counted_with_its_room(tmp_path: Path) -> None:
-    """Kernels are told where aligned segments may end, not where their tokens do."""
+def test_max_seqlen_includes_alignment_padding(tmp_path: Path) -> None:
+    """Kernels need the end of aligned segments including their padding."""
     packed = packed_as(tmp_path, [[1, 2, 3, 4, 5]], {8: [[(0, 0, 5)]]}, alignment=8)
     layout = BatchLayout(micro_batch_tokens=8)
     batch = packed.micro_batch(np.array([0]), layout=layout, capacity=8)
@@ -279,13 +279,13 @@ def test_an_empty_micro_batch_is_padding_without_a_label(tmp_path: Path) -> None
     packed = packed_as(tmp_path, [[1] * 8], {8: [[(0, 0, 8)]]})
     layout = BatchLayout(micro_batch_tokens=24)
     batch = packed.micro_batch([], layout=layout, capacity=8)
-    assert batch["cu_seqlens"].tolist() == [0, 8, 16, 24]  # never one segment of all tokens
+    assert batch["cu_seqlens"].tolist() == [0, 8, 16, 24]  # more than one segment
     assert batch["loss_mask"].sum() == 0 and (batch["labels"] == -100).all()
     with pytest.raises(ValueError, match="needs the capacity of its bucket"):
         packed.micro_batch([])
 
 
-def test_given_buffers_are_filled_in_place_and_must_fit(tmp_path: Path) -> None:
+def test_buffers_are_filled_in_place_and_must_fit(tmp_path: Path) -> None:
     packed = packed_as(tmp_path, [range(1, 9)], {8: [[(0, 0, 8)]]})
     out = allocate(8)
     batch = packed.micro_batch([0], out=out)
@@ -313,7 +313,9 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("array", "value", "message"), DAMAGES)
-def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, message: str) -> None:
+def test_index_beyond_the_documents_raises(
+    tmp_path: Path, array: str, value: int, message: str
+) -> None:
     dataset = write_documents(tmp_path / "d", random_documents([4, 8, 3]))
     index = index_of({8: [[(0, 0, 4), (2, 0, 3)], [(1, 0, 8)]]}, [4, 8, 3])
     values = getattr(index, array).copy()
@@ -327,7 +329,7 @@ def test_index_beyond_them_raises(tmp_path: Path, array: str, value: int, messag
         packed.samples.attention_cost(np.array([0]), 8) if "offset" in array else packed[0]
 
 
-def test_samples_that_do_not_exist_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_missing_and_unfitting_samples_are_refused(tmp_path: Path) -> None:
     documents = random_documents([4, 8])
     packed = packed_as(tmp_path, documents, {4: [[(0, 0, 4)]], 8: [[(1, 0, 8)]]})
     few = BatchLayout(micro_batch_tokens=8, cu_seqlens="padded", num_cu_seqlens=1)
@@ -366,7 +368,7 @@ def test_labels_of_other_documents_are_refused(tmp_path: Path) -> None:
     assert PackedDataset(dataset, index, label_dataset=None)[0]["loss_mask"].sum() == 3
 
 
-def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_path: Path) -> None:
+def test_damaged_idx_block_is_refused_by_its_first_reader(tmp_path: Path) -> None:
     lengths = np.full(200_000, 2)
     with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
         builder.add_documents(np.arange(400_000) % 9, np.cumsum([0, *lengths]))
@@ -375,7 +377,7 @@ def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_p
     index.save(tmp_path / "d.samples", source=dataset)
     fingerprint = dataset.fingerprint
     data = bytearray((tmp_path / "d.idx").read_bytes())
-    # In a block that the fingerprint leaves out.
+    # In a block that the fingerprint does not cover.
     sequence = ((22 << 16) - 34 - 4 * 200_000) // 8 + 100
     at = 34 + 4 * 200_000 + 8 * sequence
     data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]
@@ -384,21 +386,21 @@ def test_a_block_of_the_idx_that_is_damaged_is_refused_by_whoever_reads_it(tmp_p
     packed = PackedDataset(tmp_path / "d", tmp_path / "d.samples")
     for each in (packed, pickle.loads(pickle.dumps(packed))):
         assert each[sequence - 30_000]["tokens"].numel() == 2
-        for number in (sequence, sequence + 7_000):  # the numbers of the second are right
+        for number in (sequence, sequence + 7_000):  # the second document is intact
             with pytest.raises(FormatError, match=r"d\.idx is damaged: bytes 1441792 to 1507328"):
                 each.micro_batch([number])
         with pytest.raises(FormatError, match=r"d\.idx is damaged"):
             each.count_labels([sequence])
 
 
-# ---- Masks from cu_seqlens say what the segments say, and no more
+# ---- Masks from cu_seqlens equal the segments
 
 
 rows = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 @given(lengths=rows, fill=st.integers(0, 3))
-def test_segment_ids_count_segments_whatever_the_fill(lengths: list[int], fill: int) -> None:
+def test_segment_ids_ignore_repeated_last_values(lengths: list[int], fill: int) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].repeat(fill)]).int()
     expected = [i for i, length in enumerate(lengths) for _ in range(length)]
@@ -411,7 +413,7 @@ def test_segment_ids_of_rows_start_over_in_every_row() -> None:
 
 
 @given(lengths=rows, causal=st.booleans())
-def test_the_dense_mask_allows_the_own_segment_only(lengths: list[int], causal: bool) -> None:
+def test_dense_mask_limits_attention_to_segments(lengths: list[int], causal: bool) -> None:
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     owner = [i for i, length in enumerate(lengths) for _ in range(length)]
     mask = block_diagonal_mask(segment_ids(cu_seqlens, sum(lengths)), causal=causal)
@@ -421,7 +423,7 @@ def test_the_dense_mask_allows_the_own_segment_only(lengths: list[int], causal: 
             assert mask[0, 0, q, k] == (own == other and (k <= q or not causal))
 
 
-def test_flex_attention_and_the_dense_mask_attend_alike() -> None:
+def test_flex_attention_equals_the_dense_mask() -> None:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
     torch.manual_seed(0)
@@ -434,7 +436,7 @@ def test_flex_attention_and_the_dense_mask_attend_alike() -> None:
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-# ---- Token ids that a model does not have are found before training, with and without metadata
+# ---- Token ids beyond the vocabulary are found before training, with and without metadata
 
 
 def packed(dataset: IndexedDataset) -> PackedDataset:
@@ -455,7 +457,7 @@ def test_an_id_as_large_as_the_vocabulary_is_refused(tmp_path: Path, with_meta: 
         check_token_ids(data, 99)
 
 
-def test_labels_that_somebody_chose_are_looked_at_as_well(tmp_path: Path) -> None:
+def test_chosen_labels_are_checked_too(tmp_path: Path) -> None:
     text = write_documents(tmp_path / "text", [[1, 2, 3], [4, 5]])
     write_documents(tmp_path / "text.labels", [[-100, 9, -100], [-100, 5]], "int32")
     data = packed(text)
@@ -464,7 +466,7 @@ def test_labels_that_somebody_chose_are_looked_at_as_well(tmp_path: Path) -> Non
         check_token_ids(data, 9)
 
 
-def test_a_large_file_without_metadata_is_looked_at_all_over_and_that_is_said(
+def test_large_file_without_metadata_is_sampled_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(vocabulary, "_BLOCKS", 4)
@@ -478,7 +480,7 @@ def test_a_large_file_without_metadata_is_looked_at_all_over_and_that_is_said(
     assert "no .meta.json" in caplog.text and "of it" in caplog.text
 
 
-def test_no_dtype_is_searched_for_what_it_cannot_hold(tmp_path: Path) -> None:
+def test_narrow_dtypes_are_not_searched(tmp_path: Path) -> None:
     data = packed(forget(write_documents(tmp_path / "text", [[65535]])))
     check_token_ids(data, 65536)
     with pytest.raises(ConfigError, match="65535"):

@@ -1,4 +1,4 @@
-"""What a loader gives, whoever prepares it: a thread, the caller, or the workers of torch."""
+"""Batches of a loader, prepared by a thread, by the caller, or by workers of torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "sampl
 @pytest.mark.parametrize(
     "layout", [{}, {"layout": "rows", "row_tokens": 64, "cu_seqlens": "padded"}]
 )
-def test_batches_do_not_depend_on_who_prepares_them(
+def test_batches_do_not_depend_on_the_thread(
     packed: PackedDataset, options: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     plain = list(loader(packed, prefetch=0, **layout))
@@ -83,8 +83,8 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
 
 
 @pytest.mark.parametrize("row_tokens", [None, 100])
-def test_padded_boundaries_are_what_buckets_need(tmp_path: Path, row_tokens: int | None) -> None:
-    """Not those of the bucket with the most segments: every one is a block of an attention grid."""
+def test_padded_boundaries_fit_each_bucket(tmp_path: Path, row_tokens: int | None) -> None:
+    """Every bucket has its own number of entries: each entry costs a block of an attention grid."""
     documents = random_documents([2] * 300 + [64] * 30)
     dataset = write_documents(tmp_path / "d", documents)
     index = pack(dataset.document_lengths, "bucket", buckets=[32, 64], promote="off")
@@ -103,7 +103,7 @@ def test_padded_boundaries_are_what_buckets_need(tmp_path: Path, row_tokens: int
 
 @pytest.mark.parametrize("loss", ["token_mean", "sequence_mean", "longalign"])
 def test_step_weights_sum_loss_masks_at_any_number_of_ranks(tmp_path: Path, loss: str) -> None:
-    """One source has weights per token, of which some are 0, and both count by their own factor."""
+    """One source has weights per token, some of them 0, and both sources have a factor."""
     documents = [random_documents(packed_lengths(100, 24, seed=s), s) for s in (3, 4)]
     weights = [
         [[t % 5 / 4 for t in d] for d in documents[0]],
@@ -137,7 +137,7 @@ def test_step_weights_sum_loss_masks_at_any_number_of_ranks(tmp_path: Path, loss
 def sequences_of(
     data: PackedDataset, content: Step, weights: list[list[list[float]]], loss: str
 ) -> tuple[list[tuple[float, list[float]]], list[float]]:
-    """The sequences of a step, and the loss masks of their labels before the step's unit."""
+    """Return the sequences of a step, and the loss masks of labels without the step's unit."""
     found, masks = [], []
     for sample in content.sample_ids.tolist():
         source, segments = data.samples.segments(sample)
@@ -150,7 +150,7 @@ def sequences_of(
     return found, masks
 
 
-def test_weights_of_tokens_are_refused_where_nobody_uses_them(tmp_path: Path) -> None:
+def test_unused_token_weights_are_refused(tmp_path: Path) -> None:
     data = write_documents(tmp_path / "d", random_documents([8, 8, 8]))
     write_weights(tmp_path / "d", [[2.0] * 8] * 3)
     index = pack(data.document_lengths, "bucket", buckets=[8])
@@ -197,7 +197,7 @@ def test_options_that_contradict_each_other_are_refused(packed: PackedDataset) -
             loader(packed, **options)
 
 
-def test_a_batch_is_the_trainers_own_unless_it_asked_for_reuse(packed: PackedDataset) -> None:
+def test_batches_are_new_memory_unless_reused(packed: PackedDataset) -> None:
     batches = iter(loader(packed, prefetch=1, reuse_buffers=True))
     kept = [batch["tokens"] for batch in batches]
     assert len({tokens.data_ptr() for tokens in kept}) == 3 < len(kept)
@@ -207,7 +207,7 @@ def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("megapack-prefetch")]
 
 
-def test_an_abandoned_iteration_leaves_no_thread(packed: PackedDataset) -> None:
+def test_abandoned_iteration_stops_its_thread(packed: PackedDataset) -> None:
     batches = iter(loader(packed))
     next(batches)
     assert _threads()
@@ -217,7 +217,7 @@ def test_an_abandoned_iteration_leaves_no_thread(packed: PackedDataset) -> None:
     assert not _threads()
 
 
-def test_an_error_in_the_thread_is_raised_at_its_place(packed: PackedDataset) -> None:
+def test_error_in_the_thread_replaces_its_batch(packed: PackedDataset) -> None:
     def items() -> Iterator[int]:
         yield 1
         raise FormatError("sample 7 is damaged")
@@ -231,7 +231,7 @@ def test_an_error_in_the_thread_is_raised_at_its_place(packed: PackedDataset) ->
     assert not _threads()
 
 
-def test_a_thread_never_runs_further_ahead_than_asked() -> None:
+def test_thread_stays_within_prefetch() -> None:
     produced = []
 
     def items() -> Iterator[int]:
@@ -241,8 +241,8 @@ def test_a_thread_never_runs_further_ahead_than_asked() -> None:
 
     ahead = ThreadPrefetcher(items(), 2)
     assert next(ahead) == 0
-    ahead._thread.submit(int).result()  # comes when all that was asked for is there
-    assert produced == [0, 1, 2, 3]  # one handed over, two waiting, one in hand
+    ahead._thread.submit(int).result()  # returns when all requested items exist
+    assert produced == [0, 1, 2, 3]  # one consumed, two waiting, one being made
     ahead.close()
     assert not _threads()
 

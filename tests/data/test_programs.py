@@ -1,4 +1,4 @@
-"""A run as a program: stages change what is drawn, and no cursor is ever lost or set back.
+"""Programs of runs: stages change the draws, and no cursor is lost or set back.
 
 MEGAPACK_PROGRAMS=1000 runs the longer form.
 """
@@ -43,7 +43,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 5, 200)  # in quarters of a capac
 
 
 def samples_of(counts: dict[int, int]) -> SampleIndex:
-    """One document in each, of a length between a quarter of the capacity and the whole."""
+    """Return samples of one document each, between a quarter and all of the capacity."""
     buckets: dict[int, list[list[tuple[int, int, int]]]] = {}
     lengths: list[int] = []
     for capacity, count in sorted(counts.items()):
@@ -54,9 +54,9 @@ def samples_of(counts: dict[int, int]) -> SampleIndex:
 
 
 POOL = [samples_of(counts) for counts in POOL_COUNTS]
-# Samples are documents of one segment here, so a score of a document is one of a sample.
+# A sample is one document here, so the score of a document is that of its sample.
 SCORES = [np.random.default_rng(s).integers(0, 4, i.num_documents) for s, i in enumerate(POOL)]
-FOLDER = tempfile.TemporaryDirectory()  # lists of documents to exclude; gone when the tests end
+FOLDER = tempfile.TemporaryDirectory()  # exclusion lists; deleted when the tests end
 
 
 @st.composite
@@ -80,7 +80,7 @@ def written_programs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def cost_of(source: int, capacity: int, number: int) -> int:
-    """Token pairs of one of ``POOL``: those of its document and those of its padding."""
+    """Return the token pairs of a sample of ``POOL``: of its document and of its padding."""
     before = sum(n for c, n in POOL_COUNTS[source].items() if c < capacity)
     length = int(LENGTHS[before + number]) * capacity // 4
     return length**2 + (capacity - length) ** 2
@@ -88,9 +88,9 @@ def cost_of(source: int, capacity: int, number: int) -> int:
 
 @settings(max_examples=max(PROGRAMS, settings.default.max_examples))
 @given(program=written_programs())
-def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
-    """tests/reference/programs.py draws one sample after the other; here any step by itself, and of
-    every sample its pass, by which fill-in-the-middle draws."""
+def test_steps_equal_the_definition(program: dict[str, Any]) -> None:
+    """Compare any step, and the epochs of its samples, with tests/reference/programs.py, which
+    draws one sample after the other."""
     used, (first, *later) = program["used"], program["stages"]
     names = [NAMES[s] for s in used]
     stages = []
@@ -112,7 +112,7 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
         **options,
     )
     expected = defined.play(50).steps
-    for i in (49, *range(50)):  # any order of asking
+    for i in (49, *range(50)):  # in any order
         step = schedule.step(i)
         drawn = own_numbers(schedule, step.sample_ids)
         assert step.view.fim_rates.tolist() == [rates[source] for source, _ in drawn]
@@ -123,8 +123,8 @@ def test_steps_are_those_of_the_definition(program: dict[str, Any]) -> None:
 
 @st.composite
 def decided_stages(draw: st.DrawFn) -> list[tuple[int, int, tuple[float, float] | None]]:
-    """Decisions of a run of two sources: (first step, steps to skip, weights), in this order. A
-    skip goes back, weights are of steps to come."""
+    """Draw decisions of a run of two sources: (first step, steps to skip, weights), in order. A
+    skip goes back; weights are for later steps."""
     made: list[tuple[int, int, tuple[float, float] | None]] = []
     step = 1
     for _ in range(draw(st.integers(1, 4))):
@@ -144,14 +144,14 @@ def decided_stages(draw: st.DrawFn) -> list[tuple[int, int, tuple[float, float] 
     cost_window=st.sampled_from([1, 3]),
     data=st.data(),
 )
-def test_decided_skips_skip_what_the_run_drew_when_they_were_decided(
+def test_decided_skips_skip_the_draws_of_the_run_at_the_decision(
     written: list[int],
     decided: list[tuple[int, int, tuple[float, float] | None]],
     cost_window: int,
     data: st.DataObject,
 ) -> None:
-    """Also one after the other at one step, over stages, and over weights decided before, which
-    are void once the run goes back behind them."""
+    """Cover several skips at one step, skips over stages, and over decided weights, which are void
+    once the run goes back behind them."""
     pool = [0, 4]
     names = [NAMES[s] for s in pool]
     blends = st.sampled_from([(1.0, 1.0), (0.0, 1.0), (2.0, 1.0)])
@@ -198,7 +198,7 @@ def stage_of(stage: programs.Stage, names: list[str]) -> Stage:
 
 
 def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:
-    """(source, number among its samples of the capacity) of global ids."""
+    """Return (source, number among its samples of the capacity) of global ids."""
     found = []
     for source, local in np.stack(schedule.samples.locate(ids), axis=1).tolist():
         offsets = schedule.samples.indices[source].bucket_sample_offsets
@@ -214,7 +214,7 @@ def scores_of(source: int) -> Scores:
 
 
 class Run:
-    """One run of random length, edited while it goes; what every step held is written down."""
+    """A run of random length, edited while it runs, that records the content of every step."""
 
     def __init__(self, number: int) -> None:
         self.random = np.random.default_rng(number)
@@ -226,7 +226,7 @@ class Run:
             self.weights = [None] * len(self.sources)
         self.tokens = int(self.random.choice(TOKENS))
         self.orders = ["proportional", "uniform"]
-        if self.random.random() < 0.5:  # a ramp would begin a curriculum again and again
+        if self.random.random() < 0.5:  # every piece of a ramp would restart a curriculum
             self.orders.append("grow-p2")
         self.order = str(self.random.choice(self.orders))
         self.scored = {source for source in order.tolist() if self.random.random() < 0.2}
@@ -250,8 +250,8 @@ class Run:
         return Schedule(samples, tokens_per_step=self.tokens, **options)
 
     def edit(self) -> None:
-        """Something else from the present step on, or somewhat later."""
-        if self.random.random() < 0.5:  # what was planned is given up
+        """Add a random stage from the present step on, or somewhat later."""
+        if self.random.random() < 0.5:  # drop stages that are not reached yet
             self.stages = [stage for stage in self.stages if stage.from_step < self.step]
             named = {name for stage in self.stages for name in stage.weights or ()}
             while self.weights[-1] == 0 and NAMES[self.sources[-1]] not in named:
@@ -294,7 +294,7 @@ class Run:
         self.stages = [*self.stages, Stage(from_step=begin, **change)]
 
     def lists(self) -> dict[str, str]:
-        """Of some sources a file of some documents, as .npy or as text."""
+        """Draw files of documents of some sources, as .npy or as text."""
         result = {}
         for source in self.random.choice(self.sources, self.random.integers(1, 3)).tolist():
             some = int(self.random.integers(0, POOL[source].num_documents + 1))
@@ -315,7 +315,7 @@ class Run:
 
 
 def edited_run(number: int, num_edits: int = 4) -> Run:
-    """A random run that went on for some steps before each edit."""
+    """Draw a run that took some steps before each edit."""
     run = Run(number)
     for _ in range(num_edits):
         run.step += int(run.random.integers(0, 15))
@@ -324,9 +324,9 @@ def edited_run(number: int, num_edits: int = 4) -> Run:
 
 
 def test_edited_runs_keep_every_law() -> None:
-    """Chains of reweight, add, remove, other steps, other order, skip, stop and resume on other
-    ranks. The laws: a step once taken is never another, from a state or from scratch; no sample is
-    repeated or missed inside an epoch of its source's bucket; shares are within their bound; all
+    """Chain reweight, add, remove, other steps, other order, skip, stop and resume on other ranks.
+    The laws: a step once taken never changes, from a state or from scratch; no sample is
+    repeated or missed within an epoch of its source's bucket; shares are within their bound; all
     ranks have one bucket at a time and together the step."""
     kinds: set[str] = set()
     for number in range(PROGRAMS):
@@ -351,7 +351,7 @@ def test_edited_runs_keep_every_law() -> None:
 
 
 def check_masks(schedule: Schedule, run: Run) -> None:
-    """A sample shows its segments but those of documents that a stage begun so far excludes."""
+    """A sample shows all its segments except those of documents that a stage excludes."""
     gone: set[tuple[int, int]] = set()
     waiting = [stage for stage in run.stages if stage.exclude]
     assert max(max(ids) for ids in run.seen) < schedule.samples.num_samples
@@ -372,8 +372,8 @@ def check_masks(schedule: Schedule, run: Run) -> None:
 
 
 def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
-    """Per bucket of a source: the samples in the order drawn (or passed over) are whole epochs,
-    each of them by score where the source has scores and no window puts them in order of cost."""
+    """Per bucket of a source, the samples in the order drawn (or skipped) are whole epochs, sorted
+    by score if the source has scores and no cost window moves them."""
     streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     passed = skipped(schedule)
     for i, ids in enumerate(run.seen):
@@ -392,7 +392,7 @@ def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
 
 
 def skipped(schedule: Schedule) -> dict[int, list[Any]]:
-    """Step -> the steps that a stage skips there."""
+    """Return step -> the steps that a stage skips there."""
     return {stage.begin: list(stage.skipped_steps()) for stage in schedule.stages}
 
 
@@ -408,10 +408,10 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
     samples = schedule.samples
     num_sources, tokens = len(samples.indices), samples.tokens_per_epoch
     taken = np.zeros(num_sources)
-    off: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))  # given - wanted
+    off: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))  # realised - requested
     for stage, end in schedule.spans(len(seen)):
         own_off: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
-        # A stage that goes on behind a gap is bounded at both ends of what it draws.
+        # A stage after skipped steps is bounded at both ends.
         skipping = stage is not schedule.stages[0] and stage.draw_of(stage.begin) > 0
         given = zip(stage.weights, tokens, strict=True)
         weights = np.array([t if w is None else w for w, t in given], float)
@@ -433,7 +433,7 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
 
 
 def check_ranks(schedule: Schedule, step: int) -> None:
-    """Any world size and micro batch that fit: one bucket at a time, together the step."""
+    """With any fitting number of ranks and micro batch: one bucket at a time, together the step."""
     options = {"pad_last": True, "num_steps": step + 1, "weighted_loss": True}
     for size, micro in ((1, 16), (3, 16)):
         own = [of_rank(rank, size, micro, **options) for rank in range(size)]
@@ -446,8 +446,7 @@ def check_ranks(schedule: Schedule, step: int) -> None:
 
 
 def rewritten(run: Run, k: int, how: str) -> list[Stage]:
-    """The stages of a run, the k-th of which is written otherwise: as something else, or as the
-    same in other words."""
+    """Return the stages of a run with the k-th one rewritten: as another stage, or equivalently."""
     stages, stage = list(run.stages), run.stages[k]
     number = int(run.random.integers(0, 3))
     weights = {name: 2 * weight for name, weight in (stage.weights or {}).items()}
@@ -468,8 +467,8 @@ def rewritten(run: Run, k: int, how: str) -> list[Stage]:
     return stages
 
 
-def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
-    """Whatever is allowed changes no step that was taken; other words for the same are allowed."""
+def test_equivalent_settings_of_taken_steps_are_accepted() -> None:
+    """An accepted change alters no taken step; equivalent settings are accepted."""
     ways = ("drop", "move", "skip", "order", "tokens", "window")
     words = ("weights twice as large", "a stage that changes nothing")
     allowed: Counter[tuple[str, bool]] = Counter()
@@ -482,7 +481,7 @@ def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
         for k in past[:3]:
             for how in (str(run.random.choice(ways)), *words):
                 if how in words and run.stages[k].ramp is not None:
-                    continue  # shares of its pieces are rounded otherwise
+                    continue  # shares of its pieces are rounded differently
                 try:
                     edited = run.schedule(rewritten(run, k, how))
                 except ConfigError:
@@ -501,15 +500,16 @@ def test_the_past_may_be_written_otherwise_where_no_step_changes() -> None:
 
 
 def held(schedule: Schedule, i: int) -> tuple[Any, ...]:
-    """What a step holds and how it is trained."""
+    """Return the content of a step and its loss weights."""
     step, settings = schedule.step(i), schedule.settings_at(i)
     ids = step.sample_ids.tolist()
     shown = [schedule.samples.segments(sample, step.view) for sample in ids]
     return ids, shown, settings.window_at(i), settings.loss_weights
 
 
-def test_questions_about_a_run_are_answered_as_going_through_it_does() -> None:
-    """Which steps hold a sample, which documents are unseen, what excluded lists do."""
+def test_queries_equal_counting_step_by_step() -> None:
+    """Steps of a sample, unseen documents and effects of exclusion lists equal those counted step
+    by step."""
     for number in range(24):
         run = edited_run(number, num_edits=4 + number % 3)
         schedule, until = run.schedule(), run.step + 10
@@ -538,7 +538,7 @@ def check_steps_of(schedule: Schedule, num_steps: int) -> None:
 
 
 def times_seen(schedule: Schedule, source: int, steps: int) -> Counter[int]:
-    """Of every document that some sample holds, by looking at the steps and what stages skip."""
+    """Count how often every document in a sample was seen, from the steps and the skipped steps."""
     index = schedule.samples.indices[source]
     drawn: Counter[int] = Counter()
     for step in range(steps + 1):

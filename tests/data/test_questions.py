@@ -1,4 +1,4 @@
-"""Questions about a run, answered without going through it."""
+"""Queries about a run, answered without computing all its steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_sample_of_a_document_is_found() -> None:
 
 @pytest.fixture
 def run_of(tmp_path: Path) -> Any:
-    """A configuration of a run over one source, and what adds to its manifest."""
+    """Return the configuration of a run over one source, and the additions to its manifest."""
     packed_documents(tmp_path / "web", random_documents(packed_lengths(400, 32)), [16, 32])
     web = {"name": "web", "prefix": "web", "index": "web.samples", "weight": 1}
     data = {"blend": str(tmp_path / "blend.yaml"), "tokens_per_step": 256, "micro_batch_tokens": 64}
@@ -109,10 +109,12 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
             if source:
                 assert {d for d, _, _ in segments} <= set(documents.tolist())
             seen |= {d for d, _, _ in segments}
-    assert len(seen) == 400  # all of them, though the first packing was left in its midst
+    assert len(seen) == 400  # all of them, although the first packing was left within an epoch
 
     capsys.readouterr()
-    assert main([*packing, target, "--documents", str(rest)]) == 0  # the same: nothing is done
+    assert (
+        main([*packing, target, "--documents", str(rest)]) == 0
+    )  # the same, without any step taken
     assert "nothing to do" in capsys.readouterr().err
     assert "packed with other documents of it" in printed(*packing, target, status=2)
     assert main([*trace, "--output", str(rest)]) == 0
@@ -120,7 +122,7 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
     assert main([*trace[:-1], str(half - 2), "--output", str(rest), "--overwrite"]) == 0
 
 
-def test_what_is_not_there_is_refused(
+def test_missing_documents_and_sources_are_refused(
     tmp_path: Path, run_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_of()

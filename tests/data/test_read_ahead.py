@@ -1,4 +1,4 @@
-"""What is read before it is needed: pages of disks, ranges of object stores."""
+"""Prefetching: pages of disks, ranges of object stores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE = mmap.PAGESIZE
 
 
 def resident(tokens: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which pages of a mapped file are in memory; looking does not read them (mincore)."""
+    """Return which pages of a mapped file are in memory, without reading them (mincore)."""
     pages = -(-tokens.nbytes // PAGE)
     found = np.zeros(pages, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +43,7 @@ def resident(tokens: NDArray[Any]) -> NDArray[np.bool_]:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> PackedDataset:
-    """Documents of 12,000 bytes each, 24 MB, none of them in memory."""
+    """Return documents of 12,000 bytes each, 24 MB, none of them in memory."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.dtype("int32")) as builder:
         for document in range(2000):
             builder.add_document(np.full(3000, document % 100))
@@ -58,7 +58,7 @@ def cold(tmp_path: Path) -> PackedDataset:
     return PackedDataset(documents, pack(documents.document_lengths, "bucket", buckets=[4096]))
 
 
-def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDataset) -> None:
+def test_prefetch_reads_exactly_the_pages_of_a_micro_batch(cold: PackedDataset) -> None:
     index, tokens = cold.samples.indices[0], cold.datasets[0].open(0)[0].tokens
     samples = [3, 700, 701, 1500]
     wanted = np.zeros(len(resident(tokens)), np.bool_)
@@ -74,8 +74,8 @@ def test_what_a_micro_batch_reads_is_read_before_and_nothing_else(cold: PackedDa
         cold.prefetch([cold.samples.num_samples])
 
 
-def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
-    """Of every source; the label of a segment's last token is the next token of its document."""
+def test_ranges_include_the_token_after_a_segment(tmp_path: Path) -> None:
+    """In every source, the range includes the next token, the label of a segment's last token."""
     lengths = packed_lengths(400, 64)
     documents = [
         write_documents(tmp_path / f"docs{i}", random_documents(lengths)) for i in range(2)
@@ -97,24 +97,24 @@ def test_ranges_are_those_of_segments_and_labels_behind(tmp_path: Path) -> None:
     assert len(ranges) > 50 and not touching
 
 
-def test_a_loader_has_the_documents_of_later_batches_read(cold: PackedDataset) -> None:
-    """After its first batches, those of the next 16 are in memory or on their way."""
+def test_loader_prefetches_documents_of_later_batches(cold: PackedDataset) -> None:
+    """After the first batches, the documents of the next 16 are in memory or requested."""
     schedule = Schedule(cold, tokens_per_step=4096, seed=1)
     batches = iter(build_loader(cold, schedule, **of_rank(micro=4096)))
     for _ in range(6):
         next(batches)
-    # Each has 3 pages or 4; besides 6 that were taken at most 4 can be gathered.
+    # Each has 3 or 4 pages; 6 are consumed, and at most 4 more are gathered.
     tokens = cold.datasets[0].open(0)[0].tokens
     wait_for(lambda: resident(tokens).sum() >= (6 + 16) * 3, "more than what was gathered")
 
 
 def micro_batches(count: int) -> list[Any]:
-    """Of each what reading and fetching ahead look at."""
+    """Return micro batches with the one field that prefetching reads."""
     return [SimpleNamespace(sample_ids=np.array([number])) for number in range(count)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 16])
-def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_stop_when_disks_are_not_read(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     reads = 0
 
@@ -133,13 +133,13 @@ def test_batches_are_asked_for_until_here(depth: int, monkeypatch: pytest.Monkey
         given.append(number)
         reads += number == 600
     assert given == list(range(1000))
-    quiet = 256 + depth  # asked for when 256 had read nothing
+    quiet = 256 + depth  # requests stop after 256 micro batches without a disk read
     again = range(601, min(1000, 601 + depth + 256))
     assert asked == [*range(quiet), *again]
 
 
-def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
-    """No gather waits then; that what is asked for was not in memory keeps it going."""
+def test_requests_continue_while_they_read_the_disk(cold: PackedDataset) -> None:
+    """The gather never waits here; disk reads of the requests keep the requests going."""
     schedule = Schedule(cold, tokens_per_step=4096)
     sampler = BucketBatchSampler(schedule, **of_rank(micro=4096))
     before = read_ahead._num_reads()
@@ -150,13 +150,13 @@ def test_asking_goes_on_while_it_makes_a_disk_read(cold: PackedDataset) -> None:
     )
 
 
-EACH = 1 << 20  # bytes that a micro batch needs
+EACH = 1 << 20  # bytes of a micro batch
 MOST = 64 * EACH
 PORTION = MOST // 8
 
 
 class Reads:
-    """Of a store's reads, what they are asked; it always or never has it in time."""
+    """Fake of ``RemoteReads`` that counts requests; data arrive always or never in time."""
 
     ahead_bytes, num_open = MOST, 1
 
@@ -174,7 +174,7 @@ class Reads:
 
 
 def asked_ahead(in_time: bool, count: int) -> list[int]:
-    """Bytes asked for ahead of every micro batch when it is given."""
+    """Return the bytes requested ahead of every micro batch when it is yielded."""
     reads: Any = Reads(in_time)
     items = micro_batches(count)
     found = []
@@ -182,16 +182,16 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
         assert item is items[number]
         found.append(EACH * (reads.asked - number))
     assert len(found) == reads.asked == count
-    # By the portion: what lies side by side in a file is one request.
+    # One request per portion: neighboring ranges of a file are merged.
     assert reads.times_asked <= EACH * count / PORTION + 2
     return found
 
 
 @pytest.mark.parametrize(("in_time", "share"), [(True, 0.25), (False, 1.0)])
-def test_lookahead_grows_by_what_is_taken(in_time: bool, share: float) -> None:
-    """Too much on its way makes the request that is needed next wait for those after it; too
-    little leaves the line idle. A portion or two lie between asking and the room for it."""
-    found = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing more to ask for
+def test_lookahead_grows_with_consumption(in_time: bool, share: float) -> None:
+    """Too large a lookahead delays the next request, too small a one leaves the connection idle.
+    Requests are at most two portions away from the allowance."""
+    found = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing left to request
     for number, ahead in enumerate(found):
         room = min(PORTION + share * EACH * number, 7 * PORTION)
         assert room - PORTION <= ahead <= room + 2 * PORTION

@@ -1,4 +1,4 @@
-"""How often sources are repeated: weights that keep to max_epochs, and what a plan says of it."""
+"""Repeats of sources: weights that keep to max_epochs, and warnings of a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAMS = int(os.environ.get("MEGAPACK_PROGRAMS", "100"))
 SIZES = (100, 1000, 10_000)
 
 
-def test_weights_of_unimax_are_those_of_its_example() -> None:
+def test_weights_equal_the_example_of_unimax() -> None:
     config = ScheduleConfig(tokens_per_step=100)
     mixture = Mixture(weights=[1, 1, 1], max_epochs=4, run_tokens=9000).of(["a", "b", "c"])
     [stage] = within_epochs(resolve(config, mixture), mixture, SIZES)
@@ -33,7 +33,7 @@ def test_weights_of_unimax_are_those_of_its_example() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
 def test_limits_that_allow_nothing_are_refused(limit: float) -> None:
-    """As the manifest refuses them, also where there is none."""
+    """A mixture refuses the same limits as a manifest."""
     with pytest.raises(ConfigError, match="source 'b': max_epochs is"):
         Mixture(max_epochs=[1, limit]).of(["a", "b"])
     assert Mixture(max_epochs=math.inf, run_tokens=1).of(["a"]).max_epochs == [math.inf]
@@ -67,9 +67,9 @@ def random_mixture(random: np.random.Generator) -> tuple[Mixture, list[int]]:
     return mixture, random.integers(10, 3000, count).tolist()
 
 
-def test_weights_of_every_program_are_the_definitions() -> None:
-    """Also: none is above its limit if any source is left, and a stage that is appended changes
-    nothing before it."""
+def test_weights_equal_the_definition() -> None:
+    """Also: no source is above its limit while another has tokens left, and an appended stage
+    changes no earlier weight."""
     config, num_limited = ScheduleConfig(tokens_per_step=100), 0
     for number in range(PROGRAMS):
         mixture, tokens = random_mixture(np.random.default_rng(number))
@@ -98,13 +98,13 @@ def schedule(run_steps: int | None, **mixture: object) -> Schedule:
     return Schedule(samples, tokens_per_step=512, seed=3)
 
 
-def test_sources_of_a_run_reach_their_limits_and_no_more() -> None:
+def test_sources_reach_their_limits_exactly() -> None:
     steps = 300
     limited = schedule(steps, weights=[1, 1, 1], max_epochs=[4, 2.5, None])
     check_epochs(limited, steps)
     plan = plan_run(limited, steps)
     small, middle, large = plan.datasets
-    # A step's worth of tokens per bucket is what a blend may be off.
+    # A blend may be off by one step's tokens per bucket.
     tokens = limited.samples.tokens_per_epoch.tolist()
     assert abs(small.tokens - 4 * tokens[0]) < 3 * 512 > abs(middle.tokens - 2.5 * tokens[1])
     assert large.tokens == steps * 512 - small.tokens - middle.tokens
@@ -119,13 +119,13 @@ def test_a_run_longer_than_run_tokens_is_refused_with_its_length() -> None:
         check_epochs(planned, 900)
     with pytest.raises(ConfigError, match=r"max_epochs is 4.* set run_tokens to the run's 102,400"):
         check_epochs(schedule(None, weights=[1, 1, 1], max_epochs=4), 200)
-    once = schedule(900, weights=[1, 1, 1], max_epochs=1)  # nothing is left over
+    once = schedule(900, weights=[1, 1, 1], max_epochs=1)  # no tokens remain
     with pytest.raises(ConfigError, match=r"max_epochs is 1\b.*run fewer"):
         BucketBatchSampler(once, **of_rank(micro=512, num_steps=900))
 
 
-def test_limits_are_those_of_what_is_drawn() -> None:
-    """Each stage may be a draw over, as far as the run gets; evaluation has every sample once."""
+def test_limits_apply_to_drawn_samples() -> None:
+    """Each stage may exceed them by a draw; evaluation has every sample once."""
     later = [Stage(from_step=900 + i, weights={"a": 1, "b": 1 + i}) for i in range(399)]
     for stages in ((), later):
         with pytest.raises(ConfigError, match="would repeat source a"):
@@ -136,7 +136,7 @@ def test_limits_are_those_of_what_is_drawn() -> None:
         schedule(200, weights=[1, math.nan, 1], max_epochs=4)
 
 
-def test_limits_are_of_the_resume_identity() -> None:
+def test_limits_are_part_of_the_resume_identity() -> None:
     limited = schedule(200, weights=[1, 1, 1], max_epochs=4)
     state = limited.state_dict(100)
     assert state["weights"] != [1, 1, 1] and limited.resume_step(state) == 100
@@ -144,7 +144,7 @@ def test_limits_are_of_the_resume_identity() -> None:
         schedule(240, weights=[1, 1, 1], max_epochs=4).resume_step(state)
 
 
-def test_a_plan_warns_of_what_is_repeated_too_often() -> None:
+def test_plan_warns_of_many_repeats() -> None:
     lines = often_repeated(plan_run(schedule(None, weights=[1, 1, 20]), 600))
     assert [line.split(" is seen")[0][-8:] for line in lines] == ["source a", "source c"]
     assert "2605.12715" in lines[0] and "2305.16264" in lines[1]
@@ -152,7 +152,7 @@ def test_a_plan_warns_of_what_is_repeated_too_often() -> None:
     assert not often_repeated(plan_run(alone, alone.num_steps(3)))
 
 
-def test_a_manifest_says_max_epochs_for_all_and_for_each(tmp_path: Path) -> None:
+def test_manifest_has_max_epochs_for_all_and_per_source(tmp_path: Path) -> None:
     path = tmp_path / "blend.yaml"
     path.write_text(
         "max_epochs: 4\nrun_tokens: 1000\n"

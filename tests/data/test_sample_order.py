@@ -1,4 +1,4 @@
-"""In which order the samples of a source come: by blocks, by score, or shuffled."""
+"""Orders of the samples of a source: by blocks, by score, or shuffled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def epoch_of(order: Epochs, epoch: int) -> np.ndarray:
 
 
 def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
-    """An epoch by its definition: blocks in their order, windows of them mixed."""
+    """Return an epoch by the definition: blocks in random order, groups of them shuffled."""
     if epoch == 0:
         return list(range(size))
     key, number = key_of(epoch), -(-size // block)
@@ -76,8 +76,8 @@ BLOCK, WINDOW = 64, 16
 
 
 def test_later_epochs_are_as_independent_as_shuffles_of_blocks() -> None:
-    """Where a sample stands is uniform. The rank correlation of two epochs scatters around 0 as
-    that of n independent things, 1 / sqrt(n): of n blocks here, of n samples in a shuffle."""
+    """The position of a sample is uniform. The rank correlation of two epochs scatters around 0
+    like that of n independent items, 1 / sqrt(n): n blocks here, n samples in a shuffle."""
     size, num_epochs = BLOCK * 40 + 17, 200
     order = order_of(size, BLOCK, WINDOW)
     epochs = np.array([epoch_of(order, e) for e in range(1, num_epochs + 1)])
@@ -93,10 +93,10 @@ def test_later_epochs_are_as_independent_as_shuffles_of_blocks() -> None:
         assert 0.75 < rho.std() < 1.25 and abs(rho.mean()) < 4 / num_epochs**0.5
 
 
-def test_who_shares_a_step_with_whom_is_what_windows_make_of_it() -> None:
-    """In a step two samples are of one block as often as any two of a window are. They were in one
-    step of the epoch before if they lay in one window then, which those of one block always do.
-    """
+def test_samples_share_steps_as_often_as_groups_of_blocks_imply() -> None:
+    """Two samples of a step are of one block as often as any two samples of a group of blocks. They
+    shared a step of the epoch before if they were in one group then, as samples of one block
+    always were."""
     num_blocks, step = 48, 32
     order = order_of(BLOCK * num_blocks, BLOCK, WINDOW)
     pairs = again = of_block = 0
@@ -139,13 +139,13 @@ def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, cou
 
 
 def sample_means(index: SampleIndex, scores: np.ndarray) -> np.ndarray:
-    """The definition: mean of the documents' scores, weighted by their tokens in the sample."""
+    """Return the mean scores by the definition, weighted by tokens in the sample."""
     samples = [np.array(index.sample(number)[1]).T for number in range(index.num_samples)]
     return np.array([np.average(scores[of[0]], weights=of[2]) for of in samples])
 
 
 def schedule_of(folder: Path, scores: np.ndarray, **options: Any) -> Schedule:
-    """Two sources, the first with scores; no tokens behind them."""
+    """Return a schedule of two sources, the first with scores; without tokens."""
     indices = [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)]
     np.save(folder / "scores.npy", scores)
     how = options.pop("score_order", "ascending")
@@ -155,8 +155,8 @@ def schedule_of(folder: Path, scores: np.ndarray, **options: Any) -> Schedule:
 
 
 @pytest.mark.parametrize("score_order", ["ascending", "descending"])
-def test_scored_samples_come_by_means_of_documents(tmp_path: Path, score_order: str) -> None:
-    """Others come as ever; through stages, tests/data/test_programs.py looks at it."""
+def test_samples_are_sorted_by_mean_score(tmp_path: Path, score_order: str) -> None:
+    """Other sources are shuffled; tests/data/test_programs.py covers stages."""
     scores = np.random.default_rng(0).normal(size=300)
     ours = schedule_of(tmp_path, scores, score_order=score_order)
     index = ours.samples.indices[0]
@@ -176,7 +176,7 @@ def test_scored_samples_come_by_means_of_documents(tmp_path: Path, score_order: 
         assert draw.sample_ids[second].tolist() == other.sample_ids[there].tolist()
 
 
-def test_scores_belong_to_what_a_checkpoint_keeps(tmp_path: Path) -> None:
+def test_scores_are_part_of_the_resume_identity(tmp_path: Path) -> None:
     scores = np.arange(300.0)
     state = json.loads(json.dumps(schedule_of(tmp_path, scores).state_dict(4)))
     assert schedule_of(tmp_path, scores).check_state(state) == []
@@ -188,7 +188,7 @@ def test_scores_belong_to_what_a_checkpoint_keeps(tmp_path: Path) -> None:
         schedule_of(tmp_path, np.arange(300.0), score_order="descending").check_state(state)
 
 
-def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
+def test_scores_are_relative_to_the_manifest(tmp_path: Path) -> None:
     documents = random_documents(packed_lengths(120, 32))
     dataset = packed_documents(tmp_path / "web", documents, [16, 32])
     np.save(tmp_path / "quality.npy", np.random.default_rng(1).random(120).astype(np.float32))
@@ -217,7 +217,7 @@ def test_a_manifest_names_scores_beside_it(tmp_path: Path) -> None:
         (np.zeros(300, bool), "holds bool"),
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
         (b"", "is not a .npy file of numbers"),
-        (b"PK\x03\x04", "is not a .npy file of numbers"),  # as an .npz begins
+        (b"PK\x03\x04", "is not a .npy file of numbers"),  # begin of an .npz
     ],
 )
 def test_files_without_scores_are_refused(tmp_path: Path, scores: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What ranks get: the same bucket at the same time, together exactly the step, equal work."""
+"""Assignment to ranks: the same bucket at the same time, together exactly the step, equal work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INDEX = packed_index(600, (16, 32, 64))
 
 @st.composite
 def launches(draw: st.DrawFn) -> dict[str, Any]:
-    """Ranks, of which groups may share what is too long, micro batches and steps that fit them."""
+    """Draw ranks, groups that share long samples, and fitting micro batches and steps."""
     group = draw(st.sampled_from([1, 1, 2, 4]))
     size = group * draw(st.sampled_from([1, 2, 3, 4, 6] if group == 1 else [1, 2, 3]))
     tokens = draw(st.sampled_from([n for n in (16, 32, 64, 128, 192) if n * group >= 64]))
@@ -65,7 +65,7 @@ def samplers(
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
 def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing: str) -> None:
-    """And groups share only what is too long."""
+    """Groups share only samples longer than a micro batch."""
     group, size, tokens = (launch[name] for name in ("group", "size", "tokens"))
     schedule = Schedule(INDEX, **launch["schedule"])
     options = {"sequence_parallel_size": group, "num_steps": 4, "dealing": dealing}
@@ -93,7 +93,7 @@ def test_ranks_share_buckets_and_cover_the_step(launch: dict[str, Any], dealing:
 
 
 @given(size=st.integers(1, 9), micro_batches=st.integers(1, 12))
-def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> None:
+def test_pad_last_gives_some_ranks_empty_micro_batches(size: int, micro_batches: int) -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * micro_batches)
     if micro_batches % size:
         with pytest.raises(ConfigError, match="pad_last=true"):
@@ -108,7 +108,8 @@ def test_uneven_ranks_get_empty_micro_batches(size: int, micro_batches: int) -> 
 
 
 def dealt(costs: list[int], sizes: list[int]) -> list[int]:
-    """The definition of csrc/core/schedule/assign.hpp: every exchange looked at, the first best."""
+    """Assign by the definition in csrc/core/schedule/assign.hpp: try every exchange, take the first
+    best."""
     bins: list[list[int]] = [[] for _ in sizes]
 
     def load(b: int) -> int:
@@ -136,15 +137,15 @@ def dealt(costs: list[int], sizes: list[int]) -> list[int]:
 
 
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=7), data=st.data())
-def test_dealing_is_as_defined(sizes: list[int], data: st.DataObject) -> None:
-    """Every bin has its number, costliest first, and no exchange makes work more equal."""
+def test_assignment_is_as_defined(sizes: list[int], data: st.DataObject) -> None:
+    """Every bin has its number of samples, costliest first, and no exchange balances better."""
     cost = data.draw(st.sampled_from([st.integers(0, 4), st.integers(0, 1 << 40)]))
     costs = data.draw(st.lists(cost, min_size=sum(sizes), max_size=sum(sizes)))
     order = _core.assign_evenly(np.array(costs, np.int64), np.array(sizes, np.int64))
     assert order.tolist() == dealt(costs, sizes)
 
 
-def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
+def test_assigned_work_is_nearly_equal() -> None:
     lengths = packed_lengths(60_000, 1024, seed=4)
     index = pack(lengths, "bucket", buckets=[256, 512, 1024])
     schedule = Schedule(index, tokens_per_step=16 * 6 * 1024, seed=1)
@@ -160,7 +161,7 @@ def test_dealt_work_is_nearly_equal_where_undealt_work_is_not() -> None:
     assert batch.imbalance == (dealt[0], undealt[0])
 
 
-def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first() -> None:
+def test_micro_batches_of_a_rank_are_balanced_and_sorted() -> None:
     rng = np.random.default_rng(3)
     costs = rng.integers(50, 500, 4 * 5 * 8)
     assignment = assign(costs, num_ranks=4, num_micro_batches=20)
@@ -173,7 +174,7 @@ def test_micro_batches_of_a_rank_are_balanced_too_and_the_costliest_comes_first(
     assert in_order.imbalance.attention == in_order.imbalance.attention_in_order
 
 
-def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
+def test_unfitting_sizes_are_refused_with_fitting_ones() -> None:
     schedule = Schedule(INDEX, tokens_per_step=64 * 12)
     for options, message in (
         ({"micro_batch_tokens": 100}, "does not divide .* with 1 ranks 96, 128, .* 768 would"),
@@ -189,7 +190,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
             BucketBatchSampler(schedule, **{**of_rank(micro=64), **options})
 
 
-def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them() -> None:
+def test_rows_hold_samples_that_do_not_divide_them() -> None:
     index = pack(packed_lengths(300, 50), "bucket", buckets=[10, 24, 50])
     schedule = Schedule(index, tokens_per_step=64 * 8, row_tokens=64)
     for batch in samplers(schedule, 2, 128)[1]:
@@ -201,8 +202,10 @@ def test_rows_that_hold_several_samples_of_a_capacity_that_does_not_divide_them(
 @pytest.mark.parametrize(
     ("capacity", "begins"), [(24, [0, 32]), (10, [0, 10, 20, 30, 40, 50]), (21, [0, 21, 42])]
 )
-def test_samples_of_a_row_begin_as_told(tmp_path: Path, capacity: int, begins: list[int]) -> None:
-    """As ``ScheduleConfig.row_tokens`` says; boundaries go with the tokens."""
+def test_samples_of_a_row_begin_at_equal_distances(
+    tmp_path: Path, capacity: int, begins: list[int]
+) -> None:
+    """Check begins against ``ScheduleConfig.row_tokens``, and boundaries."""
     dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
     index = pack([9] * len(begins), "pad", buckets=[capacity])
     layout = BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=64)
@@ -222,8 +225,8 @@ def test_the_epoch_is_the_default_length() -> None:
     assert [b.step for b in rest] == list(range(5, schedule.num_steps()))
 
 
-def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 4,096 ranks a Python loop over all of them cost 0.07 s per step."""
+def test_a_rank_sorts_only_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4,096 ranks a Python loop over all ranks took 0.07 s per step."""
     calls: list[int] = []
     assign_evenly = dealing._core.assign_evenly
 
@@ -239,7 +242,7 @@ def test_rank_orders_its_own_micro_batches_alone(monkeypatch: pytest.MonkeyPatch
     assert calls == [ranks, 2]
 
 
-# ---- Ranks that share long samples: the same samples in a group, a slice of the tokens each
+# ---- Ranks that share long samples: a group has the same samples, each rank a slice
 
 
 def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> None:
@@ -285,12 +288,14 @@ def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> Non
         ({"sequence_parallel_size": 2, "reuse_buffers": True}, "leave out layout='rows' and"),
     ],
 )
-def test_unshareable_refused(packed: PackedDataset, options: dict[str, Any], message: str) -> None:
+def test_sizes_that_cannot_be_shared_are_refused(
+    packed: PackedDataset, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         small_loader(packed, 0, 4, **{"micro_batch_tokens": 32, **options})
 
 
-# ---- Ranks that disagree stop, all of them, with the rank and the field: four real processes
+# ---- Ranks that disagree: all stop and name the rank and the field, in four real processes
 
 
 PROGRAM = """
@@ -351,7 +356,7 @@ def test_ranks_that_agree_end_and_others_are_named(zygote: Zygote, folder: Path)
         assert result["step"] == 0 and "seed is 8 on rank 2 and 7 on the other 3" in result["error"]
         assert "step is 4 on rank 3 and 0 on the other 3" in result["error"]
         assert "indices is #" in result["error"] and "on rank 1" in result["error"]
-        assert "loss is #" in result["error"]  # which the others do not have at all
+        assert "loss is #" in result["error"]  # missing on the other ranks
 
 
 def test_a_message_names_at_most_eight_ranks() -> None:

@@ -42,12 +42,12 @@ schedules = st.fixed_dictionaries(
 
 
 def test_permutations_of_different_keys_are_spread_evenly() -> None:
-    """Chi-squared over all 6! orders, and over where two neighbours of many go."""
+    """Chi-squared over all 6! orders, and over the positions of two neighbors among many."""
     orders = Counter(tuple(_core.permute_range(key, 6, 0, 6)) for key in range(72_000))
     assert len(orders) == 720
     chi = sum((count - 100) ** 2 / 100 for count in orders.values())
     assert abs(chi - 719) < 6 * np.sqrt(2 * 719)
-    size = 1500  # beyond what is shuffled outright
+    size = 1500  # larger than a direct shuffle
     pairs = np.array([_core.permute_range(key, size, 700, 2) for key in range(60_000)])
     for places in (pairs[:, 0], (pairs[:, 1] - pairs[:, 0]) % size):
         counts = np.bincount(places // 15, minlength=100)
@@ -73,7 +73,7 @@ def test_samples_come_once_per_epoch(counts: dict[int, int], options: dict[str, 
         stream, own = seen[capacity], list(range(base, base + count))
         unused = len(stream) - num_epochs * count
         assert 0 <= unused < schedule.stages[0].samples_per_draw[b]
-        for epoch in range(num_epochs):  # to the sample
+        for epoch in range(num_epochs):  # exactly
             assert sorted(stream[epoch * count : (epoch + 1) * count]) == own
         base += count
 
@@ -93,13 +93,13 @@ def test_a_curriculum_moves_from_one_end_to_the_other_in_every_cycle(order: str)
         begin, end = (part.mean() for part in np.array_split(cycle[1:], 2))
         assert begin < end if order.startswith("grow") else begin > end
     if order == "grow-p100":
-        assert (np.diff(capacities[1:800]) >= 0).mean() > 0.98  # nearly sorted
-    largest = ORDERS[order].odds(400)  # of as many buckets as anybody may have
+        assert (np.diff(capacities[1:800]) >= 0).mean() > 0.98
+    largest = ORDERS[order].odds(400)  # with a very large number of buckets
     assert max(largest) * 2**31 < float("inf") and sorted(largest) in (largest, largest[::-1])
 
 
-def test_the_order_is_the_same_for_ever() -> None:
-    """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
+def test_order_is_golden() -> None:
+    """Golden: if these numbers change, every run in progress changes; raise ORDER_VERSION."""
     schedule = Schedule(samples_of_buckets({2: 50, 4: 30, 8: 9}), tokens_per_step=16, seed=1234)
     assert schedule.stages[0].draws.buckets(0, 12).tolist() == GOLDEN_BUCKETS
     assert schedule.step(7).sample_ids.tolist() == GOLDEN_STEP
@@ -131,7 +131,7 @@ def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> N
             Schedule(index, tokens_per_step=tokens, row_tokens=row_tokens)
 
 
-def test_settings_without_a_meaning_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     index = samples_of_buckets({8: 4})
     for options, message in (
         ({"order": "grow-p3"}, "order is 'grow-p3'; it must be one of"),
@@ -144,7 +144,10 @@ def test_settings_without_a_meaning_are_refused() -> None:
         ({"mix": "micro_step", "micro_step_tokens": 48}, "48 does not divide tokens_per_step 64"),
         ({"weights": [1.0, 2.0]}, "2 weights for 1 indices"),
         ({"names": ["a", "b"]}, "2 names for 1 indices"),
-        ({"config": ScheduleConfig(tokens_per_step=64)}, "and tokens_per_step too: give one of"),
+        (
+            {"config": ScheduleConfig(tokens_per_step=64)},
+            "tokens_per_step are given next to config, which contains them: give one of",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             Schedule(index, **{"tokens_per_step": 64, **options})
@@ -166,7 +169,7 @@ def test_integers_of_numpy_are_kept_as_json() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_schedules_are_pickled_as_spawned_ranks_and_workers_need_them(order: str) -> None:
+def test_schedules_can_be_pickled(order: str) -> None:
     schedule = Schedule(packed_index(), tokens_per_step=256, order=order, cost_window=3)
     there = pickle.loads(pickle.dumps(schedule))
     for i in range(5):
@@ -180,7 +183,7 @@ def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFix
     assert sorted(set(first.sample_ids.tolist())) == [40, 41, 42]
 
 
-def test_micro_steps_of_one_step_have_buckets_of_their_own() -> None:
+def test_micro_steps_have_different_buckets() -> None:
     index = samples_of_buckets({2: 400, 8: 100, 32: 25})
     schedule = Schedule(index, tokens_per_step=128, mix="micro_step", micro_step_tokens=32, seed=2)
     steps = [schedule.step(i) for i in range(schedule.num_steps())]
@@ -192,14 +195,14 @@ def test_micro_steps_of_one_step_have_buckets_of_their_own() -> None:
 
 
 def spread_of_costs(schedule: Schedule, num_steps: int) -> float:
-    """Largest over mean cost of the samples of a step, mean over steps."""
+    """Return the largest over mean cost of the samples of a step, mean over steps."""
     cost = schedule.samples.attention_cost
     costs = [cost(schedule.step(i).sample_ids, 64) for i in range(num_steps)]
     return float(np.mean([of.max() / of.mean() for of in costs]))
 
 
-def test_a_cost_window_gives_draws_samples_of_like_cost() -> None:
-    """Also where an epoch ends inside a window, sources are blended and a stage ends it."""
+def test_cost_windows_give_draws_samples_of_similar_cost() -> None:
+    """Cover epochs that end inside a window, blended sources, and a stage that ends the window."""
     lengths = [np.random.default_rng(0).integers(2, high, 9_000) for high in (64, 40)]
     short, long = (pack(own, "concat", buckets=[64]) for own in lengths)
     options = {"tokens_per_step": 64 * 8, "seed": 1}
@@ -216,8 +219,8 @@ def test_a_cost_window_gives_draws_samples_of_like_cost() -> None:
         assert np.abs(np.corrcoef(means, np.arange(32))[0, 1]) < 0.6  # ranks are random
 
 
-def test_the_order_of_windows_is_the_same_for_ever() -> None:
-    """Golden: a change of these numbers changes every run in progress; raise ORDER_VERSION."""
+def test_order_of_cost_windows_is_golden() -> None:
+    """Golden: if these numbers change, every run in progress changes; raise ORDER_VERSION."""
     lengths = np.random.default_rng(5).integers(1, 17, 400)
     indices = [pack(own, "bucket", buckets=[8, 16]) for own in (lengths[:300], lengths[300:])]
     schedule = Schedule(indices, weights=[2, 1], tokens_per_step=64, seed=9, cost_window=4)
@@ -229,7 +232,7 @@ GOLDEN_WINDOW_STEPS = ([204, 113, 94, 77], [160, 161, 202, 126])
 
 
 @given(counts=bucket_counts(), num_steps=st.integers(0, 60))
-def test_a_plan_counts_what_the_steps_hold(counts: dict[int, int], num_steps: int) -> None:
+def test_plan_counts_the_content_of_steps(counts: dict[int, int], num_steps: int) -> None:
     schedule = Schedule(samples_of_buckets(counts), tokens_per_step=32, seed=4)
     plan = plan_run(schedule, num_steps)
     drawn = Counter(schedule.step(i).capacity for i in range(num_steps))
@@ -251,7 +254,7 @@ def draw_orders(draw: st.DrawFn) -> DrawOrder:
 
 
 @given(draws=draw_orders(), end=st.integers(0, 150))
-def test_every_bucket_takes_its_turns_one_after_the_other(draws: DrawOrder, end: int) -> None:
+def test_draws_of_a_bucket_are_consecutive(draws: DrawOrder, end: int) -> None:
     turns: Counter[int] = Counter()
     for draw in range(end):
         bucket, turn = draws.locate(draw)
@@ -264,8 +267,8 @@ def test_every_bucket_takes_its_turns_one_after_the_other(draws: DrawOrder, end:
 
 
 @given(draws=draw_orders(), cycles=st.integers(0, 10))
-def test_cycles_cover_their_share_with_no_draw_too_many(draws: DrawOrder, cycles: int) -> None:
-    """drawn(b, c) = ceil(c * samples / (cycles per epoch * samples per draw)), and no rounding."""
+def test_cycles_have_the_fewest_draws_for_their_samples(draws: DrawOrder, cycles: int) -> None:
+    """drawn(b, c) = ceil(c * samples / (cycles per epoch * samples per draw)), exactly."""
     counts = draws.counts(draws.begin(cycles)).tolist()
     for b, (samples, per_draw) in enumerate(
         zip(draws.samples_per_epoch, draws.samples_per_draw, strict=True)
@@ -275,8 +278,8 @@ def test_cycles_cover_their_share_with_no_draw_too_many(draws: DrawOrder, cycles
 
 
 @given(draws=draw_orders(), far=st.integers(10**6, 10**15), back=st.integers(0, 200))
-def test_draw_far_ahead_is_where_counting_arrives(draws: DrawOrder, far: int, back: int) -> None:
-    """Induction step of the test above, anywhere: the next turn of a bucket is one more."""
+def test_draws_far_ahead_are_located(draws: DrawOrder, far: int, back: int) -> None:
+    """Induction step of the test above, anywhere: the next draw of a bucket has the next number."""
     begin = far - back
     counts = draws.counts(begin).tolist()
     for draw in range(begin, begin + 40):

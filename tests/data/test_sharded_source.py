@@ -1,6 +1,6 @@
-"""A source of many datasets is what their merge would be, and none is opened before it is needed.
+"""A source of many datasets equals their merge, and opens a dataset only when it is needed.
 
-The specification is ``merge``: documents one after the other, samples of every bucket likewise.
+The specification is ``merge``: documents one after the other, and so the samples of every bucket.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from tests.data.corpora import (
 
 BUCKETS = [16, 32, 64]
 sharded = partial(packed_shards, buckets=BUCKETS)
-SIZES = [40, 1, 90, 0, 33]  # documents of every shard; one has none
+SIZES = [40, 1, 90, 0, 33]  # documents per shard; one is empty
 
 
 def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
-    """The samples of all shards as one index, by the definition: in Python, sample by sample."""
+    """Return the samples of all shards as one index, by the definition, sample by sample."""
     samples: dict[int, list[list[tuple[int, int, int]]]] = {capacity: [] for capacity in BUCKETS}
     first = 0
     for number, shard in enumerate(index.shards):
@@ -75,8 +75,8 @@ def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
 
 
 @pytest.mark.parametrize("sizes", [[0, 2], [2, 0], [0, 0, 1, 0], [0, 3, 0, 2]])
-def test_shards_without_samples_may_stand_anywhere(tmp_path: Path, sizes: list[int]) -> None:
-    """Also all but one: a document of no tokens is in no sample."""
+def test_shards_may_be_empty(tmp_path: Path, sizes: list[int]) -> None:
+    """Also if all but one are empty: an empty document is in no sample."""
     prefixes = [str(tmp_path / f"shard{i}") for i in range(len(sizes))]
     documents = [random_documents([5] * size or [0], seed=i) for i, size in enumerate(sizes)]
     for prefix, own in zip(prefixes, documents, strict=True):
@@ -91,7 +91,7 @@ def test_shards_without_samples_may_stand_anywhere(tmp_path: Path, sizes: list[i
 
 
 def test_ids_are_located_in_every_layout_of_shards() -> None:
-    """By the definition: bucket after bucket of a source, in each shard after shard."""
+    """By the definition: bucket after bucket of a source, in each bucket shard after shard."""
     random = np.random.default_rng(0)
 
     def layout() -> np.ndarray:
@@ -117,7 +117,7 @@ def test_ids_are_located_in_every_layout_of_shards() -> None:
 
 
 def index_of_counts(counts: np.ndarray) -> ShardedIndex:
-    """Shards of so many samples per bucket, of which no file exists."""
+    """Return shards with these numbers of samples per bucket, without files."""
     none = dict.fromkeys((f.name for f in dataclasses.fields(PackedShard)), None)
     none["num_documents"] = 1
     rows = [PackedShard(**{**none, "samples_per_bucket": tuple(own)}) for own in counts.tolist()]
@@ -127,7 +127,7 @@ def index_of_counts(counts: np.ndarray) -> ShardedIndex:
 
 
 class Corpus:
-    """Shards, what they are merged, and another source."""
+    """Shards, the dataset merged from them, and another source."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -143,7 +143,7 @@ class Corpus:
         self.other = (other, pack(other.document_lengths, buckets=BUCKETS))
 
     def both(self, *, blend: bool = False, **options: Any) -> tuple[PackedDataset, PackedDataset]:
-        """Of the shards, and of the merged dataset."""
+        """Return the sharded and the merged dataset."""
         pair = ((None, self.index), (self.dataset, self.merged))
         if not blend:
             ours, theirs = (PackedDataset(*web, names=["web"], **options) for web in pair)
@@ -166,8 +166,8 @@ def batches(packed: PackedDataset, num_steps: int = 12, **options: Any) -> list[
     return list(build_loader(packed, schedule, **of_rank(1, 2, num_steps=num_steps, **options)))
 
 
-def test_its_batches_are_those_of_the_merged_dataset(corpus: Corpus) -> None:
-    """Three epochs, the cost of whose dealing and whose labels come from the shards."""
+def test_batches_equal_those_of_the_merged_dataset(corpus: Corpus) -> None:
+    """Compare three epochs, with assignment costs and label counts from the shards."""
     ours, theirs = corpus.both()
     assert len(ours) == len(theirs) > 60
     assert_same_batches(*(batches(packed, 30, cu_seqlens="padded") for packed in (ours, theirs)))
@@ -177,7 +177,7 @@ def test_its_batches_are_those_of_the_merged_dataset(corpus: Corpus) -> None:
 
 
 def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_path: Path) -> None:
-    """All that speaks of documents numbers them through the shards, whoever looks them up."""
+    """Documents are numbered through all shards in lists, scores and queries."""
     gone = np.array([0, 7, 39, 40, 41, 99, 130, 131, 163])
     assert gone[-1] == sum(SIZES) - 1
     np.save(tmp_path / "gone.npy", gone)
@@ -214,13 +214,13 @@ def test_bare_indices_make_the_same_schedule(corpus: Corpus) -> None:
 
 
 def moved(folder: Path, to: Path, number: int) -> None:
-    """Take the files of a shard away."""
+    """Move the files of a shard away."""
     for path in [*folder.glob(f"shard{number}*"), *folder.glob(f"web.shards/shard{number}-*")]:
         path.rename(to / path.name)
 
 
-def test_no_file_of_a_shard_is_opened_before_a_sample_of_it_is_drawn(tmp_path: Path) -> None:
-    """With all files away a run starts; with one shard away, what draws from the others goes on."""
+def test_shards_are_opened_at_their_first_draw(tmp_path: Path) -> None:
+    """Without any file a run starts; without one shard, draws from the other shards work."""
     corpus, away = Corpus(tmp_path), tmp_path / "away"
     away.mkdir()
     for number in range(len(SIZES)):
@@ -267,13 +267,13 @@ def test_worker_processes_get_the_same_shards(corpus: Corpus) -> None:
         assert torch.equal(again[sample]["tokens"], theirs[sample]["tokens"])
 
 
-def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
+def test_labels_of_shards_are_found_by_name(tmp_path: Path) -> None:
     prefixes = [str(tmp_path / name) for name in ("a", "b")]
     for seed, prefix in enumerate(prefixes):
         documents = random_documents(packed_lengths(30, 64, seed), seed)
         write_documents(Path(prefix), documents)
         chosen = [[t if t % 2 else -100 for t in document] for document in documents]
-        chosen[0][0] = 70_001  # nobody's label, and more than the tokens' type holds
+        chosen[0][0] = 70_001  # never a label, and too large for the tokens' dtype
         write_documents(Path(f"{prefix}.labels"), chosen, "int32")
     index = sharded(tmp_path / "chat.shards.json", prefixes)
     assert all(shard.labels for shard in index.shards)
@@ -289,10 +289,10 @@ def test_labels_of_shards_stand_beside_them(tmp_path: Path) -> None:
         PackedDataset(None, index, label_dataset=str(tmp_path / "a.labels"))
 
 
-# --- in a manifest, and in a run that goes on -----------------------------------------------------
+# --- Manifests and resumed runs ---------------------------------------------------------------
 
 
-def test_shards_added_later_join_by_a_stage_and_never_by_themselves(tmp_path: Path) -> None:
+def test_shards_added_later_join_only_by_a_stage(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path)
     manifest = str(tmp_path / "web.shards.json")
 
@@ -328,12 +328,12 @@ def test_shards_added_later_join_by_a_stage_and_never_by_themselves(tmp_path: Pa
         ({"index": "a.shards.json", "shards": (1,)}, r"\[first, end\] of a shard manifest"),
     ],
 )
-def test_a_source_says_its_documents_once(given: dict[str, Any], message: str) -> None:
+def test_a_shard_manifest_names_its_documents(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Source(**given)
 
 
-def test_documents_and_samples_that_do_not_fit_together_are_refused(corpus: Corpus) -> None:
+def test_mismatched_documents_and_samples_are_refused(corpus: Corpus) -> None:
     with pytest.raises(ConfigError, match="names the documents of its shards"):
         PackedDataset(corpus.dataset, corpus.index)
     with pytest.raises(ConfigError, match="does not name its documents; give a prefix"):
@@ -364,13 +364,13 @@ def test_other_loss_weights_of_a_shard_are_refused_until_it_is_packed_again(tmp_
     assert first.samples.token_weights != again.samples.token_weights != [None]
 
 
-# ---- An arranged source has the samples of the one it was made of, in the order they are read in
+# ---- Arranged sources: the samples of the source, stored in the order of the draws
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three datasets with documents longer than the largest bucket, one of them with labels, and
-    another with loss weights."""
+    """Return three datasets with documents longer than the largest bucket, one with labels, another
+    one with loss weights."""
     folder = tmp_path_factory.mktemp("source")
     for seed, name in enumerate("abc"):
         documents = random_documents(packed_lengths(150, 64, seed), seed)
@@ -382,7 +382,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     manifest = str(folder / "web.shards.json")
     index = sharded(manifest, [folder / name for name in "abc"])
     assert [shard.weights is not None for shard in index.shards] == [False, True, False]
-    assert json.loads(Path(manifest).read_text())["version"] == 3  # older ones read past weights
+    assert json.loads(Path(manifest).read_text())["version"] == 3  # older versions ignored weights
     return manifest
 
 
@@ -411,7 +411,7 @@ def test_samples_are_those_of_the_source_with_their_labels(source: str, tmp_path
     assert cut > 5, "documents that go on in another sample are among them"
 
 
-def test_the_first_epoch_reads_every_bucket_straight_through(source: str, tmp_path: Path) -> None:
+def test_the_first_epoch_reads_every_bucket_sequentially(source: str, tmp_path: Path) -> None:
     arranged(source, tmp_path / "new.shards.json")
     packed = PackedDataset(None, tmp_path / "new.shards.json")
     schedule = Schedule(packed, tokens_per_step=STEP_TOKENS, seed=3)
@@ -441,9 +441,11 @@ def test_parts_and_a_stopped_build_write_the_same_bytes(source: str, tmp_path: P
     manifest = tmp_path / "b" / "new.shards.json"
     arranger = arranged(source, manifest, seed=4, part=(1, 2))
     assert not manifest.exists()
-    (arranger.folder / "000003.samples").unlink()  # as when it was killed before its last file
+    (
+        arranger.folder / "000003.samples"
+    ).unlink()  # like a build that was killed before its last file
     kept = (arranger.folder / "000001.bin").stat().st_mtime_ns
-    arrange(pickle.loads(pickle.dumps(arranger)), lambda _: None)  # as processes are given it
+    arrange(pickle.loads(pickle.dumps(arranger)), lambda _: None)  # as in a worker process
     assert (arranger.folder / "000001.bin").stat().st_mtime_ns == kept
     for path in sorted((tmp_path / "a").rglob("*")):
         if path.is_file():
@@ -453,10 +455,10 @@ def test_parts_and_a_stopped_build_write_the_same_bytes(source: str, tmp_path: P
         assert not [f for f in verify(shard.prefix) if f.severity == "error"]
 
 
-def test_what_stands_there_is_replaced_only_when_asked(source: str, tmp_path: Path) -> None:
+def test_existing_shards_are_replaced_only_with_overwrite(source: str, tmp_path: Path) -> None:
     output = tmp_path / "new.shards.json"
     arranged(source, output)
-    arranged(source, output)  # finds it
+    arranged(source, output)  # the shard is complete
     with pytest.raises(ConfigError, match="another source"):
         arranged(source, output, seed=9)
     output.unlink()
@@ -474,7 +476,7 @@ def test_what_stands_there_is_replaced_only_when_asked(source: str, tmp_path: Pa
         PackedDataset(None, output, positions="document")
 
 
-def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) -> None:
+def test_arranging_loses_groups_with_an_error(tmp_path: Path) -> None:
     documents = random_documents(packed_lengths(40, 30))
     write_documents(tmp_path / "a", documents)
     write_documents(tmp_path / "a.groups", [[i // 4] for i in range(len(documents))], "int32")
@@ -487,8 +489,9 @@ def test_groups_are_lost_by_arranging_and_not_taken_for_granted(tmp_path: Path) 
             PackedDataset([None] * len(sources), sources, attention="group")
 
 
-def test_what_stays_true_of_the_meta_files_is_kept(tmp_path: Path) -> None:
-    """Of what all say alike: the tokenizer, and not where documents end or who made the files."""
+def test_metadata_that_is_still_true_is_kept(tmp_path: Path) -> None:
+    """Facts that all meta files share are kept, such as the tokenizer, but not the end token or the
+    command."""
     told = {"tokenizer": {"digest": "t"}, "licence": "mit", "document_end_token": 0, "plan": "p"}
     for name, more in (("a", {}), ("b", {"licence": "other"})):
         about = {"vocab_size": 300, "metadata": {**told, "command": name, **more}}

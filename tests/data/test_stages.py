@@ -1,4 +1,4 @@
-"""Stages: where they begin, what they refuse, and what a run may become when it resumes."""
+"""Stages: their begins, invalid stages, and the changes that a resume accepts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ids(schedule: Schedule, steps: range) -> list[list[int]]:
 
 
 def test_a_program_of_one_stage_is_a_plain_schedule() -> None:
-    """Also where a stage is written that changes nothing; its identity does not speak of stages."""
+    """A stage that changes nothing is dropped, also from the identity."""
     plain = schedule_of()
     same = schedule_of(
         Stage(from_step=5, tokens_per_step=96, weights={"s0": 1, "s1": 3}),
@@ -52,7 +52,7 @@ def test_a_program_of_one_stage_is_a_plain_schedule() -> None:
 def test_a_stage_may_begin_at_a_number_of_tokens() -> None:
     by_tokens = schedule_of(
         Stage(from_tokens=96 * 10, tokens_per_step=144),
-        Stage(from_tokens=96 * 10 + 1, tokens_per_step=48),  # the first step not before it
+        Stage(from_tokens=96 * 10 + 1, tokens_per_step=48),  # the first step at or after it
         Stage(from_tokens=96 * 10 + 144 + 48 * 3 - 1, weights={"s0": 1}),
     )
     assert [stage.begin for stage in by_tokens.stages] == [0, 10, 11, 14]
@@ -60,8 +60,8 @@ def test_a_stage_may_begin_at_a_number_of_tokens() -> None:
     assert by_tokens.stages[-1].weights == (1.0, 0.0)
 
 
-def test_hundreds_of_stages_may_each_end_a_window() -> None:
-    """Each goes on with what the one before left of it, to the last one, which is asked first."""
+def test_hundreds_of_stages_may_end_inside_a_cost_window() -> None:
+    """Each continues with the moves of the stage before; the last one is queried first."""
     stages = [Stage(from_step=i, weights={"s0": i, "s1": 500}) for i in range(1, 700)]
     schedule = schedule_of(*stages, cost_window=5)
     steps = {i: schedule.step(i) for i in (720, *range(720))}
@@ -77,8 +77,8 @@ def test_hundreds_of_stages_may_each_end_a_window() -> None:
             assert len(set(samples[epoch * size : (epoch + 1) * size])) == size
 
 
-def test_steps_of_an_epoch_are_the_fewest_that_hold_it() -> None:
-    """In whichever stage it ends, and where its tokens are no multiple of a step's."""
+def test_num_steps_of_an_epoch_is_the_smallest() -> None:
+    """In any stage, also if tokens of an epoch are not a multiple of a step."""
     rounded = False
     for begin in range(1, 12):
         schedule = schedule_of(
@@ -91,7 +91,7 @@ def test_steps_of_an_epoch_are_the_fewest_that_hold_it() -> None:
     assert rounded
 
 
-def test_another_order_has_cycles_of_its_own() -> None:
+def test_another_order_has_its_default_cycles() -> None:
     changed = schedule_of(Stage(from_step=5, order="proportional"), order="grow-p2", num_cycles=3)
     assert [stage.num_cycles for stage in changed.stages] == [3, schedule_of().stages[0].num_cycles]
 
@@ -112,7 +112,7 @@ def test_a_sampler_counts_the_micro_steps_of_every_stage() -> None:
 
 
 def test_a_new_largest_bucket_comes_first() -> None:
-    """So that running out of memory happens when it joins; not again when weights change."""
+    """It is drawn first when it joins, to run out of memory at once; not after other changes."""
     stages = [
         Stage(from_step=20, weights={"short": 1000, "long": 1}),
         Stage(from_step=30, weights={"short": 1001, "long": 1}),
@@ -157,7 +157,7 @@ def test_a_new_largest_bucket_comes_first() -> None:
         ),
     ],
 )
-def test_stages_without_a_meaning_are_refused_by_name(stages: list[Stage], message: str) -> None:
+def test_invalid_stages_are_refused_by_name(stages: list[Stage], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         schedule_of(*stages)
     assert message in str(refused.value)
@@ -171,12 +171,12 @@ def test_stages_without_a_meaning_are_refused_by_name(stages: list[Stage], messa
         ({"skip_steps": True}, "the stage from step 5: skip_steps is True; it must be a finite"),
         ({"attention_window": -1}, "attention_window is -1; it must be at least 0"),
         ({"attention_window": 8, "window_steps": -1}, "window_steps is -1; it must be at least"),
-        ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window it"),
+        ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window at"),
         ({"weights": {}}, "the stage from step 5 has empty weights; name at least one"),
         ({"exclude": {}}, "the stage from step 5 has an empty exclude; name a source and its"),
     ],
 )
-def test_stage_without_a_meaning_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_stage_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         Stage(from_step=5, **fields)
     assert message in str(refused.value)
@@ -213,7 +213,7 @@ def test_the_past_is_never_rewritten(now: dict[str, Any], refusal: str | None) -
     assert ids(changed, range(25)) == ids(schedule_of(REWEIGHT), range(25))
 
 
-def test_a_run_without_stages_may_get_one_and_is_told_so_when_it_is_changed_as_a_whole() -> None:
+def test_change_of_the_whole_run_suggests_a_stage() -> None:
     state = schedule_of().state_dict(12)
     with pytest.raises(ResumeError, match="configuration, make the change a stage from step 12 on"):
         schedule_of(tokens_per_step=48).check_state(state)
@@ -226,7 +226,7 @@ def test_a_run_without_stages_may_get_one_and_is_told_so_when_it_is_changed_as_a
 
 
 def test_only_drawn_sources_are_compared() -> None:
-    """Sources that are drawn later may be other ones, or gone; a source that was drawn may not."""
+    """Sources drawn later may be replaced or removed; drawn ones may not."""
 
     def of(sources: list[int], *weights: float, past: dict[str, float] | None = None) -> Schedule:
         pool, names = [POOL[i] for i in sources], NAMES[: len(sources)]
@@ -257,7 +257,7 @@ def test_a_source_may_join_a_run_that_takes_its_sources_by_size() -> None:
     joined = Schedule(POOL[:3], tokens_per_step=96, **how)
     assert joined.resume_step(state) == 9
     assert ids(joined, range(9)) == ids(Schedule(POOL[:2], tokens_per_step=96), range(9))
-    with pytest.raises(ResumeError, match="weights was"):  # it would have been drawn from step 0
+    with pytest.raises(ResumeError, match="weights was"):  # it would be drawn from step 0
         Schedule(POOL[:3], tokens_per_step=96).check_state(state)
     with pytest.raises(ConfigError, match="'s0' has no weight, others have: give all or none"):
         Schedule(POOL[:2], names=NAMES[:2], weights=[None, 1], tokens_per_step=96)
@@ -287,7 +287,7 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
         windows = [schedule.settings_at(i).window_at(i) for i in (0, 9, 10, 11, 12, 13, 15)]
         assert windows == [4, 4, 4, 8, 12, 16, 16]
         assert (schedule.step(9).sample_ids < packed.samples.bases[1]).all()
-    path.write_text(text + "\n    rows_per_block: 8\n    strategy: concat\n")  # also serves a host
+    path.write_text(text + "\n    rows_per_block: 8\n    strategy: concat\n")  # a key of hosts
     again = Schedule(open_blend(load_blend(path)), tokens_per_step=32)
     assert again.identity() == Schedule(packed, tokens_per_step=32).identity()
     path.write_text(text.replace("from_step", "form_step"))
@@ -300,7 +300,7 @@ def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sa
     weighed = schedule_of(
         Stage(from_step=2, loss_weights={"s1": 0.5}),
         Stage(from_step=4, loss_weights={"s0": 3}),
-        Stage(from_step=5, loss_weights={"s0": 3}),  # changes nothing
+        Stage(from_step=5, loss_weights={"s0": 3}),  # no effect
         Stage(from_step=6, loss_weights={"s0": 1, "s1": 1}),
     )
     found = [(stage.begin, stage.loss_weights) for stage in weighed.program]
@@ -342,10 +342,10 @@ def test_label_weights_of_a_step_add_up_over_ranks() -> None:
         ("attention_window", [16, 0, 8], "was [16, 0, 0, 0] and is None"),
     ],
 )
-def test_what_a_step_trains_is_part_of_what_a_checkpoint_keeps(
+def test_training_settings_are_part_of_the_identity(
     field: str, values: list[Any], change: str
 ) -> None:
-    """From now on it may change; what was trained may not be claimed to be otherwise."""
+    """It may change from now on, but not for steps already taken."""
 
     def of(*stages: tuple[int, Any]) -> Schedule:
         return schedule_of(*(Stage(from_step=begin, **{field: value}) for begin, value in stages))
@@ -362,15 +362,15 @@ def test_what_a_step_trains_is_part_of_what_a_checkpoint_keeps(
     assert ids(of((3, first)), range(9)) == ids(schedule_of(), range(9))
 
 
-def test_a_source_that_joins_brings_its_loss_weight() -> None:
-    """Also into a run without any."""
+def test_a_source_joins_with_its_loss_weight() -> None:
+    """Also in a run without loss weights before."""
     joined = schedule_of(Stage(from_step=5, weights={"s2": 1}, loss_weights={"s2": 7}), sources=3)
     assert [stage.loss_weights for stage in joined.program] == [None, (1, 1, 7)]
     changes = joined.check_state(json.loads(json.dumps(schedule_of().state_dict(5))))
     assert any("loss_weights" in change for change in changes)
 
 
-# ---- A run may stop anywhere and go on with other ranks; what would change its data is refused
+# ---- A run may stop anywhere and resume on other ranks; changes of its data are refused
 
 
 INDEX = packed_index(500, (16, 32, 64))
@@ -378,7 +378,7 @@ OTHER = packed_index(500, (16, 32, 64), seed=1)
 TOKENS = 64 * 12
 
 
-# Ranks, and tokens of a micro batch, that divide a step.
+# Ranks and micro batch tokens that divide a step.
 WORLDS = [(n, m) for n in (1, 2, 3, 4, 6, 12) for m in (64, 128) if TOKENS // m % n == 0]
 
 
@@ -387,7 +387,9 @@ WORLDS = [(n, m) for n in (1, 2, 3, 4, 6, 12) for m in (64, 128) if TOKENS // m 
     cost_window=st.sampled_from([1, 3]),
     legs=st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(0, 9)), min_size=1, max_size=6),
 )
-def test_chains_are_one_run(order: str, cost_window: int, legs: list[tuple[Any, int]]) -> None:
+def test_chained_runs_equal_one_run(
+    order: str, cost_window: int, legs: list[tuple[Any, int]]
+) -> None:
     def fresh() -> Schedule:  # every leg is a new process
         return Schedule(INDEX, tokens_per_step=TOKENS, order=order, cost_window=cost_window)
 
@@ -431,7 +433,7 @@ def test_change_of_order_is_refused_or_allowed(fields: str, change: dict[str, An
 
 
 def test_every_rewritten_stage_is_refused_or_allowed_by_name() -> None:
-    """Also where another one before it may be what it is."""
+    """Also if an earlier stage differs and is allowed."""
 
     def of(tokens: int, weight: float) -> Schedule:
         weights = {"s0": weight, "s1": 1}
@@ -458,7 +460,7 @@ def test_other_data_and_other_weights_are_refused() -> None:
         run(OTHER).check_state(run(INDEX).state_dict(3))
 
 
-def test_a_state_of_an_older_order_of_samples_is_refused_with_what_to_do() -> None:
+def test_state_of_an_older_order_version_is_refused() -> None:
     schedule = Schedule([INDEX, OTHER], weights=[1, 2], tokens_per_step=TOKENS)
     old = {**schedule.state_dict(3), "order_version": 1}
     message = "order_version was 1 and is 3. Continue with the version of megapack that began"
@@ -468,7 +470,7 @@ def test_a_state_of_an_older_order_of_samples_is_refused_with_what_to_do() -> No
     assert "another version of megapack orders samples differently" in text
 
 
-def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
+def test_ranks_cannot_change_within_a_step() -> None:
     def sampler(size: int, micro: int) -> BucketBatchSampler:
         schedule = Schedule(INDEX, tokens_per_step=TOKENS)
         return BucketBatchSampler(schedule, **of_rank(0, size, micro))
@@ -481,7 +483,7 @@ def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
     same.load_state_dict(state)
     assert [batch.sample_ids.tolist() for batch in same] == whole[1:]
     with pytest.raises(ResumeError, match="micro step 1 of a step assigned with"):
-        iter(sampler(4, 64)).load_state_dict(state)  # as many micro steps, other samples
+        iter(sampler(4, 64)).load_state_dict(state)  # the same number of micro steps, other samples
     for _ in range(sampler(2, 128).num_micro_steps(0) - 1):
         next(begun)
     other = iter(sampler(4, 64))
@@ -490,8 +492,8 @@ def test_a_loader_may_stop_amid_a_step_but_not_change_its_ranks_there() -> None:
 
 
 @pytest.mark.parametrize("change", [{"tokens_per_step": 48}, {"skip_steps": 2}])
-def test_a_step_that_has_begun_is_edited_no_more(change: dict[str, Any]) -> None:
-    """It would be half of the one and half of the other; from the next step on it may change."""
+def test_a_step_in_progress_cannot_be_edited(change: dict[str, Any]) -> None:
+    """It would mix two programs; later steps may change."""
 
     def begin(*stages: Stage) -> Any:
         return iter(BucketBatchSampler(schedule_of(*stages), **of_rank(0, 1, 48), num_steps=9))

@@ -1,4 +1,4 @@
-"""Attention windows cut boundaries and nothing else, on a line, and where nothing else is drawn."""
+"""Attention windows change boundaries and nothing else; ramps of weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
     return PackedDataset(dataset, f"{prefix}.samples")
 
 
-def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) -> None:
+def test_window_of_a_step_reaches_batches_and_assigned_work(data: PackedDataset) -> None:
     index = data.samples.indices[0]
     stages = [Stage(from_step=2, attention_window=16), Stage(from_step=4, attention_window=0)]
     schedule = Schedule(index, tokens_per_step=512, stages=stages)
@@ -100,7 +100,7 @@ def test_window_of_a_step_reaches_batches_and_dealt_work(data: PackedDataset) ->
     assert sampler.imbalance(2)[0].attention <= 1.1
 
 
-def test_a_window_grows_on_a_line_through_other_stages() -> None:
+def test_a_window_grows_linearly_across_stages() -> None:
     schedule = schedule_of(
         Stage(from_step=10, attention_window=8),
         Stage(from_step=20, attention_window=64, window_steps=70),
@@ -123,7 +123,7 @@ def test_a_window_grows_on_a_line_through_other_stages() -> None:
     assert (values[0], values[-2], values[-1]) == (512, 7680, 8192)
 
 
-def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
+def test_invalid_windows_are_refused(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "d", random_documents([9, 5, 7]))
     index = pack(documents.document_lengths, "bucket", buckets=[16], alignment=4)
     data = PackedDataset(documents, index, alignment=4, attention_window=8)
@@ -135,7 +135,7 @@ def test_windows_without_a_meaning_are_refused(tmp_path: Path) -> None:
             PackedDataset(documents, index, alignment=4, **options)  # type: ignore[arg-type]
 
 
-# ---- A ramp: weights follow a line or a cosine in pieces, within the bound that its page states
+# ---- Ramps: weights follow a line or a cosine in pieces, within the documented bound
 
 
 BIG = [samples_of_buckets({8: 300, 16: 100 + number}) for number in range(3)]
@@ -176,7 +176,7 @@ def test_pieces_have_the_mean_shares_of_their_steps(
 @pytest.mark.parametrize(("shape", "factor"), [("linear", 1.0), ("cosine", math.pi / 2)])
 @pytest.mark.parametrize("pieces", [4, 32])
 def test_draws_follow_the_ramp_within_the_bound(shape: Any, factor: float, pieces: int) -> None:
-    """Counted step by step, in tokens of every source, against the integral of the ramp."""
+    """Count tokens of every source step by step and compare with the integral of the ramp."""
     begin, length, tokens = 10, 640, 256
     ramp = Ramp(until_step=begin + length, shape=shape, pieces=pieces)
     stage = Stage(from_step=begin, weights={"web": 1, "code": 2, "math": 1}, ramp=ramp)
@@ -193,7 +193,7 @@ def test_draws_follow_the_ramp_within_the_bound(shape: Any, factor: float, piece
         worst = max(worst, np.abs(taken - wanted).max())
     between = np.abs(new - old).max() * length / (8 * pieces**2) * factor * tokens
     assert worst < between + 1.69 * (pieces + 2) * (8 + 16)
-    assert worst < 0.02 * length * tokens  # and not only because the bound is wide
+    assert worst < 0.02 * length * tokens  # the bound is tight
     plan = plan_run(schedule, begin + length)
     assert f"steps 10 to {begin + length - 1}: a ramp in {pieces} pieces" in str(plan)
 
@@ -216,7 +216,7 @@ def test_a_ramp_may_end_at_a_number_of_tokens() -> None:
     assert begins(ramped(by_tokens)) == begins(ramped(RAMP)) == [0, 10, 20, 30, 40, 50]
 
 
-def test_a_stage_inside_a_ramp_lets_it_go_on_unless_it_has_weights() -> None:
+def test_a_stage_inside_a_ramp_ends_it_only_with_weights() -> None:
     plain = ramped(RAMP)
     faster = ramped(RAMP, Stage(from_step=25, tokens_per_step=48))
     assert begins(faster) == [0, 10, 20, 25, 30, 40, 50]
@@ -246,7 +246,7 @@ def test_a_run_may_be_edited_in_the_middle_of_a_ramp() -> None:
         ramped(longer).check_state(state)
 
 
-def test_a_ramp_to_what_there_is_already_changes_nothing() -> None:
+def test_a_ramp_to_the_present_weights_changes_nothing() -> None:
     same = Stage(from_step=10, weights={"web": 0.25, "code": 0.75}, ramp=Ramp(until_step=50))
     later = Stage(from_step=60, weights={"math": 1})
     assert begins(ramped(same, later, weights=[0.25, 0.75, 0.0])) == [0, 60]
@@ -263,7 +263,7 @@ def test_a_ramp_to_what_there_is_already_changes_nothing() -> None:
         ({"order": "grow-p2", "ramp": {"until_step": 20}}, "order grow-p2, which would begin anew"),
     ],
 )
-def test_ramps_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_ramps_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ramp = Ramp(**change.pop("ramp"))
         stage = {"from_step": 10, "weights": {"math": 1}, **change, "ramp": ramp}
@@ -271,6 +271,6 @@ def test_ramps_that_cannot_be_are_refused(change: dict[str, Any], message: str) 
     assert message in str(caught.value)
 
 
-def test_sizes_are_nothing_to_go_on_from() -> None:
+def test_ramps_need_weights_at_their_begin() -> None:
     with pytest.raises(ConfigError, match="the sources have no weights at its begin"):
         Schedule(BIG, names=NAMES, tokens_per_step=96, stages=[RAMP])

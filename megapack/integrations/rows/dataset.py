@@ -264,7 +264,9 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         for times in range(TAKES_AHEAD + 1):
             rows = [i + times * distance for i in numbers]
             if distance >= 0 and rows[-1] < self.num_rows:
-                self.packed.remote_reads.prefetch(np.concatenate([self.samples_of(i) for i in rows]))
+                self.packed.remote_reads.prefetch(
+                    np.concatenate([self.samples_of(i) for i in rows])
+                )
 
     def _check(self, i: int) -> int:
         number = i.__index__()
