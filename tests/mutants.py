@@ -600,7 +600,7 @@ index_of_worker: a worker reads the samples of another index that took its place
 
 megapack/attention/probe.py: tests/attention/test_probe.py
 probe_of_nan: a model that gives nan passes for one that keeps documents apart
-- if not (difference.isfinite() | of.isnan()).all():
+- if not (difference.isfinite() | segment_of_token.isnan()).all():
 + if difference.isinf().any():
 
 csrc/core/index/metrics.cpp: tests/packing/test_packing_index.py tests/packing

@@ -1,8 +1,8 @@
-"""Attention written as its formula, segment by segment: any device, any dtype, every rule.
+"""Attention as its formula, segment by segment: any device, any dtype, every rule.
 
-Rows of queries are taken in blocks, so memory grows with the segment, not with its square, and the
-keys that the causal mask or the window exclude for the whole block are never touched. Reading
-``cu_seqlens`` waits for a device other than the CPU; that is why faster backends come first there.
+Queries are processed in blocks, so memory grows linearly with the segment, and keys that the mask
+hides from a whole block are skipped. Reading ``cu_seqlens`` waits for the device, so faster
+backends come first on GPUs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _BLOCK_ROWS = 512
 
 
 def bounds(segments: Segments, num_tokens: int) -> list[tuple[int, int]]:
-    """The ``(begin, end)`` of every non-empty segment; entries repeated as padding are skipped.
+    """Return ``(begin, end)`` of every segment that is not empty.
 
     Raises:
-        ValueError: the segments are not those of a stream of so many tokens, some of which would
-            have no result.
+        ValueError: the segments do not cover the stream, so some tokens would have no result.
     """
     ends = segments.cu_seqlens.tolist()
     if [*ends[:1], *ends[-1:]] != [0, num_tokens] or ends != sorted(ends):
@@ -73,7 +72,7 @@ def backward(
 
 
 def _blocks(segments: Segments, num_tokens: int, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
-    """Row blocks of every segment, each with the keys its rows can see."""
+    """Yield blocks of query rows, each with the range of keys that they can see."""
     for begin, end in bounds(segments, num_tokens):
         for first in range(begin, end, _BLOCK_ROWS):
             last = min(first + _BLOCK_ROWS, end)
@@ -82,18 +81,18 @@ def _blocks(segments: Segments, num_tokens: int, rule: ScoreRule) -> Iterator[tu
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """``[L, Hkv, D]`` to ``[H, L, D]`` in the accumulator's dtype, each key head repeated."""
+    """Map ``[L, Hkv, D]`` to ``[H, L, D]`` in the accumulator's dtype; repeat each key head."""
     wide = x.transpose(0, 1).to(accumulator(x))
     return wide.repeat_interleave(num_heads // x.shape[1], dim=0)
 
 
 def sum_groups(x: Tensor, groups: int) -> Tensor:
-    """``[H, L, D]`` to ``[L, Hkv, D]``: gradients of the query heads that share a key head."""
+    """Map ``[H, L, D]`` to ``[L, Hkv, D]``: add the gradients of heads that share a key head."""
     return x.reshape(groups, -1, *x.shape[1:]).sum(1).transpose(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[H, rows, keys]`` ready for softmax, and the slope of the cap where there is one.
+    """Return scores ``[H, rows, keys]`` ready for softmax, and the derivative of the cap if any.
 
     ``offset`` is the position of the first row minus that of the first key.
     """

@@ -1,10 +1,7 @@
-"""The CUDA kernels that read ``cu_seqlens`` themselves: flash-attn 2, flash-attn 3, PyTorch's own.
+"""CUDA kernels that read ``cu_seqlens``: flash-attn 2, flash-attn 3 and PyTorch's own.
 
-Each pair of functions maps our rule to the kernel's arguments and nothing else; what the kernels
-call alike is told once (``_arguments``). A window of w positions is ``(w - 1, 0)`` in all three.
-PyTorch's bundled kernels are called below ``torch.nn.attention.varlen``, whose Python signature
-changed in 2.10, 2.11 and 2.12 while the operators it calls stayed the same;
-``activate_flash_attention_impl`` therefore reroutes them too.
+Each pair of functions translates a ``ScoreRule`` into the arguments of one kernel. A window of w
+positions is ``(w - 1, 0)`` in all three.
 
     kernel       package                    compute capability    soft cap    ALiBi
     flash3       flash_attn_interface       9.x (Hopper)          yes         no
@@ -27,7 +24,7 @@ from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRu
 
 
 def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None) -> str | None:
-    """Why a kernel refuses, or that its ``module`` is missing; capabilities are major ones."""
+    """Return why the kernel cannot serve; ``oldest`` and ``newest`` are major capabilities."""
     if needs.device.type != "cuda":
         return f"it runs on CUDA devices, not on {needs.device.type}"
     if needs.dtype not in (torch.float16, torch.bfloat16):
@@ -40,7 +37,7 @@ def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None
         return f"it needs compute capability {span}, this device has {major}.{minor}"
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:  # OSError: a wheel built for another CUDA
+    except (ImportError, OSError) as error:  # OSError: the wheel was built for another CUDA version
         return f"{module} cannot be imported ({error})"
     return None
 
@@ -48,14 +45,14 @@ def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None
 def _refusal2(needs: AttentionNeeds) -> str | None:
     if problem := _refusal(needs, "flash_attn.flash_attn_interface", 8, None):
         return problem
-    found = importlib.metadata.version("flash-attn")
-    if tuple(int(number) for number in found.split(".")[:2]) >= (2, 8):
+    version = importlib.metadata.version("flash-attn")
+    if tuple(int(number) for number in version.split(".")[:2]) >= (2, 8):
         return None
-    return f"flash-attn {found} is older than 2.8"  # has the module, and takes other arguments
+    return f"flash-attn {version} is older than 2.8"  # its functions take other arguments
 
 
 def _longest(segments: Segments) -> int:
-    """At least 2: of length 1 the kernels make decoding, one query per *entry* of cu_seqlens."""
+    # With max_seqlen 1 the kernels switch to decoding: one query per entry of cu_seqlens.
     return max(2, segments.max_seqlen)
 
 
@@ -65,7 +62,7 @@ def _window(rule: ScoreRule) -> dict[str, int]:
 
 
 def _arguments(segments: Segments, rule: ScoreRule) -> dict[str, Any]:
-    """Arguments that flash-attn 2 and 3 name alike, forward and backward."""
+    """Return the arguments that have one name in flash-attn 2 and 3, forward and backward."""
     return {
         "cu_seqlens_q": segments.cu_seqlens,
         "cu_seqlens_k": segments.cu_seqlens,
@@ -78,33 +75,34 @@ def _arguments(segments: Segments, rule: ScoreRule) -> dict[str, Any]:
 
 
 def _gradients(grad_out: Tensor, done: Forward) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """The tensors of a backward, and those it fills: contiguous, whatever q, k and v are."""
+    """Return the tensor arguments of a backward, and the gradients that it fills."""
     q, k, v, out, lse = done
-    filled = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    given = {"dout": grad_out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    # Contiguous even if q, k and v are not: the kernels require it.
+    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    inputs = {"dout": grad_out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
     deterministic = torch.are_deterministic_algorithms_enabled()
-    named = dict(zip(("dq", "dk", "dv"), filled, strict=True))
-    return {**given, **named, "deterministic": deterministic}, filled
+    outputs = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return {**inputs, **outputs, "deterministic": deterministic}, gradients
 
 
 def _forward2(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
     functions = importlib.import_module("flash_attn.flash_attn_interface")
-    own = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
+    options = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
     out, lse, _, _ = functions._flash_attn_varlen_forward(
-        q=q, k=k, v=v, **own, **_arguments(segments, rule)
+        q=q, k=k, v=v, **options, **_arguments(segments, rule)
     )
     return out, lse
 
 
 def _backward2(grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule) -> Any:
     functions = importlib.import_module("flash_attn.flash_attn_interface")
-    own = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
-    tensors, filled = _gradients(grad_out, done)
-    functions._flash_attn_varlen_backward(**tensors, **own, **_arguments(segments, rule))
-    return filled
+    options = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
+    tensors, gradients = _gradients(grad_out, done)
+    functions._flash_attn_varlen_backward(**tensors, **options, **_arguments(segments, rule))
+    return gradients
 
 
-# Named, because older builds of flash-attn 3 give these arguments no default.
+# Older builds of flash-attn 3 have no defaults for these arguments.
 _UNUSED3 = dict.fromkeys(
     (
         *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k"),
@@ -115,27 +113,31 @@ _UNUSED3 = dict.fromkeys(
 
 
 def _forward3(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
-    own = {"is_causal": rule.causal and not rule.window, "num_splits": 1, **_UNUSED3}
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q=q, k=k, v=v, **own, **_arguments(segments, rule))
+    options = {"is_causal": rule.causal and not rule.window, "num_splits": 1, **_UNUSED3}
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(
+        q=q, k=k, v=v, **options, **_arguments(segments, rule)
+    )
     return out, lse
 
 
 def _backward3(grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule) -> Any:
-    own = {"is_causal": rule.causal and not rule.window, "seqused_q": None, "seqused_k": None}
-    tensors, filled = _gradients(grad_out, done)
-    torch.ops.flash_attn_3.bwd(**tensors, **own, **_arguments(segments, rule))
-    return filled
+    options = {"is_causal": rule.causal and not rule.window, "seqused_q": None, "seqused_k": None}
+    tensors, gradients = _gradients(grad_out, done)
+    torch.ops.flash_attn_3.bwd(**tensors, **options, **_arguments(segments, rule))
+    return gradients
 
 
-def _places(segments: Segments) -> tuple[Any, ...]:
-    """cu_seqlens and the longest segment of queries and keys, and no dropout."""
+def _positional(segments: Segments) -> tuple[Any, ...]:
+    """Return cu_seqlens and max_seqlen of queries and keys, and a dropout of 0."""
     ends, longest = segments.cu_seqlens, _longest(segments)
     return ends, ends, longest, longest, 0.0
 
 
+# These call the operators below torch.nn.attention.varlen, whose Python signature changed in 2.10,
+# 2.11 and 2.12. activate_flash_attention_impl reroutes the operators, too.
 def _forward_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
     out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *_places(segments), rule.causal and not rule.window, False),
+        *(q, k, v, *_positional(segments), rule.causal and not rule.window, False),
         scale=rule.scale,
         **_window(rule),
     )
@@ -147,7 +149,7 @@ def _backward_torch(grad_out: Tensor, done: Forward, segments: Segments, rule: S
     unused = torch.empty(0, device=grad_out.device)
     causal = rule.causal and not rule.window
     return torch.ops.aten._flash_attention_backward(
-        *(grad_out, *done, *_places(segments), causal, no_dropout, unused),
+        *(grad_out, *done, *_positional(segments), causal, no_dropout, unused),
         scale=rule.scale,
         **_window(rule),
     )
@@ -168,7 +170,7 @@ FLASH2 = Backend(
     backward=_backward2,
     refusal=_refusal2,
 )
-# The module came with the first release whose varlen backward is tested (2.10).
+# torch 2.10 introduced the module; older varlen backwards are untested.
 TORCH = Backend(
     name="torch",
     title="PyTorch's flash attention",

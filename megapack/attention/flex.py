@@ -1,7 +1,7 @@
 """FlexAttention: soft cap and ALiBi on CUDA without a flash-attn wheel.
 
-It differentiates itself, so it stands beside the opaque op, not inside it. The block mask of a
-batch is made once and serves every layer that has the same window.
+Autograd differentiates it, so ``varlen_attention`` calls it directly and not inside the opaque
+operator. Layers with the same window share the block mask of a batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _refusal(needs: AttentionNeeds) -> str | None:
     if needs.device.type != "cuda":
         return f"FlexAttention has no backward on {needs.device.type}"
     if needs.head_dim < 16:
-        return f"head_dim {needs.head_dim} is below 16, the least its kernels take"
+        return f"head_dim {needs.head_dim} is below 16, the smallest that its kernels take"
     try:
         import torch.nn.attention.flex_attention  # noqa: F401, PLC0415
     except ImportError as error:
@@ -30,7 +30,7 @@ def _refusal(needs: AttentionNeeds) -> str | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Tensor:
-    """Attention inside each segment; shapes as in ``varlen_attention``."""
+    """Compute attention inside each segment; shapes as in ``varlen_attention``."""
     mask = _block_mask(segments.cu_seqlens, q.shape[0], rule)
     out: Tensor = _function("flex_attention", q.device.type)(
         q.transpose(0, 1).unsqueeze(0),
@@ -40,18 +40,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule)
         block_mask=mask,
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        # Below 128 tokens its decoding kernel would be chosen, which refuses some lengths.
+        # Below 128 tokens torch would choose its decoding kernel, which refuses some lengths.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return out[0].transpose(0, 1)
 
 
 def _function(name: str, device_type: str) -> Callable[..., Any]:
-    """A function of the FlexAttention module, compiled on CUDA.
-
-    Uncompiled they hold all scores, or all T x T entries of a mask, at once: the definition, which
-    tests of the forward compare on the CPU. Inside somebody else's compiled graph they are inlined.
-    """
+    """Return a function of the FlexAttention module, compiled on CUDA."""
+    # Uncompiled, the functions hold all T x T scores or mask entries at once: fine for tests on the
+    # CPU. Inside a caller's compiled graph torch inlines them.
     if torch.compiler.is_compiling() or device_type != "cuda":
         return _plain(name)
     return _compiled(name)
@@ -66,11 +64,9 @@ def _plain(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
-    """One graph per length, window and grad mode, or an error: never the uncompiled function.
-
-    Symbolic lengths fail inside torch 2.11. At its limit of 8 graphs, which a model with windows
-    reaches in its first evaluation, torch.compile would go on uncompiled.
-    """
+    """Compile one graph per length, window and grad mode; never fall back to uncompiled code."""
+    # dynamic=False: symbolic lengths fail inside torch 2.11. A model with windows needs more than
+    # the default of 8 graphs, beyond which torch.compile would silently run uncompiled.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(_plain(name), fullgraph=True, dynamic=False)
 
@@ -95,7 +91,7 @@ _last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], int, Any]] =
 
 
 def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    """The mask of this batch and window; remembered while its ``cu_seqlens`` lives unchanged."""
+    """Return the mask of this batch and window; reuse the last one for the same cu_seqlens."""
     if torch.compiler.is_compiling():
         return _make_block_mask(cu_seqlens, num_tokens, rule)
     key = (num_tokens, rule.causal, rule.window)

@@ -1,19 +1,19 @@
-"""Check of an architecture before the first step: does it train packed rows as single documents?
+"""Check of an architecture at start: does it train packed rows as it trains single documents?
 
-``check_architecture`` builds a tiny model of the architecture with random weights, gives it one
-row of two documents with the attention of the run, and checks that
+``check_architecture`` builds a tiny model of the architecture with random weights, runs a row of
+two documents with the attention of the run, and checks that
 
-1. a document's last token changes no output but its own: no document sees another, and no token
-   sees the future;
-2. logits and gradients equal those of the single documents under transformers' own ``eager``
-   attention: windows, chunks, soft caps, position biases and sinks are applied;
+1. a document's last token changes only its own output: no document sees another, and no token sees
+   the future;
+2. logits and gradients equal those of the single documents under transformers' ``eager`` attention,
+   with all windows, chunks, soft caps, position biases and sinks;
 3. the loss that the run computes, and its gradients, equal the architecture's own training loss of
    the row, ``model(labels=...).loss``, with load-balancing losses, z-losses, factors on logits and
    biases of the head;
-4. no document depends on how long others in its row are (RoPE that changes at a threshold):
+4. no document depends on the length of others in its row (RoPE that changes at a threshold):
 
-       numbers of the configuration     original_max_position_embeddings 4096, max_... 131072
-       moved between the documents      row of 37 + 23 tokens: 27, 33
+       numbers in the configuration     original_max_position_embeddings 4096, max_... 131072
+       moved between the two lengths    row of 37 + 23 tokens: 27, 33
        logits of the row                must be those of each document alone
 """
 
@@ -45,20 +45,20 @@ from megapack.attention.tiny_model import (
     tiny_configuration,
     trace,
 )
-from megapack.attention.transformers_interface import tell_recurrent_layers
+from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.errors import ConfigError
 
 BETWEEN = range(LENGTHS[1] + 1, LENGTHS[0])  # a threshold here separates the two documents
-LONG = 192  # a document that exceeds what a model may compute of several thresholds
+LONG = 192  # a length beyond numbers that a model computes from several thresholds
 REFERENCE = "eager"
-MOST_PARAMETERS = 100_000_000  # more would take longer to try than it should
+MOST_PARAMETERS = 100_000_000  # larger models would take too long
 
-# In deviations of what is compared. Half precision rounds every product; a position that must not
-# notice anything is hardly rounded otherwise, so there the test is stricter.
+# In standard deviations of the compared outputs. Half precision rounds every product, but an output
+# that must not change at all is rounded almost the same way: there the limit is stricter.
 _TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
 _STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
 
-# Fields with another known meaning: skipped, to save the time of trying them.
+# Fields that cannot be position thresholds: skipped to save time.
 _NO_THRESHOLD = r"layers?$|^rope_theta$|head_dim$"
 
 Build: TypeAlias = Callable[[Any, str], Any]
@@ -84,7 +84,7 @@ _OTHER_LOGITS = "a row has other logits than its documents one by one"
 class _Finding:
     what: str
     difference: float
-    module: str | None = None  # None: the loss, which is of no layer
+    module: str | None = None  # None: the loss, which belongs to no layer
     unit: str = "standard deviations"
 
 
@@ -101,60 +101,61 @@ def check_architecture(
     """Refuse a model that mixes documents, sees the future or drops part of its attention.
 
     Args:
-        configuration: of the transformers model.
+        configuration: configuration of the transformers model.
         attention: the ``attn_implementation`` of the run.
-        build: makes a model in float32 from a configuration and an ``attn_implementation``.
-        device, dtype: of the run.
-        loss: the training loss of a row times its labels, as the run computes it; None: the run
-            takes the architecture's own.
-        longest: most positions of a document or of padding, tokens; None: any. Position thresholds
-            of the configuration beyond it do not matter; with 0 none does.
+        build: builds a float32 model from a configuration and an ``attn_implementation``.
+        device, dtype: device and dtype of the run.
+        loss: returns the training loss of a row times its labels, as the run computes it; None: the
+            run uses the architecture's own loss.
+        longest: largest number of positions of a document or of padding; larger position thresholds
+            do not matter (with 0 none does). None: unknown, all matter.
 
     Raises:
-        ConfigError: naming the architecture, the layer and the difference.
+        ConfigError: names the architecture, the layer and the difference.
     """
-    # Half precision on a CPU is the same code, with more noise.
+    # On a CPU, half precision runs the same code with more noise.
     dtype = torch.float32 if device.type == "cpu" else dtype
     run = _Run(
         attention=attention, build=build, device=device, dtype=dtype, loss=loss, longest=longest
     )
     subject = f"architecture {configuration.model_type!r} with attention {attention!r}"
     remedy = "choose another attention or architecture, or train it without packing"
-    with apart(device):
+    with isolated(device):
         try:
             tiny, reference = _tiny(configuration, build)
-            model = build(copy.deepcopy(tiny), attention)  # raises if it does not offer this one
+            model = build(copy.deepcopy(tiny), attention)  # raises if it does not support it
         except Exception as error:
             raise ConfigError(
-                f"{subject}: no tiny model to try packed rows on could be made of its "
-                f"configuration: {type(error).__name__}: {error}"
+                f"{subject}: building a tiny model for a check on packed rows fails: "
+                f"{type(error).__name__}: {error}"
             ) from error
         try:
-            found = _first_finding(model, reference, run)
-            if found is not None and found.startswith(_OTHER_LOGITS):
-                # A position threshold of the model may lie between the lengths of the documents.
+            finding = _first_finding(model, reference, run)
+            if finding is not None and finding.startswith(_OTHER_LOGITS):
+                # A position threshold may lie between the lengths of the two documents: move it.
                 raised, reference = _raised(tiny, reference, build)
-                found = _first_finding(build(copy.deepcopy(raised), attention), reference, run)
+                finding = _first_finding(build(copy.deepcopy(raised), attention), reference, run)
         except Exception as error:
             raise ConfigError(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
                 f"{remedy}"
             ) from error
-        if found is not None:
-            raise ConfigError(f"{subject}: {found}; {remedy}")
+        if finding is not None:
+            raise ConfigError(f"{subject}: {finding}; {remedy}")
         if longest != 0:
             _check_thresholds(configuration, tiny, run)
 
 
 def check_positions(configuration: Any, *, attention: str, build: Build, longest: int) -> None:
-    """Refuse a model in which a document depends on longer ones of its row; a part of
-    ``check_architecture``, and nothing to do where no threshold is below ``longest``.
+    """Refuse a model in which a document depends on longer ones in its row.
+
+    A part of ``check_architecture``; free if no threshold is below ``longest``.
 
     Args:
-        configuration, attention, build, longest: as of ``check_architecture``.
+        configuration, attention, build, longest: as for ``check_architecture``.
 
     Raises:
-        ConfigError: naming the architecture, the field and its value.
+        ConfigError: names the architecture, the field and its value.
     """
     cpu = torch.device("cpu")
     if not _moves(configuration.get_text_config(decoder=True), longest):
@@ -167,10 +168,10 @@ def check_positions(configuration: Any, *, attention: str, build: Build, longest
         loss=None,
         longest=longest,
     )
-    with apart(cpu):
+    with isolated(cpu):
         try:
             tiny, _ = _tiny(configuration, build)
-        except Exception:  # check_architecture says why
+        except Exception:  # check_architecture reports it
             return
         _check_thresholds(configuration, tiny, run)
 
@@ -192,8 +193,8 @@ def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """The run's random state stays as it is; threads would only wait for each other."""
+def isolated(device: torch.device) -> Iterator[None]:
+    """Keep the random state of the run, and use one thread: more would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -205,20 +206,20 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
-    """Make a tiny configuration and its model in float32 under ``eager``, on the CPU."""
+    """Return a tiny configuration and its float32 model under ``eager``, on the CPU."""
     try:
         tiny = tiny_configuration(configuration)
         return tiny, _reference(tiny, build)
-    except Exception:  # sizes or layers that rely on others
+    except Exception:  # some sizes or layers depend on others
         tiny = tiny_configuration(configuration, exact=True)
         return tiny, _reference(tiny, build)
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
-    """Build a model on the CPU under ``eager`` and run one document on it.
+    """Build a model on the CPU under ``eager``, run one document and return the model.
 
     Raises:
-        Exception: the configuration is at fault.
+        Exception: the configuration does not work.
     """
     size = sum(shape.numel() for shape in _shapes(tiny, build).values())
     if size > MOST_PARAMETERS:
@@ -238,17 +239,17 @@ def _shapes(tiny: Any, build: Build) -> dict[str, torch.Size]:
 
 # ---- Position thresholds
 
-# Keys of a number in a configuration: ("rope_parameters", "original_max_position_embeddings").
+# Path to a number in a configuration: ("rope_parameters", "original_max_position_embeddings").
 Path: TypeAlias = tuple[Any, ...]
 Moves: TypeAlias = dict[Path, float]
 
 
 def _thresholds(tiny: Any, run: _Run) -> tuple[str, ...]:
-    """Find the fields beyond whose value a document depends on the others of its row.
+    """Return the names of fields that make a document depend on longer ones in its row.
 
-    Every number that may be a position threshold moves between the lengths of the two documents of
-    a row; then each must have the logits that it has alone. A number may be one if no parameter
-    changes its shape with it, and the model still runs: a list of names would not be complete.
+    Moves every number that may be a position threshold between the lengths of two documents of a
+    row; each must keep the logits that it has alone. A number may be a threshold if moving it
+    changes no parameter's shape and the model still runs: a list of names would be incomplete.
     """
     groups = _movable(tiny, run.build, _moves(tiny, run.longest))
     if not groups or not _depends_on_row(_moved(tiny, groups), run):
@@ -261,7 +262,7 @@ def _thresholds(tiny: Any, run: _Run) -> tuple[str, ...]:
 
 
 def _raised(tiny: Any, reference: Any, build: Build) -> tuple[Any, Any]:
-    """Move every position threshold beyond the reach of the row."""
+    """Move every position threshold beyond the length of the row."""
     groups = _movable(tiny, build, _moves(tiny, 0))
     if not groups:
         return tiny, reference
@@ -270,13 +271,13 @@ def _raised(tiny: Any, reference: Any, build: Build) -> tuple[Any, Any]:
 
 
 def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
-    """Return the moves with which the model still runs and keeps the shapes of its parameters."""
+    """Return the moves after which the model still runs and keeps its parameter shapes."""
     shapes = _shapes(tiny, build) if groups else {}
 
     def keeps_shapes(group: Moves) -> bool:
         try:
             return _shapes(_moved(tiny, [group]), build) == shapes
-        except Exception:  # the configuration's own validation
+        except Exception:  # the configuration's class refuses the value
             return False
 
     kept = [group for group in groups if keeps_shapes(group)]
@@ -290,28 +291,28 @@ def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
 
 
 def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
-    """Try a document on the CPU: a position without an embedding would end a process on a GPU."""
+    """Return whether the model runs a document; on the CPU, as a bad index would break a GPU."""
     try:
         _reference(tiny, build, length)
-    except Exception:  # a number is something else: the size of a buffer, a count of experts
+    except Exception:  # the number is something else: the size of a buffer, a count of experts
         return False
     return True
 
 
 def _depends_on_row(tiny: Any, run: _Run) -> bool:
-    """Return whether documents have other logits in a row than alone, with the same attention."""
+    """Return whether documents have other logits in a row than alone, with the run's attention."""
     model = run.build(copy.deepcopy(tiny), run.attention).train()
     randomize(model)
     model = model.to(run.device)
-    tell_recurrent_layers(model)
+    add_segment_numbers(model)
     rows = [LENGTHS, LENGTHS[::-1]]
-    # Cross what the model computes of several numbers (products), as documents of the run may.
+    # Exceed also products of numbers that the model may compute, as documents of the run may.
     crossed = [value for _, value in _numbers(tiny.to_dict()) if value in BETWEEN]
     long = LONG
     if run.longest is not None:
         long = min(LONG, LENGTHS[0] * run.longest // int(min(crossed, default=LONG)))
         if LENGTHS[0] in dict(_numbers(tiny.to_dict())).values():
-            long = 0  # a threshold that the run's longest documents just reach
+            long = 0  # the run's longest documents just reach a threshold
     if long > LENGTHS[0] and _runs(tiny, run.build, long):
         rows.append((LENGTHS[1], long))
     for lengths in rows:
@@ -327,10 +328,10 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
 
 
 def _moves(tiny: Any, longest: int | None) -> list[Moves]:
-    """New values of the numbers that may be thresholds, grouped by name, ascending.
+    """Return new values of numbers that may be thresholds, grouped by name, ascending.
 
-    Values keep their order, also relative to ``longest``: documents of the run cross exactly the
-    thresholds that the longer document of the row crosses. With 0, they cross none.
+    Values keep their order, also relative to ``longest``: the longer document of the row crosses
+    exactly the thresholds that documents of the run cross. With 0 it crosses none.
     """
     numbers = dict(_numbers(tiny.to_dict()))
     crossed = sorted({value for value in numbers.values() if longest is None or value < longest})
@@ -349,7 +350,7 @@ def _moves(tiny: Any, longest: int | None) -> list[Moves]:
 
 
 def _numbers(fields: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
-    """Yield the whole numbers from 8 on that no rule has shrunk, with their places."""
+    """Yield paths and values of whole numbers from 8 on that no rule of ``RULES`` shrinks."""
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
         name = next((part for part in (key, *path[::-1]) if isinstance(part, str)), "")
         if isinstance(value, dict | list):
@@ -378,23 +379,24 @@ def _moved(tiny: Any, groups: Sequence[Moves]) -> Any:
 
 
 def _first_finding(model: Any, reference: Any, run: _Run) -> str | None:
-    """Compare a model with the run's attention with the same weights under ``eager``."""
+    """Compare the run's attention with ``eager`` on the same weights; None: they agree."""
     reference = copy.deepcopy(reference).to(run.device)
     model = model.to(run.device).train()
     model.load_state_dict(reference.state_dict())
-    for parameter in model.parameters():  # not the buffers: RoPE's frequencies stay exact
+    for parameter in model.parameters():  # but not buffers: RoPE frequencies stay exact
         parameter.data = parameter.data.to(run.dtype)
     for rounded, parameter in zip(model.parameters(), reference.parameters(), strict=True):
         parameter.data = rounded.data.float()
-    tell_recurrent_layers(model)
+    add_segment_numbers(model)
     torch.manual_seed(0)
     draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(run.device)
     documents = torch.split(draw, list(LENGTHS))
-    found = next(filter(None, _findings(model, reference, documents, run.loss, run.dtype)), None)
-    if found is None:
+    checks = _findings(model, reference, documents, run.loss, run.dtype)
+    finding = next(filter(None, checks), None)
+    if finding is None:
         return None
-    where = "" if found.module is None else f", first in {_layer(model, found.module)}"
-    return f"{found.what}, by {found.difference:.1e} {found.unit}{where}"
+    where = "" if finding.module is None else f", first in {_layer(model, finding.module)}"
+    return f"{finding.what}, by {finding.difference:.1e} {finding.unit}{where}"
 
 
 def _findings(
@@ -404,10 +406,10 @@ def _findings(
     loss: Loss | None,
     dtype: torch.dtype,
 ) -> Iterator[_Finding | None]:
-    """Check one thing after the other; None: it is right."""
+    """Yield one result per check; None: it passed."""
     row, tolerance = Row.of(documents), _TOLERANCE[dtype]
     traced = trace(model, row.arguments())
-    # Whether a document's last token is noticed anywhere but at its own position.
+    # A document's last token must change no output but the one at its position.
     position = torch.arange(sum(LENGTHS))
     for number, (begin, end) in enumerate(itertools.pairwise([0, *itertools.accumulate(LENGTHS)])):
         changed = [tokens.clone() for tokens in documents]
@@ -419,7 +421,7 @@ def _findings(
             (~inside, "a token changes logits of another document in its row"),
         ):
             yield _compare(_at(after, rows), _at(traced, rows), what, _STRICT[dtype])
-    # Whether logits of the row are those of its documents under the reference.
+    # Logits of the row must equal those of its documents under the reference.
     wanted = concatenate_traces(trace(reference, plain_arguments(tokens)) for tokens in documents)
     if not difference(traced[""], wanted[""]) <= tolerance:
         alone = concatenate_traces(
@@ -428,7 +430,7 @@ def _findings(
         what = f"even one document alone has other logits than with {REFERENCE!r}"
         yield _compare(alone, wanted, what, tolerance)
         yield _compare(traced, alone, _OTHER_LOGITS, tolerance)
-    # Whether gradients are.
+    # So must gradients.
     ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
     alone_losses = [
         _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)
@@ -441,9 +443,9 @@ def _findings(
     )
     if loss is None:
         return
-    # Whether the run's loss of the row is the architecture's own, by value and gradients.
+    # Value and gradients of the run's loss must equal those of the architecture's own loss.
     count = int((row.labels >= 0).sum())
-    labels = nn.functional.pad(row.labels[:, :-1], (1, 0), value=-100)  # it shifts them itself
+    labels = nn.functional.pad(row.labels[:, :-1], (1, 0), value=-100)  # the model shifts them
     ours, theirs = loss(model, row), model(labels=labels, **row.arguments()).loss * count
     error = abs(float(ours.detach()) - float(theirs.detach())) / count
     own = "the architecture's own training loss, model(labels=...).loss"
@@ -455,16 +457,16 @@ def _findings(
 
 
 def _gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients of all parameters that the loss reaches, in float32."""
+    """Return the gradients of all parameters that the loss reaches, in float32."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g.float() for name, g in zip(named, found, strict=True) if g is not None}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g.float() for name, g in zip(named, grads, strict=True) if g is not None}
 
 
 def _compare_gradients(
     ours: dict[str, Tensor], wanted: dict[str, Tensor], what: str, tolerance: float
 ) -> _Finding | None:
-    """The largest difference of a parameter's, as a share of its norm."""
+    """Find the parameter with the largest difference, relative to the gradient's norm."""
     floor = 1e-3 * max(float(grad.norm()) for grad in wanted.values())
     errors = {
         name: float((ours[name] - grad if name in ours else grad).norm())
@@ -487,17 +489,17 @@ def _at(trace: Trace, rows: Tensor) -> Trace:
 
 
 def _compare(ours: Trace, theirs: Trace, what: str, tolerance: float) -> _Finding | None:
-    """The difference of the logits, and the first module that has one as large."""
-    found = difference(ours[""], theirs[""])
-    if found <= tolerance:
+    """Compare logits; name the first module whose output differs too much."""
+    logits = difference(ours[""], theirs[""])
+    if logits <= tolerance:
         return None
     names = (name for name in ours if name in theirs)
     first = next(name for name in names if not difference(ours[name], theirs[name]) <= tolerance)
-    return _Finding(what=what, difference=found, module=first)
+    return _Finding(what=what, difference=logits, module=first)
 
 
 def _layer(model: Any, name: str) -> str:
-    """A module as a reader knows it: its path, class, and the kind of its layer."""
+    """Describe a module: its path, its class, and the kind of its layer."""
     while name and type(model.get_submodule(name)).__module__.startswith("torch."):
         name = name.rpartition(".")[0]
     if not name:

@@ -1,8 +1,8 @@
-"""Check of the real model on its real path: does it keep the documents of a micro batch apart?
+"""Probe of a host's own model and batch: does the model keep the documents of a batch apart?
 
-``probe(forward, batch)`` runs a host's own forward six times without gradients: unchanged, with the
-tokens of every other segment changed, with those of the rest changed, with one token of each
-segment changed, and twice with the documents shorter or alone. Marked outputs must stay equal:
+``probe(forward, batch)`` runs the host's forward six times without gradients: unchanged, with the
+tokens of every other segment changed, with those of the remaining segments changed, with one token
+of each segment changed, and twice with shorter or single documents. Marked outputs must stay equal:
 
     segments       | a a a a | b b b | c c c c c |
     odd changed    | a a a a | X X X | c c c c c |     a and c
@@ -11,11 +11,11 @@ segment changed, and twice with the documents shorter or alone. Marked outputs m
     cut in pieces  | a a|a a | b b|b | c c|c c|c |     the first piece of each
     one alone                          c c c           this beginning of a document
 
-The first four see every boundary from both sides, each wrong by one or missing, an attention window
-that is lost (segments are cut at windows), and a mask that is shifted: where a loss may not count,
-it is 0, and elsewhere it is not. The last two see outputs that depend on the longest document of
-the row, or on the row's length. Pieces have at most 64 tokens, or half of the longest segment.
-``check_architecture`` asks more of a tiny copy of the model; this checks a host's real batch.
+The first four find boundaries that are missing or wrong by one, an attention window that the host
+ignores (windows end segments), and a shifted mask: a loss that does not count must be 0, one that
+counts must not. The last two find outputs that depend on the longest document of the row, or on
+its length. Pieces have at most 64 tokens, or half of the longest segment. ``check_architecture``
+checks more, on a tiny copy of the model; the probe checks the host's real model and batch.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 
-# A position that must not notice a change may differ by so much of what the changed ones do: a
-# mixture of experts sums in another order, and half precision rounds.
+# An unchanged position may move by this share of what changed positions move: a mixture of experts
+# may sum in another order, and half precision rounds.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
-
-_PIECE = 64  # tokens; no position threshold is as low
+_PIECE = 64  # tokens; below all known position thresholds
 
 
 class SegmentPlaces(NamedTuple):
-    """The segments of a micro batch, padding's too; all int64, one entry each."""
+    """Segments of a micro batch with those of padding; int64 tensors, one entry per segment."""
 
     begins: Tensor
-    """First token, of all rows one behind the other."""
+    """First token, counted over all rows."""
     lengths: Tensor
     rooms: Tensor
-    """Tokens from one begin to the next: the length, but where segments are aligned."""
+    """Tokens up to the next begin: the length, or more where segments are aligned."""
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
-        """Those of ``cu_seqlens``, listed per row or not, their last value repeated or not."""
+        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat."""
         rows, row = batch["tokens"].shape
         ends = batch["cu_seqlens"].long()
         places = batch.get("cu_seqlens_padded", ends).long()
@@ -58,11 +57,11 @@ class SegmentPlaces(NamedTuple):
         shift = torch.arange(rows).view(-1, 1) * row
         rooms = places.diff()
         begins = places[:, :-1] + shift
-        there = rooms > 0
-        return SegmentPlaces(begins[there], ends.diff()[there], rooms[there])
+        not_empty = rooms > 0
+        return SegmentPlaces(begins[not_empty], ends.diff()[not_empty], rooms[not_empty])
 
     def positions(self) -> Tensor:
-        """Of every token, from the begin of its segment on, int64 (tokens,)."""
+        """Return the position of every token in its segment, int64 (tokens,)."""
         first = self.begins.repeat_interleave(self.rooms)
         return torch.arange(len(first)) - first
 
@@ -80,90 +79,88 @@ def probe(
 ) -> float:
     """Refuse a forward in which documents of a micro batch depend on each other.
 
-    Every rank calls it alike: the number of forwards does not depend on the batch. It is six, and
-    seven with ``longest``.
+    Every rank must call it: it always runs six forwards, with ``longest`` seven.
 
     Args:
-        forward: from a batch like this one to what the host makes of its tokens: logits or hidden
-            states ``(..., width)``, or losses, one number for each token in the order of
-            ``batch["tokens"]``, masked as the host masks them. Any float dtype and device. Called
-            without gradients; modes (dropout off) are the caller's.
+        forward: maps a batch like this one to logits or hidden states ``(..., width)``, or to one
+            loss per token in the order of ``batch["tokens"]``, 0 where the host masks it. Any float
+            dtype and device. It runs without gradients; the caller sets modes (dropout off).
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or
-            per row; on the CPU. It is not changed. Without a label, every token gets one for the
-            probe: the next of its document, or else of its row.
-        outputs: of ``forward``.
-        counted: which losses of a batch count, bool ``(rows, R)``; None: those that ``loss_mask``
-            names. For hosts that cannot be told all (``megapack.integrations.dialects``).
-        precision: in which the model computes; None: that of the outputs.
-        host: in the error.
-        longest: another batch, with the longest documents; None: ``batch``. Its documents are cut.
-        any_length: ``forward`` takes any number of tokens, so one document runs alone; else all
-            documents are cut twice.
+            per row; on the CPU. It stays unchanged. If it has no label, the probe labels every
+            token with the next one of its document, or else of its row.
+        outputs: what ``forward`` returns.
+        counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
+            represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
+        precision: dtype in which the model computes; None: that of the outputs.
+        host: name of the host for the error.
+        longest: another batch, with the longest documents, to cut into pieces; None: ``batch``.
+        any_length: whether ``forward`` takes any number of tokens. Then one document runs alone;
+            else all documents are cut a second time.
 
     Returns:
         Seconds.
 
     Raises:
-        ConfigError: what leaked, from where to where; a document that depends on the length of
-            others; a loss that counts and must not, or does not
-            and must; outputs that do not depend on the tokens at all, or are no numbers.
+        ConfigError: a token sees another document or the future; a document depends on the length
+            of others; a loss counts against the mask, or does not count; outputs do not depend on
+            the tokens, or are not finite.
     """
     began = time.perf_counter()
     batch = _with_labels(batch)
     tokens = batch["tokens"].flatten()
-    of, middle, behind = _places(SegmentPlaces.of(batch), len(tokens))
-    others = _others(tokens)
+    segment_of_token, middle, from_middle = _token_places(SegmentPlaces.of(batch), len(tokens))
+    replacements = _other_tokens(tokens)
     dtypes = []
 
-    def outputs_of(asked: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        counts = asked["loss_mask"] != 0 if counted is None else counted(asked)
+    def run(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        counts = inputs["loss_mask"] != 0 if counted is None else counted(inputs)
         with torch.no_grad():
-            made = forward(asked).detach()
-        dtypes.append(made.dtype)
-        return made.float().reshape(asked["tokens"].numel(), -1).cpu(), counts.flatten()
+            result = forward(inputs).detach()
+        dtypes.append(result.dtype)
+        return result.float().reshape(inputs["tokens"].numel(), -1).cpu(), counts.flatten()
 
-    def run(changed: Tensor | None) -> tuple[Tensor, Tensor]:
-        asked = dict(batch)
-        if changed is not None:
-            asked["tokens"] = torch.where(changed, others, tokens).view_as(batch["tokens"])
-        return outputs_of(asked)
+    def run_changed(changed: Tensor) -> tuple[Tensor, Tensor]:
+        new_tokens = torch.where(changed, replacements, tokens).view_as(batch["tokens"])
+        return run({**batch, "tokens": new_tokens})
 
-    plain, counts = run(None)
+    plain, counts = run(dict(batch))
     if outputs == "losses":
-        _check_losses(plain[:, 0], counts, of, host)
-    seen = []
-    for changed in (of % 2 == 1, of % 2 == 0, middle):
-        other, still = run(changed)
-        same = other == plain  # also where both are infinite, as of ids that no token has
-        difference = (other - plain).masked_fill(same, 0).abs().amax(dim=1)
-        if not (difference.isfinite() | of.isnan()).all():
+        _check_losses(plain[:, 0], counts, segment_of_token, host)
+    changes = []
+    for changed in (segment_of_token % 2 == 1, segment_of_token % 2 == 0, middle):
+        result, counts_now = run_changed(changed)
+        equal = result == plain  # also infinite outputs, as logits of ids that no token has
+        difference = (result - plain).masked_fill(equal, 0).abs().amax(dim=1)
+        if not (difference.isfinite() | segment_of_token.isnan()).all():
             raise ConfigError(
-                f"{host} gives outputs that are not finite: whether documents of a batch see each "
-                "other cannot be seen; look at its weights and its precision"
+                f"{host} gives outputs that are not finite, so the probe cannot see whether "
+                "documents of a batch see each other; check its weights and its precision"
             )
-        # Where the host cannot be told the same labels any more, losses change by themselves.
-        must_not = ~(behind if changed is middle else changed) & ~of.isnan() & (counts == still)
-        # A loss that does not count, as all of padding, is 0 whatever the tokens are.
-        may = ~must_not & ~of.isnan() & (counts | (outputs == "logits"))
-        seen.append((difference, must_not, may))
+        # Some hosts derive labels from tokens; there, other labels change losses rightly.
+        unmoved = counts == counts_now
+        unmoved &= ~(from_middle if changed is middle else changed) & ~segment_of_token.isnan()
+        # A loss that does not count, as all of padding, is 0 for any tokens.
+        movable = ~unmoved & ~segment_of_token.isnan() & (counts | (outputs == "logits"))
+        changes.append(_Change(difference, unmoved, movable))
     tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)
-    scale = _check(seen, of=of, tolerance=tolerance, host=host)
+    scale = _check_changes(changes, segment_of_token, tolerance=tolerance, host=host)
     if longest is not None:
         batch = _with_labels(longest)
-        plain, counts = outputs_of(dict(batch))
+        plain, counts = run(dict(batch))
     segments = SegmentPlaces.of(batch)
     half = -(-int(segments.lengths.max()) // 2)
     parts = [_cut(batch, segments, min(half, _PIECE))]
     parts.append(_alone(batch, segments, half) if any_length else _cut(batch, segments, half))
     for part in parts:
-        made, still = outputs_of(part.batch)
-        same = counts[part.before] == still[part.after]
-        _check_part(part, plain, made, same, rounding=tolerance * scale, host=host)
+        result, counts_now = run(part.batch)
+        comparable = counts[part.before] == counts_now[part.after]
+        rounding = tolerance * scale
+        _check_part(part, plain, result, comparable, rounding=rounding, host=host)
     return time.perf_counter() - began
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch with labels: its own, or made ones if every label is masked."""
+    """Return a batch with labels: its own, or next tokens if its mask hides every label."""
     if (batch["loss_mask"] != 0).any():
         return batch
     tokens = batch["tokens"]
@@ -171,16 +168,16 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     positions = SegmentPlaces.of(batch).positions().view_as(tokens)
     ends = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)
     inside = following.masked_fill(ends, -100)
-    # Documents of one token each have none inside: a label of the next one is as good here.
+    # If every document has one token, label it with the first token of the next document.
     labels = inside if (inside >= 0).any() else following
     return {**batch, "labels": labels, "loss_mask": (labels >= 0).float()}
 
 
-# ---- Documents in shorter rows, and alone
+# ---- Documents in shorter rows, or alone
 
 
 class _Part(NamedTuple):
-    """A batch whose tokens ``after`` must have the outputs of the whole one's ``before``."""
+    """Batch whose tokens ``after`` must have the outputs of the original's tokens ``before``."""
 
     batch: dict[str, Any]
     before: Tensor
@@ -189,7 +186,7 @@ class _Part(NamedTuple):
 
 
 def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
-    """Cut every segment into pieces of at most so many tokens, with positions from 0 on."""
+    """Cut every segment into pieces of at most ``most`` tokens, with positions from 0."""
     padded = "cu_seqlens_padded" in batch
     align = int(np.gcd.reduce(segments.rooms.numpy())) if padded else 1
     most = -(-most // align) * align
@@ -218,7 +215,7 @@ def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
 
 
 def _alone(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
-    """Return a batch of the first ``most`` tokens of the longest segment alone."""
+    """Return a batch with the first ``most`` tokens of the longest segment alone."""
     usable = segments.lengths.masked_fill(~_begins_at_0(batch, segments), 0)
     number = int(usable.argmax())
     before = int(segments.begins[number]) + torch.arange(most)
@@ -242,7 +239,7 @@ def _alone(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Par
 
 
 def _begins_at_0(batch: Mapping[str, Any], segments: SegmentPlaces) -> Tensor:
-    """Which segments count their positions from 0 on (not those behind an attention window)."""
+    """Return whether each segment starts at position 0 (after an attention window it does not)."""
     if "position_ids" not in batch:
         return torch.ones(len(segments.begins), dtype=torch.bool)
     begins: Tensor = batch["position_ids"].flatten()[segments.begins] == 0
@@ -250,37 +247,38 @@ def _begins_at_0(batch: Mapping[str, Any], segments: SegmentPlaces) -> Tensor:
 
 
 def _ends(sizes: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """List the ends of pieces as ``cu_seqlens`` of the batch lists them: in all, or per row."""
-    given: Tensor = batch["cu_seqlens"]
-    if given.dim() == 1:
-        return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(given.dtype)
+    """Return cu_seqlens of pieces in the form of the batch: one list, or one per row."""
+    template: Tensor = batch["cu_seqlens"]
+    if template.dim() == 1:
+        return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(template.dtype)
     rows, row = batch["tokens"].shape
     lists = [sizes[begins // row == i].cumsum(0) for i in range(rows)]
     most = max(map(len, lists))
     lists = [torch.cat([ends, ends[-1:].expand(most - len(ends))]) for ends in lists]
-    return torch.nn.functional.pad(torch.stack(lists), (1, 0)).to(given.dtype)
+    return torch.nn.functional.pad(torch.stack(lists), (1, 0)).to(template.dtype)
 
 
 def _longest(rooms: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Any:
-    given = batch["max_seqlen"]
-    if not isinstance(given, Tensor):
+    """Return max_seqlen of pieces in the form of the batch: int, or tensor 0-d or per row."""
+    template = batch["max_seqlen"]
+    if not isinstance(template, Tensor):
         return int(rooms.max())
-    if given.dim() == 0:
-        return rooms.max().to(given.dtype)
+    if template.dim() == 0:
+        return rooms.max().to(template.dtype)
     rows, row = batch["tokens"].shape
     longest = [rooms[begins // row == i].max() for i in range(rows)]
-    return torch.stack(longest).to(given.dtype)
+    return torch.stack(longest).to(template.dtype)
 
 
 def _check_part(
-    part: _Part, plain: Tensor, made: Tensor, same: Tensor, *, rounding: float, host: str
+    part: _Part, plain: Tensor, result: Tensor, comparable: Tensor, *, rounding: float, host: str
 ) -> None:
     """Raise ConfigError if a token has other outputs in the part than in its row."""
-    before, after = plain[part.before], made[part.after]
+    before, after = plain[part.before], result[part.after]
     difference = (after - before).masked_fill(after == before, 0).abs().amax(dim=1)
-    wrong = same & ~(difference <= rounding)
+    wrong = comparable & ~(difference <= rounding)
     if wrong.any():
-        i = int(difference.masked_fill(~same, 0).argmax())
+        i = int(difference.masked_fill(~comparable, 0).argmax())
         raise ConfigError(
             f"{host} gives token {int(part.before[i])} other outputs in its row than if "
             f"{part.what}: they differ by {float(difference[i]):.3g}, where at most {rounding:.3g} "
@@ -293,20 +291,33 @@ def _check_part(
 # ---- Documents whose tokens change
 
 
-def _places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every token its segment (float nan in the room of an aligned one), whether it is the
-    middle one of it, and whether it is that or behind it."""
-    of = torch.full((num_tokens,), torch.nan)
-    middle, behind = torch.zeros(2, num_tokens, dtype=torch.bool)
+class _Change(NamedTuple):
+    """Effect of changed tokens, per token."""
+
+    difference: Tensor
+    """Largest change of an output, float32."""
+    unmoved: Tensor
+    """Bool: the output must not change."""
+    movable: Tensor
+    """Bool: the output may change."""
+
+
+def _token_places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for every token its segment (float; NaN in alignment padding), whether it is the
+    middle token of the segment, and whether it is the middle one or after it."""
+    segment_of_token = torch.full((num_tokens,), torch.nan)
+    middle, from_middle = torch.zeros(2, num_tokens, dtype=torch.bool)
     inside = torch.cat([torch.arange(n) for n in segments.lengths.tolist()])
     places = segments.begins.repeat_interleave(segments.lengths) + inside
     half = (segments.lengths // 2).repeat_interleave(segments.lengths)
-    of[places] = torch.arange(len(segments.lengths)).repeat_interleave(segments.lengths).float()
-    middle[places], behind[places] = inside == half, inside >= half
-    return of, middle, behind
+    numbers = torch.arange(len(segments.lengths)).repeat_interleave(segments.lengths)
+    segment_of_token[places] = numbers.float()
+    middle[places], from_middle[places] = inside == half, inside >= half
+    return segment_of_token, middle, from_middle
 
 
-def _others(tokens: Tensor) -> Tensor:
+def _other_tokens(tokens: Tensor) -> Tensor:
+    """Return a different id for each token, within the range of ids that occur (0, 1 for one)."""
     """Another id for each, between the smallest and the largest that occur (0 or 1 for one id)."""
     low, high = int(tokens.min()), int(tokens.max())
     if low == high:
@@ -314,40 +325,44 @@ def _others(tokens: Tensor) -> Tensor:
     return low + (tokens - low + 1) % (high - low + 1)
 
 
-def _check_losses(losses: Tensor, counts: Tensor, of: Tensor, host: str) -> None:
+def _check_losses(losses: Tensor, counts: Tensor, segment_of_token: Tensor, host: str) -> None:
     wrong = (losses != 0) != counts
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise ConfigError(
             f"{host} {'counts' if losses[i] != 0 else 'leaves out'} the loss of token {i} (segment "
-            f"{int(of[i])}), one of {int(wrong.sum())} of {len(losses)}, against the loss mask of "
-            "the batch: is the mask, or are the labels, shifted once too often?"
+            f"{int(segment_of_token[i])}), one of {int(wrong.sum())} of {len(losses)}, against the "
+            "loss mask of the batch: is the mask, or are the labels, shifted once too often?"
         )
 
 
-def _check(
-    seen: Sequence[tuple[Tensor, Tensor, Tensor]], *, of: Tensor, tolerance: float, host: str
+def _check_changes(
+    changes: Sequence[_Change], segment_of_token: Tensor, *, tolerance: float, host: str
 ) -> float:
-    """Check that each change moved only what it may, and something; return by how much."""
-    moved = [float(difference[may].max()) if may.any() else None for difference, _, may in seen]
+    """Check that each change moved something, and only what it may; return the largest move."""
+    moved = [
+        float(change.difference[change.movable].max()) if change.movable.any() else None
+        for change in changes
+    ]
     if 0 in moved or not any(moved):
         raise ConfigError(
-            f"{host} makes the same of other tokens: its outputs do not depend on the batch that "
-            "it was given, so nothing could be seen"
+            f"{host} gives the same outputs for other tokens: they do not depend on the batch that "
+            "it was given, so the probe cannot see anything"
         )
-    for (difference, must_not, may), scale in zip(seen, moved, strict=True):
-        # A change of padding alone shows nowhere: what another one moved is the measure.
-        rounding = tolerance * (scale or max((one for one in moved if one), default=0.0))
-        leaked = must_not & (difference > rounding)
+    largest = max(move for move in moved if move)
+    for change, move in zip(changes, moved, strict=True):
+        # A change of padding alone moves nothing: then compare with the largest other move.
+        rounding = tolerance * (move or largest)
+        leaked = change.unmoved & (change.difference > rounding)
         if leaked.any():
-            i = int(difference.masked_fill(~must_not, 0).argmax())
-            same = bool(may[of == of[i]].any())
+            i = int(change.difference.masked_fill(~change.unmoved, 0).argmax())
+            same = bool(change.movable[segment_of_token == segment_of_token[i]].any())
             raise ConfigError(
-                f"{host} lets token {i} (segment {int(of[i])}) see "
+                f"{host} lets token {i} (segment {int(segment_of_token[i])}) see "
                 f"{'what comes after it' if same else 'another document'}: it changed by "
-                f"{float(difference[i]):.3g} where at most {rounding:.3g} is rounding, and "
-                f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach its "
-                "attention as they are: check the attention backend, and what stands between the "
-                "batch and the model"
+                f"{float(change.difference[i]):.3g} where at most {rounding:.3g} is rounding, and "
+                f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach the "
+                "attention unchanged: check the attention backend, and the code between the batch "
+                "and the model"
             )
-    return max(one for one in moved if one)
+    return largest

@@ -1,8 +1,9 @@
-"""Attention over segments as a problem, and what a backend is that solves it.
+"""Variable-length attention as a problem, and the interface of the backends that solve it.
 
-``ScoreRule`` how scores become weights; ``Segments`` where the segments of a stream lie;
-``AttentionNeeds`` what a model asks of attention, in one value that every backend accepts or
-refuses; ``Backend`` a forward, its backward, and what they cannot do; ``alibi_slopes``.
+- ``ScoreRule``: how scores become weights (scale, mask, window, soft cap, ALiBi).
+- ``Segments``: boundaries of the segments of a stream.
+- ``AttentionNeeds``: all that a model requires; every backend accepts or refuses one.
+- ``Backend``: a forward, its backward, and the needs that it refuses.
 
     alibi_slopes(4)  # -> 0.25, 0.0625, 0.015625, 0.00390625
 """
@@ -18,11 +19,11 @@ from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """One slope per head, ``[num_heads]`` float32 on the CPU.
+    """Return one ALiBi slope per head, ``[num_heads]`` float32 on the CPU.
 
-    For a power of two n the slopes are ``2 ** (-8 i / n)``, i = 1..n. Otherwise those of the power
-    of two below, then every other slope of the power of two above, as Press et al. ("Train Short,
-    Test Long", 2021) released them.
+    For a power of two n the slopes are ``2 ** (-8 i / n)``, i = 1..n. Otherwise the slopes of the
+    next lower power of two, then every other slope of the next higher one, as Press et al. ("Train
+    Short, Test Long", 2021) released them.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads is {num_heads}; it must be at least 1")
@@ -33,36 +34,33 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 class Segments(NamedTuple):
-    """Where the segments of a stream of T tokens lie."""
+    """Boundaries of the segments of a stream of T tokens."""
 
     cu_seqlens: Tensor
-    """``[S + 1]`` int32: 0, the end of every segment, T; repeated entries are empty segments."""
+    """``[S + 1]`` int32: 0, the end of every segment, T; a repeated entry is an empty segment."""
     max_seqlen: int
-    """Tokens of the longest segment, known on the host."""
+    """Length of the longest segment in tokens, known on the CPU."""
 
 
 class Forward(NamedTuple):
-    """Inputs and results of a forward, as its backward needs them."""
+    """Inputs and results of a forward that the backward reads."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
-    """``[H, T]``, float32 (float64 for float64 inputs): log of the sum of exponentiated scores."""
+    """``[H, T]`` float32 (float64 for float64 inputs): log-sum-exp of the scores."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreRule:
-    """How scores become weights, the same for every segment of a call.
-
-    ``softmax(mask(alibi(cap(scale * q k^T))))``: the cap first, then the ALiBi bias, then the mask.
-    """
+    """Map from scores to weights, ``softmax(mask(alibi(cap(scale * q k^T))))``."""
 
     scale: float
     """Factor on ``q k^T``, usually ``head_dim ** -0.5``."""
     causal: bool = True
-    """Position i attends to j <= i of its own segment."""
+    """Position i attends to j <= i of the same segment."""
     window: int = 0
     """With w > 0, position i attends only to j with ``i - j < w`` (transformers' convention)."""
     softcap: float = 0.0
@@ -79,7 +77,7 @@ class ScoreRule:
             raise ValueError("a sliding window without causal attention is not supported")
 
     def hides(self, distance: Tensor) -> Tensor | None:
-        """Where the mask lies; ``distance`` is ``i - j`` of every pair of one segment."""
+        """Return the pairs that the mask hides; ``distance`` is ``i - j`` within one segment."""
         if not self.causal:
             return None
         hidden = distance < 0
@@ -88,7 +86,7 @@ class ScoreRule:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNeeds:
-    """Everything of a run that decides which backends can serve it."""
+    """All properties of a run that decide which backends can serve it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -107,7 +105,7 @@ class AttentionNeeds:
             )
 
     def describe(self) -> str:
-        """One line for a log: ``bfloat16 on cuda, 32 heads of 64 over 8, window``."""
+        """Return one line for a log: ``bfloat16 on cuda, 32 heads of 64 over 8, window``."""
         extras = [n for n in ("window", "softcap", "alibi") if getattr(self, n)]
         shape = f"{self.num_heads} heads of {self.head_dim} over {self.num_key_value_heads}"
         name = str(self.dtype).removeprefix("torch.")
@@ -116,17 +114,18 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One way to compute attention.
+    """One implementation of attention.
 
     Attributes:
-        name: as in ``model.attention_backend``.
-        title: as people call it.
-        forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``, to the output
-            ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
-        backward: ``(grad_out, done, segments, rule)`` with a ``Forward`` to the gradients of q, k
-            and v; None: the forward differentiates itself, and gives the output alone.
-        refusal: why it cannot serve needs, beside the rules it lacks; None when it always can.
-        softcap, alibi: rules that it can apply; all can apply a window.
+        name: value of ``model.attention_backend``.
+        title: name for messages.
+        forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``; returns the
+            output ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
+        backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients
+            of q, k and v. None: autograd differentiates ``forward``, which returns only the output.
+        refusal: returns why the backend cannot serve the needs, or None; called after the check of
+            softcap and alibi.
+        softcap, alibi: whether the backend supports the rule. Every backend supports windows.
     """
 
     name: str
@@ -138,7 +137,7 @@ class Backend:
     alibi: bool = True
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
-        """Why it cannot serve ``needs``; None when it can."""
+        """Return why the backend cannot serve ``needs``, None if it can."""
         if needs.softcap and not self.softcap:
             return f"{self.title} has no soft cap"
         if needs.alibi and not self.alibi:
@@ -147,5 +146,5 @@ class Backend:
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of sums, scores and their log-sum-exp: float32, and float64 for float64 inputs."""
+    """Return the dtype of sums and scores: float32, or float64 for float64 inputs."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
 """PyTorch's fused CPU attention, called once per segment: the default on the CPU.
 
-The kernels behind ``scaled_dot_product_attention`` are called directly, because they return the
-log-sum-exp that their backward needs; the public function hides it behind autograd, which is off
-inside a custom op.
+This module calls the kernels behind ``scaled_dot_product_attention``, because they return the
+log-sum-exp that the backward needs. The public function keeps it for autograd, which is off inside
+a custom operator.
 """
 
 from __future__ import annotations

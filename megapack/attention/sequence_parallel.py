@@ -1,9 +1,9 @@
-"""Attention over tokens of which every rank of a group holds a slice (DeepSpeed-Ulysses).
+"""Attention over tokens that a group of ranks shares in slices (DeepSpeed-Ulysses).
 
-Two all-to-alls around attention: before it every rank gets all tokens of some of the heads, after
-it all heads of its own tokens (Jacobs et al. 2023; DeepSpeed's implementation). The segments are
-those of the whole stream, so nothing else changes. Everything else in a model must treat tokens one
-by one, and ``check_sequence_parallel`` tries whether it does.
+An all-to-all before attention gives every rank all tokens of some heads; another one after it gives
+back all heads of the rank's slice (Jacobs et al. 2023; DeepSpeed's implementation). Segments are
+those of the whole stream. All other layers must treat each token alone, which
+``check_sequence_parallel`` checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.attention.model_check import apart
+from megapack.attention.model_check import isolated
 from megapack.attention.tiny_model import (
     HEADS,
     LENGTHS,
@@ -31,17 +31,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
-    """Decorator that turns an attention function into one for slices.
+    """Return a decorator that makes an attention function work on slices.
 
-    The result exchanges where the model's forward was given ``sequence_parallel_size`` above 1;
-    all ranks of the group call it together then.
+    The decorated function exchanges if the model's forward got ``sequence_parallel_size`` above 1;
+    then all ranks of the group must call it.
 
     Args:
-        configuration: of the transformers model.
+        configuration: configuration of the transformers model.
         group: process group of the ranks that share tokens.
 
     Raises:
-        ConfigError: heads cannot be divided among the ranks.
+        ConfigError: the number of ranks does not divide the heads.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: PLC0415
 
@@ -70,13 +70,13 @@ def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attentio
             *tensors: Any,
             sequence_parallel_size: int = 1,
             position_ids: Tensor | None = None,
-            **rest: Any,
+            **options: Any,
         ) -> tuple[Tensor, None]:
             if sequence_parallel_size == 1:
-                return attend(*tensors, position_ids=position_ids, **rest)
-            # It gathers position_ids in every layer; ours tells segments by cu_seqlens.
-            nothing = torch.zeros(1, 1, dtype=torch.int64, device=tensors[1].device)
-            out: tuple[Tensor, None] = ulysses(*tensors, position_ids=nothing, **rest)
+                return attend(*tensors, position_ids=position_ids, **options)
+            # Ulysses gathers position_ids in every layer, and our attention ignores them.
+            unused = torch.zeros(1, 1, dtype=torch.int64, device=tensors[1].device)
+            out: tuple[Tensor, None] = ulysses(*tensors, position_ids=unused, **options)
             return out
 
         return exchange
@@ -94,38 +94,37 @@ def check_sequence_parallel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse a model that does not learn from slices what it learns from the whole; collective.
+    """Refuse a model that computes another loss or gradient in slices than on the whole row.
 
-    A tiny model of the architecture, the same on all ranks, gets a row of documents whole, and then
-    in slices; loss and gradient must agree.
+    Runs a tiny model of the architecture, equal on all ranks, on a row of documents. Collective.
 
     Args:
-        configuration: of the transformers model.
-        backend: of the attention.
+        configuration: configuration of the transformers model.
+        backend: attention backend.
         group: process group of the ranks that share tokens.
-        build: makes a model in float32 from a configuration; it uses the registered attention.
-        loss: the summed loss of a row, or of a slice of one in a group of so many ranks.
-        device, dtype: of the run.
+        build: builds a float32 model, with the registered attention, from a configuration.
+        loss: returns the summed loss of a row, or of a slice in a group of the given size.
+        device, dtype: device and dtype of the run.
 
     Raises:
         ConfigError: on all ranks of the group, with the difference.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    over_ranks(configuration, group)  # names the model's own heads where they do not divide
+    over_ranks(configuration, group)  # raises with the number of heads of the real model
     subject = f"architecture {configuration.model_type!r} with sequence_parallel_size {size}"
     remedy = "set engine.sequence_parallel_size to 1"
-    with apart(device):
+    with isolated(device):
         try:
             tiny = tiny_configuration(configuration, heads=max(HEADS, size))
             register(backend, over_ranks(tiny, group))
             model = build(tiny).to(device, dtype).train()
             randomize(model)
-            # Three documents, together a multiple of ``size``.
+            # Three documents whose total length is a multiple of ``size``.
             total = -(-(sum(LENGTHS) + 2) // size) * size
             draw = torch.randint(0, VOCABULARY - 8, (total,)).to(device)
             row = Row.of(torch.split(draw, [*LENGTHS, total - sum(LENGTHS)]))
-            whole = _learned(model, loss(model, row, 1))
-            slices = _learned(model, loss(model, _slice(row, rank, size), size))
+            whole = _loss_and_gradient(model, loss(model, row, 1))
+            slices = _loss_and_gradient(model, loss(model, _slice(row, rank, size), size))
         except (ConfigError, dist.DistBackendError):
             raise
         except Exception as error:
@@ -133,11 +132,11 @@ def check_sequence_parallel(
                 f"{subject} fails on a row of documents: {type(error).__name__}: {error}; {remedy}"
             ) from error
     dist.all_reduce(slices, group=group)
-    apart_by = float((slices - whole).norm() / whole.norm())
-    if not apart_by <= _TOLERANCE[dtype]:
+    relative = float((slices - whole).norm() / whole.norm())
+    if not relative <= _TOLERANCE[dtype]:
         raise ConfigError(
             f"{subject}: loss and gradient of a row in slices differ from those of the whole row "
-            f"by {apart_by:.1e} of it: a layer other than attention looks beyond its own token; "
+            f"by {relative:.1e} of it: a layer other than attention looks beyond its own token; "
             f"{remedy}"
         )
 
@@ -149,9 +148,9 @@ def _slice(row: Row, rank: int, size: int) -> Row:
     return row._replace(tokens=tokens, labels=labels, position_ids=position_ids)
 
 
-def _learned(model: Any, loss: Tensor) -> Tensor:
-    """The loss and the gradient of all parameters, one flat float32 vector."""
-    used = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, used, allow_unused=True)
-    parts = [(torch.zeros_like(p) if g is None else g) for p, g in zip(used, found, strict=True)]
+def _loss_and_gradient(model: Any, loss: Tensor) -> Tensor:
+    """Return the loss and the gradient of all parameters as one flat float32 vector."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, trained, allow_unused=True)
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True)]
     return torch.cat([loss.detach().reshape(1), *(part.flatten() for part in parts)]).float()

@@ -1,8 +1,8 @@
-"""Tiny models of an architecture, rows of documents to try them on, and traces of their modules.
+"""Tiny models of an architecture, rows of documents to run them on, and traces of their modules.
 
-- ``tiny_configuration``: the configuration of a tiny model of the same architecture.
+- ``tiny_configuration``: configuration of a tiny model of the same architecture.
 - ``randomize``: weights with which every layer matters.
-- ``Row``: documents in one row, as a model in training gets them; ``plain_arguments``: one alone.
+- ``Row``: documents in one row, as a model gets them in training; ``plain_arguments``: one alone.
 - ``trace``, ``concatenate_traces``, ``difference``: outputs of all modules, compared.
 
     tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from megapack.attention.transformers_interface import varlen_arguments
 
-LENGTHS = (37, 23)  # of the documents: different, and longer than a tiny window or chunk
+LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
 
-# A tiny model: a transformers configuration is shrunk by the names of its fields. It has as many
-# layers as it takes to have one of every kind, four heads of the model's own width, grouped as the
-# model groups them, few experts, short windows. What was a multiple of the hidden size stays the
-# same multiple of it.
+# Rules shrink a transformers configuration by the names of its fields: as many layers as have one
+# of every kind, four heads of the model's own width and grouping, few experts, short windows. A
+# multiple of the hidden size stays the same multiple of it.
 HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
 _LARGEST = {
     "last token": VOCABULARY - 1,
@@ -42,7 +41,7 @@ _LARGEST = {
     "width": 128,
 }
 
-# The first match decides; names are those of transformers. Other fields keep their value.
+# The first match decides. Fields that match no rule keep their values.
 RULES = {
     r"dropout|pdrop|drop_rate|layerdrop|jitter": "off",
     r"(aux|z)_loss_coef": "on",  # large enough to matter next to the loss of the labels
@@ -65,13 +64,13 @@ _PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_
 
 
 def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = HEADS) -> Any:
-    """The configuration of a tiny model of the same architecture (of its text decoder).
+    """Return the configuration of a tiny model of the same architecture (its text decoder).
 
     Args:
-        configuration: of a transformers model.
-        exact: as many layers as the model, for architectures whose layers refer to others, and a
-            hidden size that is heads times their width, where the model's is (Helium relies on it).
-        heads: of attention; no more than the model has.
+        configuration: configuration of a transformers model.
+        exact: keep the number of layers, for architectures whose layers refer to others, and a
+            hidden size of heads times head width if the model has that (Helium relies on it).
+        heads: attention heads; at most those of the model.
 
     Raises:
         Exception: the configuration's class refuses the result.
@@ -91,21 +90,21 @@ def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = 
         elif _per_layer(name, value, layers):
             tiny[name] = shrink(name, value[:kept])
         else:
-            tiny[name] = shrink(name, _of_first(kept, value))
+            tiny[name] = shrink(name, _of_first_layers(kept, value))
     tiny["use_cache"] = False
     return type(text).from_dict(tiny)
 
 
 def _num_layers(fields: dict[str, Any], layers: int) -> int:
-    """The shortest beginning of the layers that has one of every kind; 2 at least."""
+    """Return how many of the first layers include one of every kind; at least 2."""
     needed, shared = 2, False
     for name, value in fields.items():
         if _per_layer(name, value, layers):
             kinds = [repr(kind) for kind in value]
-            if len(set(kinds)) < layers:  # else they are numbers of layers
+            if len(set(kinds)) < layers:  # else the list holds layer numbers
                 needed = max(needed, *(kinds.index(kind) + 1 for kind in kinds))
         elif isinstance(value, list) and value and isinstance(value[0], str):
-            needed = max(needed, len(value))  # kinds that are repeated
+            needed = max(needed, len(value))  # a pattern of kinds that repeats
         elif type(value) is int and _PERIOD.search(name) and value < layers:
             needed = max(needed, value + 1)
         elif value and name.endswith("shared_layers"):
@@ -119,14 +118,14 @@ def _per_layer(name: str, value: Any, layers: int) -> bool:
     return listed and len(value) == layers
 
 
-def _of_first(kept: int, value: Any) -> Any:
-    """A mapping from numbers of layers, of which the first ones are kept; else the value."""
+def _of_first_layers(kept: int, value: Any) -> Any:
+    """Keep the first layers of a mapping from layer numbers; return other values unchanged."""
     numbered = isinstance(value, dict) and all(str(key).isdigit() for key in value)
     return {k: v for k, v in value.items() if int(k) < kept} if numbered else value
 
 
 class _Shrink:
-    """The value of a field in the tiny configuration."""
+    """Map from name and value of a field to its value in the tiny configuration."""
 
     def __init__(self, text: Any, most_heads: int, exact: bool) -> None:
         fields = text.to_dict()
@@ -164,13 +163,13 @@ class _Shrink:
         tied = value == self.hidden or (self.states and value % self.hidden == 0)
         if rule == "hidden" or (rule == "width" and tied):
             exact = value * self.ratio
-            # Else up to a multiple of 16, which every kernel takes.
+            # Round up to a multiple of 16, which every kernel takes.
             return int(exact) if exact.denominator == 1 else -(-int(exact) // 16) * 16
         return min(value, _LARGEST[rule])
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Weights with which every layer matters: initial ones would hide what attention does."""
+    """Add noise to the weights: initial ones would hide what attention does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -179,18 +178,18 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-# What every module gave, float32 ``[T, ...]`` by name, in the order in which they finished; the
-# last is "", the logits.
+# Output of every module by name, float32 ``[T, ...]``, in order of completion; the last is "", the
+# logits.
 Trace: TypeAlias = dict[str, Tensor]
 
 
 class Row(NamedTuple):
-    """Documents in one row, as a model in training gets them."""
+    """Documents in one row, as a model gets them in training."""
 
     tokens: Tensor
     """``[1, T]`` int64."""
     labels: Tensor
-    """``[1, T]`` int64: the next token of the same document, -100 at its last."""
+    """``[1, T]`` int64: the next token of the same document, -100 at its end."""
     position_ids: Tensor
     """``[1, T]`` int64, from 0 in every document."""
     cu_seqlens: Tensor
@@ -199,7 +198,7 @@ class Row(NamedTuple):
 
     @staticmethod
     def of(documents: Sequence[Tensor]) -> Row:
-        """``documents``: int64 ``[L]`` each, on one device."""
+        """Join documents, int64 ``[L]`` each, on one device."""
         lengths, device = [len(tokens) for tokens in documents], documents[0].device
         labels = [nn.functional.pad(tokens[1:], (0, 1), value=-100) for tokens in documents]
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
@@ -213,20 +212,20 @@ class Row(NamedTuple):
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a transformers model's forward."""
+        """Return the arguments of a transformers model's forward."""
         segments = varlen_arguments(self.cu_seqlens, self.max_seqlen)
         return {"input_ids": self.tokens, "position_ids": self.position_ids, **segments}
 
 
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
-    """Arguments of the usual forward of one document ``[L]``."""
+    """Return the arguments of the usual forward of one document ``[L]``."""
     return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
 
 
 def trace(model: Any, arguments: dict[str, Any]) -> Trace:
-    """Run without gradients; see ``Trace``."""
+    """Run the model without gradients and return its ``Trace``."""
     length = arguments["input_ids"].shape[1]
-    found: Trace = {}
+    outputs: Trace = {}
 
     def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
@@ -234,7 +233,7 @@ def trace(model: Any, arguments: dict[str, Any]) -> Trace:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
             value = value[0] if value.shape[:2] == (1, length) else value
             if value.shape[0] == length:
-                found.setdefault(name, value.detach().float())
+                outputs.setdefault(name, value.detach().float())
 
     hooks = [m.register_forward_hook(partial(keep, n)) for n, m in model.named_modules() if n]
     try:
@@ -243,18 +242,18 @@ def trace(model: Any, arguments: dict[str, Any]) -> Trace:
     finally:
         for hook in hooks:
             hook.remove()
-    return {**found, "": logits[0].float()}
+    return {**outputs, "": logits[0].float()}
 
 
 def concatenate_traces(traces: Iterable[Trace]) -> Trace:
-    """Traces of single documents joined into the trace of one row."""
+    """Join traces of single documents into the trace of one row."""
     listed = list(traces)
     names = [name for name in listed[0] if all(name in trace for trace in listed)]
     return {name: torch.cat([trace[name] for trace in listed]) for name in names}
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest, in standard deviations of ``theirs``."""
+    """Return the largest difference, in standard deviations of ``theirs``."""
     if ours.shape != theirs.shape:
         return float("inf")
     return float((ours - theirs).abs().max() / theirs.std().clamp(min=1e-6))

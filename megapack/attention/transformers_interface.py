@@ -1,7 +1,7 @@
-"""The one attention function of transformers models: registered by name, no mask, no device wait.
+"""The attention function of transformers models, registered under the name ``megapack``.
 
-A model whose ``attn_implementation`` is ``"megapack"`` hands q, k and v here, with every keyword
-its forward was called with. The name is not in transformers' mask interface, so no mask is built.
+A model with ``attn_implementation="megapack"`` calls it with q, k, v and every keyword argument of
+the model's forward. The name is not in transformers' mask interface, so no mask is built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTENTION_NAME = "megapack"
 Attention: TypeAlias = Callable[..., tuple[Tensor, None]]
 
 
-# What a transformers model's attention calls cu_seqlens and the longest segment.
+# transformers' names of cu_seqlens and the longest segment.
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
 
@@ -29,32 +29,33 @@ LONGEST = ("max_length_q", "max_length_k")
 def varlen_arguments(
     cu_seqlens: Tensor, max_seqlen: int, sequence_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """Arguments of a model's forward beside ``input_ids`` and ``position_ids``.
+    """Return arguments of a model's forward, in addition to ``input_ids`` and ``position_ids``.
 
-    With ``sequence_parallel_size`` above 1 these are a slice of the tokens that ``cu_seqlens``
-    divides (``megapack.attention.sequence_parallel``).
+    With ``sequence_parallel_size`` above 1, the rank forwards a slice of the tokens that
+    ``cu_seqlens`` describes (``megapack.attention.sequence_parallel``).
     """
-    shared = {"sequence_parallel_size": sequence_parallel_size}
-    return {
-        **(shared if sequence_parallel_size > 1 else {}),
+    arguments: dict[str, Any] = {
         **dict.fromkeys(ENDS, cu_seqlens),
         **dict.fromkeys(LONGEST, max_seqlen),
         "use_cache": False,
     }
+    if sequence_parallel_size > 1:
+        arguments["sequence_parallel_size"] = sequence_parallel_size
+    return arguments
 
 
-def tell_recurrent_layers(model: Any) -> None:
-    """Let recurrent layers know segments: every call that has cu_seq_lens_q is given seq_idx,
-    int32 ``[1, T]``, the number of each token's segment.
+def add_segment_numbers(model: Any) -> None:
+    """Add ``seq_idx``, int32 ``[1, T]``, to every call with cu_seq_lens_q, for recurrent layers.
 
-    Kernels of causal_conv1d and mamba_ssm read it (those of fla read cu_seq_lens_q), and where one
-    is not installed transformers says which. A model that hands it to none is found by the check.
+    It is the number of each token's segment, which kernels of causal_conv1d and mamba_ssm read
+    (kernels of fla read cu_seq_lens_q). ``check_architecture`` refuses models that ignore it.
     """
-    # A class of somebody's own is told by those of transformers that it is made from.
+    # Look also at the modules of base classes: a user's class may derive from transformers'.
     names = {kind.__module__ for kind in type(model).__mro__}
     sources = (inspect.getsource(sys.modules[n]) for n in names if n.startswith("transformers"))
     base = getattr(model, "base_model", model)
-    if hasattr(base, "_tells_segments") or not any("from_hub_with_fallback(" in s for s in sources):
+    recurrent = any("from_hub_with_fallback(" in source for source in sources)
+    if hasattr(base, "_segment_numbers_hook") or not recurrent:
         return
 
     def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -65,11 +66,11 @@ def tell_recurrent_layers(model: Any) -> None:
             kwargs = {**kwargs, "seq_idx": numbers.repeat_interleave(lengths)[None]}
         return args, kwargs
 
-    base._tells_segments = base.register_forward_pre_hook(add, with_kwargs=True)
+    base._segment_numbers_hook = base.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def register(backend: str, wrap: Callable[[Attention], Attention] | None = None) -> None:
-    """Make ``attn_implementation="megapack"`` mean varlen attention on ``backend``, wrapped."""
+    """Register varlen attention on ``backend``, wrapped by ``wrap``, as ``"megapack"``."""
     from transformers import AttentionInterface  # noqa: PLC0415
 
     attend = _attention_function(backend)
@@ -94,19 +95,19 @@ def _attention_function(backend: str) -> Attention:
     ) -> tuple[Tensor, None]:
         """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, E]`` -> ``[B, L, H, E]``."""
         batch, heads, length, key_width = query.shape
-        _refuse_what_we_ignore(attention_mask, dropout, key, length, unused)
+        _refuse_unsupported(attention_mask, dropout, key, length, unused)
         if cu_seq_lens_q is None or max_length_q is None:
-            # Plain rows, as a generation harness sends them: every row is one segment.
+            # A generation harness sends plain rows: every row is one segment.
             cu_seq_lens_q = torch.arange(
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
             max_length_q = length
         kind = query.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # rotated q and k are float32
-            compute = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(compute), key.to(compute), value.to(compute)
-        # Values as wide as keys are not (multi-head latent attention): the kernels want one width,
-        # and zeros change no product.
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # RoPE gives float32 q and k
+            dtype = torch.get_autocast_dtype(kind)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        # Multi-head latent attention has keys and values of different widths, and the kernels take
+        # one width: pad with zeros, which change no product.
         value_width = value.shape[-1]
         width = max(key_width, value_width)
         query, key, value = (
@@ -140,12 +141,8 @@ def _slopes(module: nn.Module) -> Tensor | None:
     return slopes
 
 
-def _refuse_what_we_ignore(
-    attention_mask: Tensor | None,
-    dropout: float,
-    key: Tensor,
-    length: int,
-    unused: dict[str, Any],
+def _refuse_unsupported(
+    attention_mask: Tensor | None, dropout: float, key: Tensor, length: int, unused: dict[str, Any]
 ) -> None:
     if attention_mask is not None:
         raise ValueError(
@@ -165,8 +162,8 @@ def _refuse_what_we_ignore(
         )
     if "sequence_parallel_size" in unused:
         raise ValueError(
-            "megapack attention got a slice of the tokens and no group of ranks to exchange with; "
-            "register it with megapack.attention.sequence_parallel's over_ranks"
+            "megapack attention got a slice of the tokens and no process group to exchange with; "
+            "register it with megapack.attention.sequence_parallel.over_ranks"
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks (s_aux) are not supported by megapack attention")

@@ -1,10 +1,11 @@
 """Attention over a stream of segments: one function, one opaque operator, any backend.
 
-``varlen_attention`` is the function; ``choose_backend`` says at start which of ``BACKENDS`` serves
-a model, and ``refusals`` why others do not. ``megapack::varlen_attn`` is opaque to
-``torch.compile``: a model compiles to one graph whatever segments a batch holds, and no mask is
-ever built. ``cu_seqlens`` may be padded by repeating its last entry, so that its shape is the same
-for every batch.
+- ``varlen_attention``: the attention function.
+- ``choose_backend``: the backend of a run, chosen at start; ``refusals``: why others cannot serve.
+
+``torch.compile`` does not look into ``megapack::varlen_attn``, so a model compiles to one graph for
+all segment layouts, and no mask is ever built. Repeat the last entry of ``cu_seqlens`` to give it
+the same shape in every batch.
 
     choose_backend(AttentionNeeds(device=torch.device("cpu"), dtype=torch.float32, head_dim=64,
                                   num_heads=4, num_key_value_heads=2, softcap=True)).name
@@ -32,7 +33,7 @@ from megapack.attention.problem import (
 )
 from megapack.errors import ConfigError
 
-# In order of preference, fastest first; the formula, which serves everything, is the last.
+# In order of preference, fastest first. The last one serves everything.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (FLASH3, FLASH2, TORCH, flex.BACKEND, sdpa.BACKEND, eager.BACKEND)
@@ -41,21 +42,19 @@ BACKENDS: dict[str, Backend] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend of a run and the reason, for the log and the run directory."""
+    """Backend of a run, with the reason for the log and the run directory."""
 
     name: str
     reason: str
 
 
 def refusals(needs: AttentionNeeds) -> dict[str, str | None]:
-    """For every backend, in order of preference: None when it can serve, else why it cannot."""
+    """Return for every backend, in order of preference, why it cannot serve; None if it can."""
     return {name: backend.why_not(needs) for name, backend in BACKENDS.items()}
 
 
 def choose_backend(needs: AttentionNeeds, requested: str = "auto") -> Choice:
-    """The requested backend, or the first of ``BACKENDS`` that can serve ``needs``.
-
-    The choice is made once, at start, and says why; a step never asks again.
+    """Return the requested backend, or for ``auto`` the first one that can serve ``needs``.
 
     Raises:
         ConfigError: the requested backend is unknown or cannot serve the model.
@@ -63,18 +62,18 @@ def choose_backend(needs: AttentionNeeds, requested: str = "auto") -> Choice:
     if requested not in ("auto", *BACKENDS):
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"attention backend {requested!r} is unknown; choose one of {known}")
-    found = refusals(needs)
-    able = [name for name, reason in found.items() if reason is None]
+    reasons = refusals(needs)
+    able = [name for name, reason in reasons.items() if reason is None]
     if requested == "auto":
-        better = [f"{name}: {found[name]}" for name in itertools.takewhile(found.get, found)]
+        faster = [f"{name}: {reasons[name]}" for name in itertools.takewhile(reasons.get, reasons)]
         why = f"first able for {needs.describe()}"
-        return Choice(name=able[0], reason=why + (f" ({'; '.join(better)})" if better else ""))
-    if found[requested] is not None:
+        return Choice(name=able[0], reason=why + (f" ({'; '.join(faster)})" if faster else ""))
+    if reasons[requested] is not None:
         raise ConfigError(
-            f"attention backend {requested!r} cannot serve {needs.describe()}: {found[requested]}; "
-            f"able here: {', '.join(able)}"
+            f"attention backend {requested!r} cannot serve {needs.describe()}: "
+            f"{reasons[requested]}; able here: {', '.join(able)}"
         )
-    return Choice(name=requested, reason="asked for")
+    return Choice(name=requested, reason="requested")
 
 
 def varlen_attention(
@@ -91,7 +90,7 @@ def varlen_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which a position sees only its own segment.
+    """Compute attention in which a position sees only its own segment.
 
     Args:
         query: ``[T, H, D]``.
@@ -99,11 +98,11 @@ def varlen_attention(
         value: ``[T, Hkv, D]``.
         cu_seqlens: ``[S + 1]`` int32 on the device of ``query``: 0, the end of every segment, T;
             repeated entries are empty segments.
-        max_seqlen: length of the longest segment, known on the host (tokens).
+        max_seqlen: length of the longest segment in tokens, known on the CPU.
         backend: a name of ``BACKENDS``; see ``choose_backend``.
         scale: factor on the scores; ``D ** -0.5`` when None.
-        causal: position i sees j <= i.
-        window: with w > 0, position i sees ``i - j < w`` only.
+        causal: position i sees only j <= i.
+        window: with w > 0, position i sees only ``i - j < w``.
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
 
@@ -111,25 +110,27 @@ def varlen_attention(
         ``[T, H, D]`` in the dtype of ``query``.
 
     Raises:
-        ValueError: shapes that do not fit, a rule that ``backend`` cannot honour, or, where reading
-            it does not wait for a device, ``cu_seqlens`` of another stream.
+        ValueError: wrong shapes; a rule that ``backend`` does not support; with a CPU backend,
+            ``cu_seqlens`` that does not describe T tokens.
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rest: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_seqlen": max_seqlen,
         "scale": scale,
         "causal": causal,
         "window": window,
         "softcap": softcap,
-        "backend": _able(backend, softcap, alibi_slopes),
+        "backend": _check_rule(backend, softcap, alibi_slopes),
     }
     out: Tensor
     if BACKENDS[backend].backward is None:
-        chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
+        chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
         out = chosen.forward(query, key, value, segments, rule)
     else:
-        out, _ = torch.ops.megapack.varlen_attn(query, key, value, cu_seqlens, alibi_slopes, **rest)
+        out, _ = torch.ops.megapack.varlen_attn(
+            query, key, value, cu_seqlens, alibi_slopes, **options
+        )
     return out
 
 
@@ -155,7 +156,7 @@ def _check_shapes(
         )
 
 
-def _able(backend: str, softcap: float, alibi_slopes: Tensor | None) -> str:
+def _check_rule(backend: str, softcap: float, alibi_slopes: Tensor | None) -> str:
     if backend not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise ValueError(f"attention backend {backend!r} is unknown; choose one of {known}")
@@ -166,36 +167,36 @@ def _able(backend: str, softcap: float, alibi_slopes: Tensor | None) -> str:
     return backend
 
 
-def _unpacked(
+def _unpack(
     cu_seqlens: Tensor, alibi_slopes: Tensor | None, *, backend: str, max_seqlen: int, **rule: Any
 ) -> tuple[Backend, Segments, ScoreRule]:
-    """Arguments of a backend, from those of the operator: tensors and numbers."""
+    """Turn the arguments of the operator (tensors and numbers) into those of a backend."""
     segments = Segments(cu_seqlens, max_seqlen)
     return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
 
 
-_PLACES = "Tensor cu_seqlens, Tensor? alibi_slopes"
-_REST = "SymInt max_seqlen, float scale, bool causal, int window, float softcap, str backend"
+_SEGMENTS = "Tensor cu_seqlens, Tensor? alibi_slopes"
+_OPTIONS = "SymInt max_seqlen, float scale, bool causal, int window, float softcap, str backend"
 
 
 @torch.library.custom_op(
     "megapack::varlen_attn",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_PLACES}, *, {_REST}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SEGMENTS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 def _varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **rest: Any
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
+    chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
     out, lse = chosen.forward(q, k, v, segments, rule)
     return out.contiguous(), lse.contiguous()
 
 
 @_varlen_attn.register_fake
 def _varlen_attn_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **rest: Any
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    del k, v, cu_seqlens, alibi_slopes, rest
+    del k, v, cu_seqlens, alibi_slopes, options
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
 
 
@@ -203,21 +204,21 @@ def _varlen_attn_fake(
     "megapack::varlen_attn_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_PLACES}, *, {_REST}) -> (Tensor, Tensor, Tensor)",
+    f"{_SEGMENTS}, *, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
-def _varlen_attn_backward(grad_out: Tensor, *tensors: Any, **rest: Any) -> tuple[Tensor, ...]:
+def _varlen_attn_backward(grad_out: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, ...]:
     *forward, cu_seqlens, alibi_slopes = tensors
-    chosen, segments, rule = _unpacked(cu_seqlens, alibi_slopes, **rest)
-    assert chosen.backward is not None, "it stands behind the operator"
+    chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
+    assert chosen.backward is not None, "varlen_attention calls such a backend directly"
     grads = chosen.backward(grad_out.contiguous(), Forward(*forward), segments, rule)
     return tuple(grad.contiguous() for grad in grads)
 
 
 @_varlen_attn_backward.register_fake
 def _varlen_attn_backward_fake(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, **rest: Any
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_out, tensors, rest
+    del grad_out, tensors, options
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -233,7 +234,7 @@ def _setup_context(
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    del grad_lse  # lse is never handed out, so this is always zero
+    del grad_lse  # callers never see lse, so its gradient is always zero
     dq, dk, dv = torch.ops.megapack.varlen_attn_backward(grad_out, *ctx.saved_tensors, **ctx.rest)
     return dq, dk, dv, None, None
 

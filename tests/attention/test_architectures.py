@@ -25,7 +25,7 @@ WORDS = {
     "one document alone": "drops a rule",
     "a row has other logits": "documents meet",
     "next to one longer": "documents meet",
-    "no tiny model": "not offered",
+    "building a tiny model": "not offered",
     "fails on a row": "fails",
 }
 

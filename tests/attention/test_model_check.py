@@ -20,7 +20,7 @@ from megapack.attention.tiny_model import (
     Row,
     tiny_configuration,
 )
-from megapack.attention.transformers_interface import _attention_function, tell_recurrent_layers
+from megapack.attention.transformers_interface import _attention_function, add_segment_numbers
 from megapack.errors import ConfigError
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -162,8 +162,8 @@ def test_recurrent_layers_of_a_class_of_somebodys_own_are_told_segments() -> Non
     own = type("Own", (type(build(tiny, "eager")),), {"__module__": "somewhere"})
     for kind, told in ((own, True), (type("Plain", (LlamaForCausalLM,), {}), False)):
         model = kind(tiny if told else AutoConfig.for_model("llama", **SMALL))
-        tell_recurrent_layers(model)
-        assert hasattr(model.base_model, "_tells_segments") is told
+        add_segment_numbers(model)
+        assert hasattr(model.base_model, "_segment_numbers_hook") is told
 
 
 # --- documents that depend on how long others in their row are ---
@@ -306,5 +306,5 @@ def test_windows_chunks_experts_and_vocabulary_are_small() -> None:
 
 
 def test_an_architecture_that_cannot_be_shrunk_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"'xlstm'.*no tiny model.*parameters"):
+    with pytest.raises(ConfigError, match=r"'xlstm'.*building a tiny model.*parameters"):
         check("xlstm", "eager")

@@ -33,7 +33,7 @@ from transformers.integrations import deepspeed
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
-from megapack.attention.transformers_interface import tell_recurrent_layers
+from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, check_token_ids
 from megapack.data.report import check_labels
 from megapack.errors import ConfigError, MegapackWarning
@@ -86,7 +86,7 @@ def check_model(
             stacklevel=2,
         )
         return
-    tell_recurrent_layers(bare)
+    add_segment_numbers(bare)
     text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
         # Within the wrappers that PEFT puts round it.

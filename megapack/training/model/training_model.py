@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapack.attention import LoadBalancing, token_mask, varlen_arguments
-from megapack.attention.transformers_interface import tell_recurrent_layers
+from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
@@ -52,7 +52,7 @@ class TrainingModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        tell_recurrent_layers(model)
+        add_segment_numbers(model)
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
         self.z_loss = z_loss
