@@ -331,7 +331,7 @@ class Key:
 
 def configuration_pages() -> dict[str, str]:
     from megapack.data.blend import Ramp, Source, Stage  # noqa: PLC0415
-    from megapack.integrations.rows.manifest import Manifest  # noqa: PLC0415
+    from megapack.integrations.rows.open_rows import Manifest  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import BuildConfig  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 

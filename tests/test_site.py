@@ -24,7 +24,7 @@ from programs import ended
 
 from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
-from megapack.integrations.rows.manifest import Manifest
+from megapack.integrations.rows.open_rows import Manifest
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.training.config import PretrainConfig
 

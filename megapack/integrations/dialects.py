@@ -1,20 +1,20 @@
-"""One batch, every dialect: how hosts are told tokens, labels, masks and where documents end.
+"""Dialects of hosts: names, shapes and conventions of tokens, labels, masks and boundaries.
 
-- ``Dialect``: what differs between hosts; ``DIALECTS``: a row for each.
-- ``emit``: a micro batch of megapack under a host's names and conventions; ``join_ends``: its
-  boundaries for hosts that attend over all rows at once.
-- ``loss_terms``: what of a batch's losses a host can be told at all. Tests read every row of the
-  table back by its host's own rule.
+- ``Dialect``: what differs between hosts; ``DIALECTS``: one row per host.
+- ``emit``: a micro batch of megapack in the dialect of a host; ``join_ends``: its boundaries, for
+  hosts that attend over all rows at once.
+- ``loss_terms``: the losses of a batch that a host can represent. Tests read every row of the table
+  back by the host's own rule.
 
-Hosts differ in whose loss a mask names. A row of two documents, a cut one (its next token, 7, is
-known) and a whole one:
+A mask refers to the predicting position, or to its target. A row of two documents, the first of
+which is cut (its next token, 7, is known):
 
     tokens        5  6 | 8  9         position 1 predicts 7, which is not in the row
-    labels        6  7   9  -         megapack: of every position, -100 where there is none
-    predictor     1  1   1  0         Megatron: the mask of the position that predicts
-    target        0  1   0  1         verl: of the token that is predicted; 7 cannot be told
-    text          5  6   8  9  0      GPT-NeoX: one token more, labels by shifting: mask 1 0 1 0
-    positions     0  1   0  1         torchtitan: a document begins where they are 0
+    labels        6  7   9  -         megapack: one per position, -100 for none
+    predictor     1  1   1  0         Megatron: mask of the predicting position
+    target        0  1   0  1         verl: mask of the predicted token; 7 has no place
+    text          5  6   8  9  0      GPT-NeoX: one more token, labels by shifting: mask 1 0 1 0
+    positions     0  1   0  1         torchtitan: a document begins at each 0
     lengths       2  2                OLMo-core
 """
 
@@ -37,28 +37,28 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The conventions of a host. R is the length of a row; keys that are None are not given.
+    """Conventions of a host. R is the length of a row; a key that is None is not emitted.
 
     Attributes:
-        name: of the host, in errors.
+        name: name of the host for errors.
         tokens: key of the tokens, int64 (rows, R).
         one_more: rows have R + 1 tokens, and the host shifts them.
-        labels: key of what every position predicts, int64 (rows, R).
-        target_labels: key of the same, each at the token that it names (the host shifts).
-        ignored: stands where there is no label.
-        mask: key of the weights of losses, (rows, R); without one a label counts once or not.
-        mask_of_target: the mask names the token that is predicted, not the one that predicts.
-        mask_dtype: float32 takes any weight, others 0 and 1.
+        labels: key of the label that each position predicts, int64 (rows, R).
+        target_labels: key of the same labels, each at its token's own position (the host shifts).
+        ignored: value for "no label".
+        mask: key of the loss weights, (rows, R); without it, labels have weight 0 or 1.
+        mask_of_target: the mask refers to the predicted token, not to the predicting position.
+        mask_dtype: float32 holds any weight, other dtypes 0 and 1.
         positions: key of the position ids, int64 (rows, R).
-        restart: a document begins where they are 0; other positions than from its begin on, and
-            attention windows, cannot be told.
-        ends: keys of cu_seqlens, listed as the batch has them.
-        padded_ends: keys of cu_seqlens with the room of aligned segments, where there is such.
-        ends_dtype: of both.
-        longest: keys of the longest segment, an int or int32 (rows,), as the batch has it.
-        lengths: key of document lengths, int32 (rows, most), the rest 0; and of their maxima, a
-            list of one int per row.
-        flat: rows stand one behind the other, (rows * R,) instead of (rows, R).
+        restart: a document begins at each position 0, so the host supports neither other positions
+            nor attention windows.
+        ends: keys of cu_seqlens, in the form of the batch.
+        padded_ends: keys of cu_seqlens with alignment padding, if segments are aligned.
+        ends_dtype: dtype of ends and padded_ends.
+        longest: keys of max_seqlen, an int or int32 (rows,), in the form of the batch.
+        lengths: keys of the document lengths, int32 (rows, most), filled with 0, and of their
+            maxima, a list with one int per row.
+        flat: all rows are joined: (rows * R,) instead of (rows, R).
     """
 
     name: str
@@ -80,8 +80,8 @@ class Dialect:
     flat: bool = False
 
     @property
-    def of_text(self) -> bool:
-        """Whether the host takes labels from the tokens, so that others cannot be told."""
+    def labels_from_tokens(self) -> bool:
+        """Whether the host derives labels from the tokens."""
         return self.labels is None and self.target_labels is None
 
 
@@ -94,7 +94,7 @@ TRANSFORMERS = Dialect(
     ends=ENDS,
     longest=LONGEST,
 )
-# Megatron looks every label up in the vocabulary and then multiplies by the mask.
+# Megatron looks up every label in the vocabulary before it multiplies by the mask.
 MEGATRON = Dialect(
     name="Megatron-LM",
     labels="labels",
@@ -105,7 +105,7 @@ MEGATRON = Dialect(
     padded_ends=("cu_seqlens_padded",),
     longest=("max_seqlen",),
 )
-# Its older key, cu_seqlens, is cut at a tail of -1, and to nothing where there is none.
+# Bridge's older key, cu_seqlens, needs a tail of -1: without one Bridge drops all boundaries.
 MEGATRON_BRIDGE = replace(
     MEGATRON,
     name="Megatron-Bridge",
@@ -113,8 +113,8 @@ MEGATRON_BRIDGE = replace(
     padded_ends=("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     longest=("max_seqlen_q", "max_seqlen_kv"),
 )
-# Beside the text what megapack's own wraps of its functions read (``text_rows``), all of the one
-# dtype that broadcast_data takes.
+# megapack's replacements of host functions (``text_rows``) read these keys next to the text; all
+# int64, because broadcast_data takes one dtype.
 BOUNDARIES, POSITIONS, MASK = "megapack_cu_seqlens", "megapack_position_ids", "megapack_loss_mask"
 GPT_NEOX = Dialect(
     name="GPT-NeoX",
@@ -138,11 +138,11 @@ OLMO_CORE = Dialect(
     labels="labels",
     lengths=("doc_lens", "max_doc_lens"),
 )
-# Its evaluation takes labels from the text.
+# Its evaluation derives labels from the text.
 OLMO_CORE_EVALUATION = replace(
     OLMO_CORE, labels=None, mask="label_mask", mask_of_target=True, mask_dtype=torch.bool
 )
-# Its loss looks every label up, and multiplies by the mask.
+# Its loss looks up every label before it multiplies by the mask.
 NANOTRON = Dialect(
     name="nanotron",
     tokens="input_ids",
@@ -177,11 +177,11 @@ DIALECTS = {
 }
 
 
-# ---- What a batch says
+# ---- A batch in a dialect
 
 
 class LossTerms(NamedTuple):
-    """Of every position what it predicts and what its loss is multiplied with; 0: no loss."""
+    """Target and loss weight of every position; weight 0: no loss."""
 
     targets: Tensor
     """int64 (rows, R)."""
@@ -190,14 +190,14 @@ class LossTerms(NamedTuple):
 
 
 def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
-    """The losses of a batch that can be told in a dialect.
+    """Return the losses of a batch that the dialect can represent.
 
-    A host that shifts text predicts what stands next in the row: a label that is another (the next
-    token of a document that is cut there) is left out. One that shifts rows of R has no place for
+    A host that shifts text predicts the next token of the row, so a different label (the next token
+    of a document that is cut there) is dropped. One that shifts rows of R tokens has no place for
     the label of the last position.
     """
     tokens, labels, weights = batch["tokens"], batch["labels"], batch["loss_mask"]
-    if dialect.of_text:
+    if dialect.labels_from_tokens:
         following = pad(tokens[:, 1:], (0, 1), value=IGNORED)
         if dialect.one_more:
             following[:, -1] = labels[:, -1]
@@ -208,21 +208,21 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
 
 
 def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """A micro batch of megapack as a host takes it.
+    """Return a micro batch of megapack in the dialect of a host.
 
     Args:
-        batch: of ``PackedDataset.micro_batch``, a loader, or rows; on the CPU. It stays as it is.
+        batch: from ``PackedDataset.micro_batch``, a loader, or rows; on the CPU. Not modified.
         dialect: a value of ``DIALECTS``.
 
     Returns:
-        The keys of the dialect, shapes and dtypes as ``Dialect`` has them.
+        The keys of the dialect, with the shapes and dtypes of ``Dialect``.
 
     Raises:
-        ConfigError: the batch says what the dialect cannot: loss weights without a float mask,
-            positions or attention windows where only restarts are told, aligned segments.
+        ConfigError: the dialect cannot represent the batch: loss weights without a float mask,
+            positions or attention windows with ``restart``, or aligned segments.
     """
     targets, weights = loss_terms(batch, dialect)
-    told: dict[str, Any] = {dialect.tokens: _text(batch) if dialect.one_more else batch["tokens"]}
+    out: dict[str, Any] = {dialect.tokens: _text(batch) if dialect.one_more else batch["tokens"]}
     if dialect.mask_dtype != torch.float32 or dialect.mask is None:
         _check_weights(weights, dialect)
     labels = targets
@@ -231,64 +231,64 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     if dialect.ignored != IGNORED:
         labels = labels.clamp(min=dialect.ignored)
     if dialect.labels is not None:
-        told[dialect.labels] = labels
+        out[dialect.labels] = labels
     if dialect.target_labels is not None:
-        behind = labels if dialect.one_more else labels[:, :-1]
-        told[dialect.target_labels] = pad(behind, (1, 0), value=dialect.ignored)
+        shifted = labels if dialect.one_more else labels[:, :-1]
+        out[dialect.target_labels] = pad(shifted, (1, 0), value=dialect.ignored)
     if dialect.mask is not None:
         mask = pad(weights[:, :-1], (1, 0)) if dialect.mask_of_target else weights
-        told[dialect.mask] = mask.to(dialect.mask_dtype)
+        out[dialect.mask] = mask.to(dialect.mask_dtype)
     if dialect.positions is not None:
-        told[dialect.positions] = batch["position_ids"]
-    _tell_ends(batch, dialect, told)
-    return {key: value.flatten() for key, value in told.items()} if dialect.flat else told
+        out[dialect.positions] = batch["position_ids"]
+    _add_boundaries(batch, dialect, out)
+    return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 
 
 def join_ends(ends: Tensor) -> Tensor:
-    """Boundaries ``(rows, n)``, each row's from 0 on and its tail perhaps repeated -> int32 1-D, of
-    all rows one behind the other."""
+    """Join boundaries of rows, ``(rows, n)`` from 0 with perhaps repeated tails, into one int32 1-D
+    list for all rows in a row."""
     lengths = ends.diff(dim=-1).flatten()
     return pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _text(batch: Mapping[str, Any]) -> Tensor:
-    """R + 1 tokens: the last label comes from behind the row; without one any id will do."""
+    """Return R + 1 tokens: the last one is the last label, or any id if there is no label."""
     return torch.cat([batch["tokens"], batch["labels"][:, -1:].clamp(min=0)], dim=1)
 
 
 def _check_weights(weights: Tensor, dialect: Dialect) -> None:
     if not ((weights == 0) | (weights == 1)).all():
         raise ConfigError(
-            f"sources have loss weights, and {dialect.name} is told only which tokens count: leave "
-            "loss_weight out, or take weights of 0 and 1"
+            f"sources have loss weights, and {dialect.name} only knows which tokens count: leave "
+            "loss_weight out, or use weights of 0 and 1"
         )
 
 
-def _tell_ends(batch: Mapping[str, Any], dialect: Dialect, told: dict[str, Any]) -> None:
-    """Where documents end, in every way of the dialect."""
+def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, Any]) -> None:
+    """Add the boundaries of documents to ``out``, in every form of the dialect."""
     aligned = batch.get("cu_seqlens_padded")
     if aligned is not None and not dialect.padded_ends:
         raise ConfigError(
-            f"segments are aligned (context parallelism), and {dialect.name} cannot be told the "
-            "room between them: leave align out"
+            f"segments are aligned (context parallelism), and {dialect.name} has no way to pass "
+            "the padding between them: leave align out"
         )
-    told |= {key: batch["cu_seqlens"].to(dialect.ends_dtype) for key in dialect.ends}
+    out |= {key: batch["cu_seqlens"].to(dialect.ends_dtype) for key in dialect.ends}
     if aligned is not None:
-        told |= {key: aligned.to(dialect.ends_dtype) for key in dialect.padded_ends}
-    told |= {key: batch["max_seqlen"] for key in dialect.longest}
+        out |= {key: aligned.to(dialect.ends_dtype) for key in dialect.padded_ends}
+    out |= {key: batch["max_seqlen"] for key in dialect.longest}
     if not (dialect.restart or dialect.lengths):
         return
     segments = SegmentPlaces.of(batch)
     rows, row = batch["tokens"].shape
     if dialect.restart and not torch.equal(segments.positions(), batch["position_ids"].flatten()):
         raise ConfigError(
-            f"{dialect.name} takes a position 0 for the begin of a document, so attention windows "
-            "and positions that go on over samples cannot be told: leave attention_window out and "
-            "take positions: segment, attention: document"
+            f"{dialect.name} starts a document at every position 0, so it supports neither "
+            "attention windows nor positions that continue across samples: leave "
+            "attention_window out and use positions: segment, attention: document"
         )
     if dialect.lengths is not None:
-        of_row = segments.begins // row
-        lengths = [segments.lengths[of_row == i].to(torch.int32) for i in range(rows)]
+        row_of_segment = segments.begins // row
+        lengths = [segments.lengths[row_of_segment == i].to(torch.int32) for i in range(rows)]
         key, longest = dialect.lengths
-        told[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-        told[longest] = [int(values.max()) for values in lengths]
+        out[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
+        out[longest] = [int(values.max()) for values in lengths]

@@ -15,8 +15,7 @@ import torch
 
 from megapack.cli.main import main as megapack_build
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest
-from megapack.integrations.rows.open_rows import open_documents, open_rows
+from megapack.integrations.rows.open_rows import Manifest, open_documents, open_rows
 
 BUCKETS = (64, 128, 256)
 ROWS_PER_STEP, ROW, STEPS = 8, 256, 3  # of every run

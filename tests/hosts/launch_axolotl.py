@@ -14,7 +14,7 @@ import torch
 
 
 def put_in(fault: str) -> None:
-    ours: Any = importlib.import_module("megapack.integrations.rows.micro_batches")
+    ours: Any = importlib.import_module("megapack.integrations.rows.rank_rows")
     emit = ours.emit
 
     def wrong(batch: Any, dialect: Any) -> Any:

@@ -166,7 +166,7 @@ def sabotage(ours: Any) -> None:
 
 def one_by_one(trainer: Any, batches: Any) -> None:
     model, ranks = trainer.unwrapped_model, batches.ranks
-    told = emit(ranks.rows.micro_batch([ranks._with_most_documents(0)]), ranks.dialect)
+    told = emit(ranks.rows.micro_batch([ranks._block_of_short_documents(0)]), ranks.dialect)
     begins = (told["position_ids"][0] == 0).nonzero().flatten().tolist()
     batches.labels = float(told["label_mask"].sum())
     bounds = [*begins, told["position_ids"].shape[1]]

@@ -84,7 +84,7 @@ def keep_gradient(folder: Path) -> None:
 
 def one_by_one(trainer: Any) -> None:
     module, ranks = trainer.train_module, trainer.data_loader.ranks
-    told = emit(ranks.rows.micro_batch([ranks._with_most_documents(0)]), ranks.dialect)
+    told = emit(ranks.rows.micro_batch([ranks._block_of_short_documents(0)]), ranks.dialect)
     bounds = [0, *told["doc_lens"][0].cumsum(0).tolist()]
 
     def loss_of(**batch: Any) -> Tensor:

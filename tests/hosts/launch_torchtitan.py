@@ -135,7 +135,7 @@ def states_of(trainer: Any, tokens: Tensor, positions: Tensor) -> Tensor:
 def one_by_one(trainer: Any) -> float:
     """How far the states of a row are from those of its documents, each on its own."""
     ranks = trainer.dataloader.ranks
-    told = emit(ranks.micro_batch(ranks._with_most_documents(0)), ranks.dialect)
+    told = emit(ranks.micro_batch(ranks._block_of_short_documents(0)), ranks.dialect)
     tokens, positions = (told[name].reshape(-1) for name in ("input", "positions"))
     whole = states_of(trainer, tokens, positions)
     ends = (positions == 0).nonzero().flatten().tolist() + [len(tokens)]

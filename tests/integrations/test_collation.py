@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from megapack.data.batch import Buffers, ReusedBuffers
 from megapack.integrations.rows import dataset as integration
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest, Source
-from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.open_rows import Manifest, Source, open_data_path
 from tests.integrations.samples import make_dataset
 
 ROW = 64

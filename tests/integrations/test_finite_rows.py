@@ -20,8 +20,7 @@ from torch.nn.functional import cross_entropy
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, Stage
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest, Source
-from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.open_rows import Manifest, Source, open_data_path
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 

@@ -15,8 +15,13 @@ from megapack.errors import ConfigError
 from megapack.integrations.rows import open_rows as index_cache
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.index import main as build_indices
-from megapack.integrations.rows.manifest import Manifest
-from megapack.integrations.rows.open_rows import Recipe, build_index, cached_index, open_data_path
+from megapack.integrations.rows.open_rows import (
+    Manifest,
+    Recipe,
+    build_index,
+    cached_index,
+    open_data_path,
+)
 from megapack.packing import SampleIndex
 from megapack.storage import IndexedDataset
 from tests.integrations.harness import run_ranks
@@ -106,7 +111,7 @@ def test_index_with_alignment_holds_every_token_once_with_room_for_every_segment
 
 
 def test_align_names_the_capacity_it_does_not_divide(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="bucket 18 is no multiple of align 4"):
+    with pytest.raises(ConfigError, match="bucket 18 is not a multiple of align 4"):
         build_index(make_dataset(tmp_path, LENGTHS), recipe(buckets=(16, 18), align=4))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
+from megapack.integrations.rows.open_rows import Manifest, Source, default_buckets
 
 
 def test_manifest_of_a_prefix_has_defaults() -> None:

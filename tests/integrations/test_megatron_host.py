@@ -18,10 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megapack.errors import ConfigError
+from megapack.integrations.host import Rebinding
 from megapack.integrations.hosts.megatron import dataset, swap
 from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder
 from megapack.integrations.hosts.megatron.host import batch_sizes
-from megapack.integrations.rebinding import Rebinding
 from tests.integrations.samples import make_dataset
 from tests.integrations.test_megatron_dataset import build, config
 

@@ -292,7 +292,7 @@ def _grpo(rank: int, world_size: int, folder: str, planned: bool, more: dict[str
     if not planned:
         return [*outcome(GRPOTrainer(**common)), []]
     trainer = PlannedGRPO(max_tokens_per_rank=CAP, **more.get("options", {}), **common)
-    deal, shapes = trainer._deal, []
+    deal, shapes = trainer._assign, []
 
     def recorded(rows: dict[str, Any]) -> Any:
         micro_batches = deal(rows)
@@ -303,7 +303,7 @@ def _grpo(rank: int, world_size: int, folder: str, planned: bool, more: dict[str
             shapes.append((tokens, micro_batch["group"][real].tolist()))
         return micro_batches
 
-    trainer._deal = recorded
+    trainer._assign = recorded
     return [*outcome(trainer), shapes]
 
 

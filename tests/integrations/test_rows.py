@@ -17,8 +17,7 @@ from megapack.data import PackedDataset, Schedule, Stage, load_blend, open_blend
 from megapack.data.sampler import equal_groups
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest, Source, is_manifest
-from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.open_rows import Manifest, Source, is_manifest, open_data_path
 from megapack.packing import pack
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
@@ -131,7 +130,7 @@ def test_rows_keep_groups_of_documents_together(corpus: IndexedDataset, tmp_path
 )
 def test_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, Any]) -> None:
     names = ", ".join(change)
-    with pytest.raises(ConfigError, match=f"from step 5 has {names}, which is the host's to say"):
+    with pytest.raises(ConfigError, match=f"from step 5 has {names}, which the host decides"):
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
@@ -386,7 +385,11 @@ def test_manifest_serves_training_and_hosts_and_its_index_is_not_packed_again(
     assert packed.samples.fingerprints == rows.packed.samples.fingerprints
     aligned = replace(OPTIONS, align=4)
     for options, how, said in (
-        (OPTIONS, {"split": (0.0, 0.9)}, "has all its documents, and the host asks for a part"),
+        (
+            OPTIONS,
+            {"split": (0.0, 0.9)},
+            "contains all documents, and the host's split",
+        ),
         (aligned, {}, "no room for segments at multiples of 4: pack it with"),
         (OPTIONS, {"split": (1.0, 1.0)}, "hold no tokens"),
     ):

@@ -71,7 +71,7 @@ def test_batch_whose_boundaries_no_attention_asked_for_is_an_error(
 ) -> None:
     """As where a host bound flash-attn's name before it was wrapped, or computes without it."""
     broadcast = segments.wrap_broadcast_data(host_broadcast_data)
-    with pytest.raises(ConfigError, match="was not handed the boundaries of the last micro batch"):
+    with pytest.raises(ConfigError, match="did not use the boundaries of the last micro batch"):
         broadcast(["text"], collated(ROWS), torch.int64)
     attention = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)
     attention(*(torch.randn(2, 16, 1, 8) for _ in range(3)), causal=True)

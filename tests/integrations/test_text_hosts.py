@@ -22,11 +22,11 @@ import torch
 from megapack.data.fim import FimConfig, Sentinels
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
+from megapack.integrations.host import Rebinding
 from megapack.integrations.hosts import gpt_neox, megatron_deepspeed
 from megapack.integrations.hosts.megatron_deepspeed import build_train_valid_test_datasets
-from megapack.integrations.rebinding import Rebinding
 from megapack.integrations.rows.dataset import RowOptions
-from megapack.integrations.rows.manifest import Manifest, Source
+from megapack.integrations.rows.open_rows import Manifest, Source
 from megapack.integrations.rows.text_rows import (
     SIDE_KEYS,
     EvaluationLoss,
@@ -125,7 +125,7 @@ def test_segments_that_are_aligned_are_refused_by_the_name_of_the_host(
         data_cache_path=str(tmp_path),
     )
     assert train is not None
-    with pytest.raises(ConfigError, match="Megatron-DeepSpeed cannot be told the room between"):
+    with pytest.raises(ConfigError, match="Megatron-DeepSpeed has no way to pass"):
         train[0]
 
 

@@ -91,7 +91,7 @@ def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(fold
         assert cut[i]["max_length_q"] == cut[i]["max_length_k"] == max(lengths)
         for name in ("input_ids", "position_ids", "labels"):
             assert torch.equal(cut[i][name], whole[name])
-    with pytest.raises(ConfigError, match=r"windows \[8\], and attention 'sdpa' makes its mask of"):
+    with pytest.raises(ConfigError, match=r"windows \[8\], and attention 'sdpa' builds its"):
         check_model(tiny_llama("sdpa"), cut.dataset)
     check_model(tiny_llama("megapack"), cut.dataset)
     skipping, plain = staged(skip_steps=1), micro_batches(folder)
@@ -513,7 +513,7 @@ def test_evaluation_without_a_label_is_refused(tmp_path: Path) -> None:
     pack(dataset.document_lengths, buckets=[16]).save(tmp_path / "text.samples", source=dataset)
     batches = micro_batches(tmp_path)
     trainer = PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), eval_dataset=batches)
-    with pytest.raises(ConfigError, match="no token has a label, so there is no loss to evaluate"):
+    with pytest.raises(ConfigError, match="no token has a label"):
         trainer.evaluate()
 
 

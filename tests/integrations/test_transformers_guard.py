@@ -323,5 +323,5 @@ def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) ->
 
 
 def test_what_is_no_transformers_model_is_not_tried_and_that_is_said() -> None:
-    with pytest.warns(MegapackWarning, match="Linear is no transformers model"):
+    with pytest.warns(MegapackWarning, match="Linear is not a transformers model"):
         check_model(torch.nn.Linear(2, 2))

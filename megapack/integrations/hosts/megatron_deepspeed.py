@@ -21,8 +21,7 @@ from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MEGATRON_DEEPSPEED
-from megapack.integrations.options import check_options
-from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows import text_rows as segments
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.text_rows import (

@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import NANOTRON
-from megapack.integrations.options import check_options
-from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 from megapack.integrations.rows.rank_rows import RankRows, seen_losses

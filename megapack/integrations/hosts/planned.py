@@ -1,13 +1,11 @@
-"""``plan_step`` where others deal a fixed number of documents: Accelerate, TRL's SFT and GRPO.
-
-What is here:
+"""Steps planned by ``plan_step`` for Accelerate and for TRL's SFT and GRPO trainers.
 
     PlannedSteps        the micro batches of one rank, step by step: packed rows with exact weights
-    accumulate          runs them with Accelerate: gradients meet once, in the last backward
+    accumulate          a loop over them with Accelerate: gradients are reduced once, at the end
     PlannedSFTMixin     TRL's SFTTrainer on planned steps
-    PlannedGRPOMixin    TRL's GRPOTrainer: completions dealt over ranks under a cap on tokens
+    PlannedGRPOMixin    TRL's GRPOTrainer: assigns completions to ranks under a cap on tokens
 
-Six documents of 9, 3, 7, 2, 5 and 6 tokens are one step of two ranks that hold 10 tokens each:
+Six documents of 9, 3, 7, 2, 5 and 6 tokens form one step of two ranks that hold 10 tokens each:
 
     documents = [{"input_ids": list(range(n))} for n in (9, 3, 7, 2, 5, 6)]
     steps = PlannedSteps(
@@ -18,12 +16,12 @@ Six documents of 9, 3, 7, 2, 5 and 6 tokens are one step of two ranks that hold 
     float(steps[0][0]["loss_weights"][0, 0])  # of each of the step's 26 label tokens
     # -> 0.0384615...
 
-All ranks have the same number of micro batches, and the sum of weight times loss over all of them
-is the step's loss: DistributedDataParallel averages over ranks, so a loop multiplies by their
-number. A plan is a pure function of lengths: every rank makes it by itself, but in GRPO, where it
-first has to hear of the others' completions.
+All ranks have the same number of micro batches. The loss of the step is the sum of weight times
+loss over all of them; DistributedDataParallel averages over ranks, so a loop multiplies by their
+number. A plan is a pure function of lengths, so every rank computes it alone; in GRPO ranks first
+exchange their completions.
 
-Run with TRL 1.16 and Accelerate 1.15; docs/guides/planned_steps.md.
+Tested with TRL 1.16 and Accelerate 1.15; docs/guides/planned_steps.md.
 """
 
 from __future__ import annotations
@@ -45,37 +43,38 @@ from torch.utils.data import Dataset
 from megapack.attention import varlen_arguments
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.hosts.transformers import check_model, own_loader, parallel_sizes
-from megapack.integrations.options import check_options
+from megapack.integrations.host import check_options
+from megapack.integrations.hosts.transformers import check_model, parallel_sizes, rank_loader
 from megapack.planning import StepPlan, plan_step
 
 Integers = NDArray[np.int64]
 Item = TypeVar("Item")
 
 
-# ---- Steps of documents --------------------------------------------------------------------------
+# ---- Steps of documents
 
 
 class PlannedSteps(Dataset[list[dict[str, Any]]]):
-    """Steps of whole documents: item i is what one rank forwards in the i-th step.
+    """Steps of whole documents: item i contains the micro batches of one rank in step i.
 
-    A step has the next `documents_per_step` documents of the epoch's order, on any number of ranks.
-    Items go on over epochs (``len`` is one epoch); one is a pure function of its number.
+    A step has the next `documents_per_step` documents in the order of the epoch, on any number of
+    ranks. ``len`` is one epoch; higher numbers give the following epochs. An item is a pure
+    function of its number.
 
     Args:
-        documents: by number, mappings with ``input_ids`` and perhaps ``labels`` (the token itself
-            or -100, as in datasets of TRL): a ``datasets.Dataset``, a list. Read once at first.
-        documents_per_step: of all ranks together; the last step of an epoch may have fewer.
-        max_tokens_per_rank: tokens of a micro batch of one rank, never exceeded.
-        rank, num_ranks: of data parallelism.
-        loss: what the weights make of the step, as in ``StepPlan.loss_weights``.
-        shuffle: another order in every epoch, by `seed`; False: as they stand.
-        planning: more of ``plan_step``: balance (``step`` where gradients meet once, else
-            ``micro_batches``), linear_cost_tokens, max_documents_per_rank.
+        documents: sequence of mappings with ``input_ids`` and optional ``labels`` (the token itself
+            or -100, as in datasets of TRL), such as a ``datasets.Dataset``. Read once at first.
+        documents_per_step: documents of all ranks; the last step of an epoch may have fewer.
+        max_tokens_per_rank: maximum tokens of a micro batch of one rank.
+        rank, num_ranks: data-parallel rank and number of ranks.
+        loss: meaning of the weights, see ``StepPlan.loss_weights``.
+        shuffle: use a different order in every epoch, from `seed`; False: keep the given order.
+        planning: further options of ``plan_step``: balance (``step`` if gradients are reduced once
+            per step, else ``micro_batches``), linear_cost_tokens, max_documents_per_rank.
 
     Raises:
-        ConfigError: there are no documents, or one has no tokens or more than a rank holds, other
-            than one label per token, or a mask of TRL's in place of labels.
+        ConfigError: there are no documents; a document has no tokens, too many for a rank, a wrong
+            number of labels, or a mask of TRL without labels.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         return math.ceil(len(self.lengths) / self.documents_per_step)
 
     def plan(self, i: int) -> tuple[Integers, StepPlan]:
-        """The documents of a step by number, and who forwards which: the same on all ranks."""
+        """Return the documents of a step by number, and its plan; the same on all ranks."""
         epoch, step = divmod(i, len(self))
         order = np.arange(len(self.lengths))
         if self.shuffle:
@@ -124,20 +123,19 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         return chosen, plan_step(self.lengths[chosen], **self._planning)
 
     def __getitem__(self, i: int) -> list[dict[str, Any]]:
-        """Micro batches: input_ids, position_ids and shift_labels (the label of every position)
-        int64 (1, tokens), loss_weights float32 (1, tokens), ``varlen_arguments``. One that is left
-        without documents is a token without a label."""
+        """Return micro batches: input_ids, position_ids and shift_labels (the label of every
+        position) int64 (1, tokens), loss_weights float32 (1, tokens), ``varlen_arguments``."""
         chosen, plan = self.plan(i)
         weights = plan.loss_weights(self.num_labels[chosen], self.loss)
         rows = []
-        for mine in plan.of_rank(self.rank):
-            read = [_tokens_and_labels(self.documents[int(n)]) for n in chosen[mine]]
-            if not read:
+        for indices in plan.of_rank(self.rank):
+            pairs = [_tokens_and_labels(self.documents[int(n)]) for n in chosen[indices]]
+            if not pairs:  # this rank has fewer micro batches: forward one token without a label
                 tokens, _ = _tokens_and_labels(self.documents[int(chosen[0])])
-                read, mine = [(tokens[:1], np.array([IGNORED]))], np.array([0])  # noqa: PLW2901
-            lengths = np.array([len(tokens) for tokens, _ in read])
-            tokens, labels = (np.concatenate(parts)[None] for parts in zip(*read, strict=True))
-            loss_weights = np.where(labels == IGNORED, 0, weights[mine].repeat(lengths))
+                pairs, indices = [(tokens[:1], np.array([IGNORED]))], np.array([0])  # noqa: PLW2901
+            lengths = np.array([len(tokens) for tokens, _ in pairs])
+            tokens, labels = (np.concatenate(parts)[None] for parts in zip(*pairs, strict=True))
+            loss_weights = np.where(labels == IGNORED, 0, weights[indices].repeat(lengths))
             positions = np.concatenate([np.arange(n) for n in lengths])[None]
             bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
             rows.append(
@@ -153,52 +151,52 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
 
 
 def _tokens_and_labels(document: Mapping[str, Any]) -> tuple[Integers, Integers]:
-    """Tokens, and the label of every position: the next token of the document, or IGNORED."""
+    """Return the tokens, and for every position the next token of the document, or IGNORED."""
     tokens = np.asarray(document["input_ids"], np.int64)
     labels = np.asarray(document.get("labels", tokens), np.int64)
     masks = sorted({"completion_mask", "assistant_masks"} & document.keys())
     if len(labels) != len(tokens) or (masks and "labels" not in document):
-        found = f"{len(labels)} labels" if "labels" in document else f"{masks[0]} and no labels"
+        labeling = f"{len(labels)} labels" if "labels" in document else f"{masks[0]} and no labels"
         raise ConfigError(
-            f"a document of {len(tokens)} tokens has {found}: give it one label per token, "
+            f"a document of {len(tokens)} tokens has {labeling}: give it one label per token, "
             f"{IGNORED} where the token has no loss"
         )
     return tokens, np.append(labels[1:], IGNORED)[: len(tokens)]
 
 
 def accumulate(accelerator: Any, model: Any, micro_batches: Sequence[Item]) -> Iterator[Item]:
-    """The micro batches of a step, one after the other: gradients meet in the last backward.
+    """Yield the micro batches of a step; ranks reduce gradients only in the last backward.
 
     Args:
-        accelerator: Accelerate's; ``accelerator.accumulate`` counts to a fixed number instead.
-        model: as ``accelerator.prepare`` gave it.
-        micro_batches: as many on all ranks.
+        accelerator: Accelerate's accelerator (its own ``accumulate`` counts to a fixed number).
+        model: the model from ``accelerator.prepare``.
+        micro_batches: the same number on all ranks.
     """
     for number, inputs in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
-        accelerator.gradient_state._set_sync_gradients(last)  # what DeepSpeed's engine goes by
+        accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed's engine reads it
         with nullcontext() if last else accelerator.no_sync(model):
             yield inputs
 
 
-# ---- TRL's SFTTrainer ---------------------------------------------------------------------------
+# ---- TRL's SFTTrainer
 
 
 class PlannedSFTMixin:
-    """For ``class Mine(PlannedSFTMixin, SFTTrainer)``: a step's documents are dealt by a plan.
+    """Mixin for ``class Mine(PlannedSFTMixin, SFTTrainer)``: plans assign a step's documents.
 
-    SFTTrainer prepares its datasets as ever (templates, truncation, completion only). Trainer then
-    takes one item per optimizer step, whose micro batches are run here, so that their number may
-    differ from step to step. Evaluation is SFTTrainer's own.
+    SFTTrainer prepares its datasets as usual (templates, truncation, completion only). Trainer then
+    takes one item per optimizer step, and this class runs its micro batches, so their number may
+    differ between steps. Evaluation is unchanged.
 
     Args:
-        documents_per_step, max_tokens_per_rank, loss: of ``PlannedSteps``.
-        planning: more of ``plan_step``.
+        documents_per_step, max_tokens_per_rank, loss: see ``PlannedSteps``.
+        planning: further options of ``plan_step``.
         host: arguments of SFTTrainer, by name.
 
     Raises:
-        ConfigError: an option that would pack, count or weigh a second time, or a model that does
-            not keep the documents of a row apart (``check_model``).
+        ConfigError: an option would pack, count or weight a second time, or the model does not keep
+            the documents of a row apart (``check_model``).
     """
 
     args: Any
@@ -234,7 +232,7 @@ class PlannedSFTMixin:
         )
 
     def get_train_dataloader(self) -> Any:
-        """A loader of ``PlannedSteps`` of this rank, which Trainer does not shard again."""
+        """Return a loader of this rank's ``PlannedSteps``."""
         if not hasattr(self.train_dataset, "__len__"):
             raise ConfigError("train_dataset has no length; a plan needs documents by number")
         steps = PlannedSteps(
@@ -244,13 +242,13 @@ class PlannedSFTMixin:
             seed=self.args.seed,
             **self._steps_options,
         )
-        return own_loader(steps, self.args, batch_sampler=_EpochSampler(len(steps)))
+        return rank_loader(steps, self.args, batch_sampler=_EpochSampler(len(steps)))
 
     def training_step(
         self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None
     ) -> Any:
-        """All micro batches of a step; the loss of this rank's part."""
-        del num_items_in_batch  # the weights know
+        """Run all micro batches of a step; return this rank's part of the loss."""
+        del num_items_in_batch  # loss_weights include it
         total = torch.zeros((), device=self.accelerator.device)
         for micro_batch in accumulate(self.accelerator, model, inputs):
             total += super().training_step(model, micro_batch)  # type: ignore[misc]
@@ -263,13 +261,13 @@ class PlannedSFTMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """SFTTrainer's loss and metrics, every label token with its weight."""
+        """Compute SFTTrainer's loss and metrics with a weight for every label."""
         weights = inputs.pop("loss_weights", None)
         if weights is None:  # evaluation
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        if not self.args.average_tokens_across_devices:  # then SFTTrainer leaves ranks averaged
+        if not self.args.average_tokens_across_devices:  # then SFTTrainer averages over ranks
             weights = weights * self.accelerator.num_processes
 
         def weighted(**arguments: Any) -> Any:
@@ -286,7 +284,7 @@ class PlannedSFTMixin:
 
 
 class _EpochSampler:
-    """Numbers of ``PlannedSteps`` items; Trainer tells the epoch to what batch_sampler names."""
+    """Sampler of ``PlannedSteps``; Trainer sets the epoch of ``sampler.batch_sampler``."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps, self.epoch = num_steps, 0
@@ -313,13 +311,12 @@ _WHOLE = "it needs all completions of a step in one micro batch (docs/guides/pla
 def _check_trainer(
     trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any, str]]
 ) -> None:
-    """Raise ConfigError for options of TRL's trainers that planned steps cannot serve, those of
-    both trainers first, and for models that planned steps cannot train."""
+    """Refuse options that planned steps do not support, and models that they cannot train."""
     steps = trainer.args.gradient_accumulation_steps
     experts = getattr(trainer, "aux_loss_enabled", False)
     check_options({
         "gradient_accumulation_steps": (steps, 1, "the plan decides the number of micro batches"),
-        **parallel_sizes(trainer, "the plan deals to data-parallel ranks only"),
+        **parallel_sizes(trainer, "the plan assigns documents to data-parallel ranks only"),
         "the load-balancing loss of experts": (experts, False, _OWN_LOSS),
         "neftune_noise_alpha": (trainer.args.neftune_noise_alpha, None, "it scales by the row"),
         **options,
@@ -327,10 +324,10 @@ def _check_trainer(
     check_model(trainer.model, longest=max_tokens)
 
 
-# ---- TRL's GRPOTrainer --------------------------------------------------------------------------
+# ---- TRL's GRPOTrainer
 
-# How a micro batch's loss counts in the step's, by what TRL divides it by: its completions, its
-# tokens, or already the step's tokens.
+# Share of a micro batch in the loss of the step, by what TRL divides its loss by: the completions
+# or tokens of the micro batch, or already the tokens of the step.
 GRPO_DENOMINATORS = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), "completions"),
     **dict.fromkeys(("bnpo",), "tokens"),
@@ -339,24 +336,25 @@ GRPO_DENOMINATORS = {
 
 
 class PlannedGRPOMixin:
-    """For ``class Mine(PlannedGRPOMixin, GRPOTrainer)``: completions dealt under a cap on tokens.
+    """Mixin for ``class Mine(PlannedGRPOMixin, GRPOTrainer)``: assigns completions under a cap.
 
-    ``per_device_train_batch_size`` says how many completions a rank generates for an optimizer
-    step; how many are forwarded at once, and by which rank, is planned: ranks exchange them (ids,
-    masks, advantages), and each forwards its part without padding. Losses, masks and clipping are
-    GRPOTrainer's own; metrics are means over micro batches.
+    ``per_device_train_batch_size`` is the number of completions that a rank generates for an
+    optimizer step. Ranks exchange them (ids, masks, advantages); a plan decides which rank forwards
+    which, and how many at once, without padding. Losses, masks and clipping are GRPOTrainer's;
+    metrics are means over micro batches.
 
     Args:
-        max_tokens_per_rank: tokens (prompts and completions) of a micro batch, never exceeded.
-        keep_groups: completions of one prompt go to one rank, and into one micro batch if it holds
-            them. GRPOTrainer shuffles what was generated for several steps (steps_per_generation),
-            so that a group is then kept within each.
-        planning: more of ``plan_step``: balance, linear_cost_tokens, max_documents_per_rank.
+        max_tokens_per_rank: maximum tokens (prompts and completions) of a micro batch.
+        keep_groups: assign all completions of a prompt to one rank, and to one micro batch if they
+            fit. With steps_per_generation above 1 GRPOTrainer shuffles completions over steps;
+            then groups stay together within each step.
+        planning: further options of ``plan_step``: balance, linear_cost_tokens,
+            max_documents_per_rank.
         host: arguments of GRPOTrainer, by name.
 
     Raises:
-        ConfigError: an option that looks at a micro batch as a whole (entropy bonus and quantile,
-            experts), images, or a model that does not keep the documents of a row apart.
+        ConfigError: an option needs a whole micro batch (entropy bonus and quantile, experts),
+            images, or a model that does not keep the documents of a row apart.
     """
 
     args: Any
@@ -387,12 +385,12 @@ class PlannedGRPOMixin:
         )
         if self.loss_type not in GRPO_DENOMINATORS:
             raise ConfigError(
-                f"loss_type is {self.loss_type!r}; planned steps know the denominators of "
+                f"loss_type is {self.loss_type!r}; planned steps support "
                 f"{sorted(GRPO_DENOMINATORS)}"
             )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """GRPOTrainer's, and the number of each completion's group."""
+        """Add the number of each completion's group to GRPOTrainer's result."""
         rows = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         training = self.model.training
         size = self.num_generations if training else self.num_generations_eval  # type: ignore[attr-defined]
@@ -402,35 +400,36 @@ class PlannedGRPOMixin:
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if isinstance(generation_batch, Mapping) and "loss_share" in generation_batch:
-            return generation_batch  # a micro batch
+            return generation_batch  # a micro batch of training_step
         return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """All micro batches of a step; the loss of this rank's part."""
+        """Run all micro batches of a step; return this rank's part of the loss."""
         begin = time.perf_counter()
         model.train()
-        micro_batches = self._deal(self._prepare_inputs(inputs))
+        micro_batches = self._assign(self._prepare_inputs(inputs))
         total = torch.zeros((), device=self.accelerator.device)
-        for inputs_of_one in accumulate(self.accelerator, model, micro_batches):
-            # Not GRPOTrainer's, which counts micro batches to know when to generate.
-            step = transformers.Trainer.training_step
-            total += step(self, model, inputs_of_one, num_items_in_batch)
+        for micro_batch in accumulate(self.accelerator, model, micro_batches):
+            # GRPOTrainer's training_step would count micro batches to decide when to generate.
+            total += transformers.Trainer.training_step(
+                self, model, micro_batch, num_items_in_batch
+            )
         self._step += 1
         self._metrics["train"]["step_time"].append(time.perf_counter() - begin)
         return total
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], **options: Any) -> Any:
-        """GRPOTrainer's loss of a micro batch by its share of the step."""
+        """Multiply GRPOTrainer's loss of a micro batch by its share of the step."""
         loss = super().compute_loss(model, inputs, **options)  # type: ignore[misc]
         return loss * inputs.get("loss_share", 1.0)
 
-    def _deal(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
-        """This rank's micro batches of the step's completions.
+    def _assign(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return this rank's micro batches of the step's completions.
 
-        GRPOTrainer gathers per-completion metrics, so a micro batch has as many rows on all ranks:
-        what is missing are rows of zeros without tokens.
+        GRPOTrainer gathers metrics per completion, so a micro batch has the same number of rows on
+        all ranks: missing ones are rows of zeros.
         """
-        gathered = self._of_all_ranks(rows)
+        gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()
         lengths = gathered["prompt_mask"].sum(1) + gathered["completion_mask"].sum(1)
@@ -443,23 +442,24 @@ class PlannedGRPOMixin:
         )
         lists = plan.index_lists()
         micro_batches = []
-        for number, mine in enumerate(lists[self.accelerator.process_index]):
-            num_rows = max(len(of_rank[number]) for of_rank in lists)
+        for number, indices in enumerate(lists[self.accelerator.process_index]):
+            num_rows = max(len(rank_lists[number]) for rank_lists in lists)
             share = {
                 "completions": num_rows / len(num_labels),
-                "tokens": num_labels[mine].sum() / max(1, num_labels.sum()),
+                "tokens": num_labels[indices].sum() / max(1, num_labels.sum()),
                 "step": 1 / ranks,
             }[GRPO_DENOMINATORS[self.loss_type]]
-            chosen = torch.as_tensor(np.append(mine, np.zeros(num_rows - len(mine), np.int64)))
+            filled = np.append(indices, np.zeros(num_rows - len(indices), np.int64))
+            chosen = torch.as_tensor(filled)
             micro_batch = {name: value[chosen.to(value.device)] for name, value in gathered.items()}
             for value in micro_batch.values():
-                value[len(mine) :] = 0
+                value[len(indices) :] = 0
             scalars = {name: value for name, value in rows.items() if name not in gathered}
             micro_batches.append({**scalars, **micro_batch, "loss_share": float(share * ranks)})
         return micro_batches
 
-    def _of_all_ranks(self, rows: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors with a row for each completion, one rank after the other."""
+    def _gather_ranks(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+        """Gather the tensors that have a row per completion from all ranks, in order."""
         gathered = {}
         for name, value in rows.items():
             if isinstance(value, Tensor) and value.ndim > 0:
@@ -481,12 +481,12 @@ class PlannedGRPOMixin:
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """GRPOTrainer's ``(completions, logits_to_keep)`` log-probabilities and entropies, from
-        rows without padding: a micro batch is one, more completions (of a reference or an older
-        policy) are as many as the cap wants, as many on all ranks."""
+        """Return ``(completions, logits_to_keep)`` log-probabilities and entropies, from rows
+        without padding. With gradients all completions are one micro batch; without (reference or
+        old policy) they are split under the cap, into the same number on all ranks."""
         del batch_size, compute_aux_loss
         if any(value is not None for value in images.values()):
-            raise ConfigError("completions with images are not planned; use GRPOTrainer itself")
+            raise ConfigError("planned steps do not support images; use GRPOTrainer itself")
         chunks, order = [np.arange(len(input_ids))], np.arange(len(input_ids))
         if not torch.is_grad_enabled():
             lengths = attention_mask.sum(1).clamp(min=1).cpu().numpy()
@@ -495,28 +495,29 @@ class PlannedGRPOMixin:
             missing = int(self.accelerator.gather(count).max()) - plan.num_micro_batches
             chunks = [*plan.of_rank(0), *[order[:0]] * missing]
             order = plan.inverse_permutation
-        found = []
+        results = []
         for chunk in chunks:
             rows = torch.as_tensor(chunk if chunk.size else order[:1]).to(input_ids.device)
             with self.accelerator.autocast():
-                both = _scored(model, input_ids[rows], attention_mask[rows], logits_to_keep)
-            found.append([values[: len(chunk)] for values in both])
+                scores = _score(model, input_ids[rows], attention_mask[rows], logits_to_keep)
+            results.append([values[: len(chunk)] for values in scores])
         places = torch.as_tensor(order).to(input_ids.device)
-        logps, entropies = (torch.cat(parts)[places] for parts in zip(*found, strict=True))
+        logps, entropies = (torch.cat(parts)[places] for parts in zip(*results, strict=True))
         return logps, entropies if compute_entropy else None, None
 
 
-def _scored(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of the last `keep` tokens of padded rows, from one packed row."""
+def _score(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy of the last `keep` tokens of rows with padding, from a
+    forward of one packed row."""
     mask = attention_mask.bool()
-    if not mask.any():  # rows of zeros alone: every rank forwards something
+    if not mask.any():  # only rows of zeros: forward one token, as every rank must forward
         mask = mask.index_fill(1, torch.zeros(1, dtype=torch.int64, device=mask.device), True)
     lengths = mask.sum(1)
     bounds = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)
     labels = torch.where(attention_mask.bool(), ids, IGNORED)
     labels[:, :-keep] = IGNORED
     flat = labels[mask]
-    flat[bounds[:-1].long()] = IGNORED  # a first token has nothing before it
+    flat[bounds[:-1].long()] = IGNORED  # no token predicts the first one of a document
     outputs = model(
         input_ids=ids[mask][None],
         position_ids=(mask.cumsum(1) - 1)[mask][None],
@@ -526,8 +527,9 @@ def _scored(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple
     )
 
     def padded(row: Tensor) -> Tensor:
-        of_token = F.pad(row[0, :-1], (1, 0))  # what stands at a position speaks of the next token
-        return row.new_zeros(mask.shape).masked_scatter(mask, of_token)[:, -keep:]
+        target_values = F.pad(row[0, :-1], (1, 0))  # the output at a position is for the next token
+        return row.new_zeros(mask.shape).masked_scatter(mask, target_values)[:, -keep:]
 
-    entropy = outputs.log_probs if outputs.entropy is None else outputs.entropy  # of a reference
+    # A reference model returns no entropy, and GRPOTrainer does not read it there.
+    entropy = outputs.log_probs if outputs.entropy is None else outputs.entropy
     return padded(outputs.log_probs), padded(entropy.detach())

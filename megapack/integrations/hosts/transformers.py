@@ -9,8 +9,8 @@
     )
     trainer.train()
 
-A micro batch is one row of segments with the names that transformers' attention reads
-(``cu_seq_lens_q``, ...), so no mask is built and no attention crosses a document.
+A micro batch is one row of segments under the argument names of transformers' attention
+(``cu_seq_lens_q``, ...), so no mask is built and attention does not cross documents.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from megapack.data import Batch, PackedDataset, check_token_ids
 from megapack.data.report import check_labels
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
+from megapack.integrations.host import check_options
 from megapack.integrations.hosts.transformers_resume import ScheduleOfRun, bare_model
-from megapack.integrations.options import check_options
-from megapack.integrations.rows.micro_batches import MicroBatches, model_inputs
+from megapack.integrations.rows.rank_rows import MicroBatches, model_inputs
 
 __all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
 __all__ += ["sft_trainer"]
 
 logger = logging.getLogger("megapack")
 
-PROBED_LOGITS = 256  # of every token: enough to see whether it changed
-LOOKED_AT = 32  # steps among which a micro batch of short documents is chosen to probe the model on
+PROBED_LOGITS = 256  # per token: enough to see whether they change
+LOOKED_AT = 32  # first steps, among which the probe takes the one with the shortest documents
 
-# ---- Whether a transformers model keeps the documents of a row apart: tried before it is trained
+# ---- Check of a transformers model before training
 
 
 def check_model(
@@ -63,25 +63,25 @@ def check_model(
 ) -> None:
     """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
 
-    A tiny model of its architecture is tried with its attention; see ``check_architecture``. Takes
-    a second, moves no random state, and every rank may call it.
+    Checks a tiny model of its architecture with its attention (``check_architecture``). Takes a
+    second and does not touch the random state. Every rank may call it.
 
     Args:
-        model: of transformers, plain or adapted by PEFT. Any other is not tried: a warning says so.
-        dataset: what it shall be trained on.
-        device, dtype: of the run; None: the model's.
-        longest: most positions of a document or of padding, tokens (``check_architecture``); None:
-            those of the dataset, or any.
+        model: model of transformers, plain or adapted by PEFT; others only get a warning.
+        dataset: the dataset to train on.
+        device, dtype: device and dtype of the run; None: those of the model.
+        longest: largest number of positions of a document or of padding (``check_architecture``);
+            None: that of the dataset, or unknown.
 
     Raises:
-        ConfigError: naming the architecture, the layer and the difference, or the ids; or there
-            are attention windows, and the model's attention makes its mask of positions.
+        ConfigError: names the architecture, the layer and the difference, or the ids; or the
+            dataset has attention windows, and the model's attention builds its mask from positions.
     """
     bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
         warnings.warn(
-            f"{type(bare).__name__} is no transformers model: whether it keeps the documents of a "
-            "row apart was not tried",
+            f"{type(bare).__name__} is not a transformers model: megapack did not check whether it "
+            "keeps the documents of a row apart",
             MegapackWarning,
             stacklevel=2,
         )
@@ -89,9 +89,9 @@ def check_model(
     add_segment_numbers(bare)
     text = bare.config.get_text_config(decoder=True)
     if dataset is not None:
-        # Within the wrappers that PEFT puts round it.
+        # PEFT may wrap the embedding.
         embeddings = bare.get_input_embeddings().modules()
-        size = next(one.num_embeddings for one in embeddings if hasattr(one, "num_embeddings"))
+        size = next(e.num_embeddings for e in embeddings if hasattr(e, "num_embeddings"))
         check_token_ids(dataset, size)
         _check_windows(text._attn_implementation, dataset)
         if longest is None:
@@ -103,7 +103,7 @@ def check_model(
             return type(bare)._from_config(configuration, **options)
         return transformers.AutoModelForCausalLM.from_config(configuration, **options)
 
-    with _built_whole():
+    with _without_zero3():
         check_architecture(
             text,
             attention=text._attn_implementation,
@@ -115,8 +115,8 @@ def check_model(
 
 
 @contextmanager
-def _built_whole() -> Iterator[None]:
-    """Under ZeRO 3 transformers splits every new model over the ranks; here it does not."""
+def _without_zero3() -> Iterator[None]:
+    """Build complete models: under ZeRO 3 transformers splits every new model over the ranks."""
     configuration = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: None)
     run = configuration() if configuration is not None else None
     deepspeed.unset_hf_deepspeed_config()
@@ -128,7 +128,7 @@ def _built_whole() -> Iterator[None]:
 
 
 def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]:
-    """Tensor, context and sequence parallel size, which must be 1, for ``check_options``."""
+    """Return the requirement that tensor, context and sequence parallel size are 1."""
     kinds = {"tensor": "tp", "context": "cp", "sequence": "sp"}
     return {
         f"the {kind} parallel size": (getattr(trainer, f"get_{short}_size", lambda: 1)(), 1, reason)
@@ -140,25 +140,25 @@ def _check_windows(implementation: str, dataset: PackedDataset) -> None:
     windows = dataset.samples.windows
     if windows and implementation != ATTENTION_NAME and "flash" not in implementation:
         raise ConfigError(
-            f"the run has attention windows {windows}, and attention {implementation!r} makes its "
-            "mask of positions, which do not show them: load the model with attn_implementation="
+            f"the run has attention windows {windows}, and attention {implementation!r} builds its "
+            "mask from positions, which do not show them: load the model with attn_implementation="
             f"{ATTENTION_NAME!r} or 'flash_attention_2', or leave attention_window out"
         )
 
 
 class PackedTrainerMixin:
-    """For ``Trainer`` and its subclasses: trains on ``MicroBatches``.
+    """Mixin for ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
-    The loader is this rank's own, so nothing is sharded twice. A resume skips as many micro batches
-    as the checkpoint's step has seen, without gathering them, and may use another number of ranks:
-    ``gradient_accumulation_steps`` then changes with it, and the steps hold the same samples; a
-    corpus or schedule that has others at the steps before is a ResumeError, and so is another
-    model, tokenizer, content of the data or training argument.
+    Every rank has its own loader. A resume skips the micro batches of earlier steps without
+    gathering them, and may use another number of ranks: then change ``gradient_accumulation_steps``
+    accordingly, and steps keep their samples. It raises ResumeError if the corpus or the schedule
+    gives other samples for earlier steps, or if the model, the tokenizer, the content of the data
+    or a training argument changed.
 
     Attributes:
-        probe: check the model on two early micro batches before it trains: seven forwards
-            (``megapack.attention.probe``; the log has their seconds), and one of its loss, which
-            must use the labels of the batch.
+        probe: before training, check the model on two early micro batches (seven forwards, see
+            ``megapack.attention.probe``; the log has their duration), and check once that its loss
+            uses the labels of the batch.
         allow_change: keys that may differ at a resume, as the error names them.
     """
 
@@ -170,19 +170,19 @@ class PackedTrainerMixin:
     eval_dataset: Any
     _checked: tuple[PackedDataset, ...] = ()
     _to_probe: MicroBatches | None = None
-    _lengths: Tensor | None = None  # of the document of every token
+    _lengths: Tensor | None = None  # for every token, the length of its document
 
     def check_model(self, dataset: PackedDataset, longest: int | None = None) -> None:
-        """Called before the first batch of a dataset; see ``check_model``."""
+        """Check the model (``check_model``); called before the first batch of a dataset."""
         half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
     def get_train_dataloader(self) -> Any:
-        """A loader of this rank's micro batches.
+        """Return a loader of this rank's micro batches.
 
         Raises:
-            ConfigError: max_steps is not set, gradient_accumulation_steps does not fit, or
-                ignore_data_skip.
+            ConfigError: max_steps is not set, gradient_accumulation_steps does not fit, or the
+                micro batches would ignore an option.
         """
         if not isinstance(self.train_dataset, MicroBatches):
             return super().get_train_dataloader()  # type: ignore[misc]
@@ -193,7 +193,7 @@ class PackedTrainerMixin:
                 "(schedule.num_steps(num_epochs))"
             )
         _check_ignored(self.args)
-        batches = self._of_this_rank(self.train_dataset, self.args.max_steps)
+        batches = self._batches_of_rank(self.train_dataset, self.args.max_steps)
         check_labels(batches.schedule, self.args.max_steps)
         self._scale_noise(batches)
         if self.args.gradient_accumulation_steps != batches.num_micro_steps:
@@ -205,18 +205,18 @@ class PackedTrainerMixin:
             )
         self._to_probe = batches if self.probe else None
         callbacks: list[Any] = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(one, ScheduleOfRun) for one in callbacks):
+        if not any(isinstance(callback, ScheduleOfRun) for callback in callbacks):
             self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
-        for one in callbacks:
-            if isinstance(one, ScheduleOfRun):
-                one.allow_change = tuple(self.allow_change)
+        for callback in callbacks:
+            if isinstance(callback, ScheduleOfRun):
+                callback.allow_change = tuple(self.allow_change)
         return self._loader(batches)
 
-    def _try(self, model: Any, batch: Batch, longest: Batch) -> None:
+    def _probe_model(self, model: Any, batch: Batch, longest: Batch) -> None:
         """Probe a model on a micro batch of short documents, and on one of the longest."""
 
-        def forward(asked: Mapping[str, Any]) -> torch.Tensor:
-            inputs = self._inputs(asked)
+        def forward(changed: Mapping[str, Any]) -> torch.Tensor:
+            inputs = self._inputs(changed)
             del inputs["labels"], inputs["shift_labels"]
             logits: torch.Tensor = model(**inputs).logits
             return logits[..., :PROBED_LOGITS]
@@ -232,22 +232,22 @@ class PackedTrainerMixin:
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def _scale_noise(self, batches: MicroBatches) -> None:
-        """Scale the noise of NEFTune by the length of each document; Trainer takes the row's.
+        """Scale the noise of NEFTune by the length of each document instead of the row's.
 
-        ``alpha / sqrt(length * width)`` times a uniform number of -1 to 1 (Jain et al., *NEFTune*,
-        2023). Trainer removes the hook by the handle that is replaced here.
+        ``alpha / sqrt(length * width)`` times a uniform number from -1 to 1 (Jain et al.,
+        *NEFTune*, 2023).
         """
         if self.neftune_noise_alpha is None:  # type: ignore[attr-defined]
             return
         if batches.dataset.samples.windows:
             raise ConfigError(
-                "neftune_noise_alpha is set, and the run has attention windows, which do not show "
-                "how long a document is: leave one of them out"
+                "neftune_noise_alpha is set, and the run has attention windows, which hide the "
+                "lengths of documents: leave one of the two out"
             )
         self.neftune_hook_handle.remove()  # type: ignore[has-type]
 
-        def add_noise(module: Any, given: Any, embedded: Tensor) -> Tensor:
-            del given
+        def add_noise(module: Any, inputs: Any, embedded: Tensor) -> Tensor:
+            del inputs
             if not module.training or self._lengths is None:
                 return embedded
             scale = module.neftune_noise_alpha / (self._lengths * embedded.shape[-1]).sqrt()
@@ -256,83 +256,85 @@ class PackedTrainerMixin:
             return noisy
 
         embeddings = bare_model(self.model).get_input_embeddings()
+        # Trainer removes the hook of this name after training.
         self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """``model_inputs`` on the device of the run."""
+        """Return ``model_inputs`` on the device of the run."""
         return {
             name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
             for name, value in model_inputs(batch).items()
         }
 
     def _check_loss(self, model: Any, batch: Batch) -> None:
-        """Whether the loss of a micro batch is that of its labels.
+        """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
 
-        The gradient of a loss by the logits of a token, all 0 here, is below 0 at the label that it
-        took, and 0 where it took none: at a model's own, one that is sure of a label has none, or
-        another's. A loss that makes no logits (fused with the head) is not seen.
+        Replaces all logits by 0. Then the gradient by the logits of a token is negative at the
+        label that the loss uses, and 0 if it uses none. (With the model's own logits, the gradient
+        of a sure token vanishes.) A loss fused with the head has no logits: it is not checked.
         """
-        found: list[torch.Tensor] = []
+        zeros: list[torch.Tensor] = []
 
-        def keep(head: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
-            del head, given
-            found.append(torch.zeros_like(logits, requires_grad=True))
-            return found[-1]
+        def replace(head: Any, hidden: Any, logits: torch.Tensor) -> torch.Tensor:
+            del head, hidden
+            zeros.append(torch.zeros_like(logits, requires_grad=True))
+            return zeros[-1]
 
         inputs = self._inputs(batch)
-        told = copy.deepcopy(getattr(self, "_metrics", None))  # what TRL counts for its log
+        metrics = copy.deepcopy(getattr(self, "_metrics", None))  # of TRL's log
         head = self.model.get_output_embeddings()
-        hook = None if head is None else head.register_forward_hook(keep)
+        hook = None if head is None else head.register_forward_hook(replace)
         try:
             loss = super().compute_loss(  # type: ignore[misc]
-                model, inputs, num_items_in_batch=self._labels_alone(inputs)
+                model, inputs, num_items_in_batch=self._micro_batch_divisor(inputs)
             )
         finally:
             if hook is not None:
                 hook.remove()
-        if told is not None:
-            self._metrics = told
-        if len(found) != 1 or not loss.requires_grad or found[0].dim() != 3:
-            logger.info("the loss makes no logits of every token: its labels were not tried")
+        if metrics is not None:
+            self._metrics = metrics
+        if len(zeros) != 1 or not loss.requires_grad or zeros[0].dim() != 3:
+            logger.info("the loss has no logits of every token: its labels were not checked")
             return
         labels = batch["labels"].flatten()
-        scaled = loss * (labels >= 0).sum().to(loss.device)  # or half precision loses it
-        (gradient,) = torch.autograd.grad(scaled, found)
-        lowest, taken = gradient.flatten(0, 1).min(dim=-1)
-        taken = torch.where(lowest < 0, taken, IGNORED).cpu()
-        wrong = (taken != labels).nonzero()[:, 0]
+        # Without the factor, half precision may round the gradient to 0.
+        scaled = loss * (labels >= 0).sum().to(loss.device)
+        (gradient,) = torch.autograd.grad(scaled, zeros)
+        lowest, used = gradient.flatten(0, 1).min(dim=-1)
+        used = torch.where(lowest < 0, used, IGNORED).cpu()
+        wrong = (used != labels).nonzero()[:, 0]
         if len(wrong):
             i = int(wrong[0])
             raise ConfigError(
-                f"the loss of {type(self.model).__name__} has label {int(taken[i])} for token {i}, "
+                f"the loss of {type(self.model).__name__} has label {int(used[i])} for token {i}, "
                 f"and the batch has {int(labels[i])} ({IGNORED}: none), one of {len(wrong)} of "
-                f"{len(labels)}: is the mask, or are the labels, shifted once too often? Look at "
+                f"{len(labels)}: is the mask, or are the labels, shifted once too often? Check "
                 "compute_loss, compute_loss_func and the model's loss_function"
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Every sample of ``MicroBatches`` once, or what Trainer makes of any other dataset."""
+        """Return a loader with every sample of ``MicroBatches`` once, Trainer's for other data."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
         if not isinstance(chosen, MicroBatches):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        return self._loader(self._of_this_rank(chosen, None, evaluated=True))
+        return self._loader(self._batches_of_rank(chosen, None, evaluated=True))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The same for ``predict``."""
+        """Return the same for ``predict``."""
         if not isinstance(test_dataset, MicroBatches):
             return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
         return self.get_eval_dataloader(test_dataset)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, which then takes the mean of the losses of micro batches: of ``MicroBatches``
-        each is weighted by its labels, so that it is the mean over all labels."""
+        """Weight the loss of every micro batch by its labels: Trainer averages the results, and so
+        gets the mean over all labels."""
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         loader: Any = self.callback_handler.eval_dataloader  # type: ignore[attr-defined]
         if loss is not None and isinstance(loader.dataset, MicroBatches):
             weight = (inputs["shift_labels"] >= 0).sum().to(loss) / loader.dataset.mean_labels
-            loss = torch.where(weight > 0, loss * weight, 0)  # NaN without a label
+            loss = torch.where(weight > 0, loss * weight, 0)  # loss is NaN if weight is 0
         return (loss, *rest)
 
     def compute_loss(
@@ -342,28 +344,28 @@ class PackedTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Trainer's loss, but that the load-balancing loss of a mixture of experts counts as often
-        as its micro batch has labels (``megapack.attention.experts``): Trainer would add it whole
-        for every micro batch and rank, and count padding."""
+        """Compute Trainer's loss, but weight the load-balancing loss of a mixture of experts by the
+        labels of the micro batch (``megapack.attention.experts``): Trainer would add it in full for
+        every micro batch and rank, and include padding."""
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
-            soon = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
-            step = batches.schedule.shortest_step(0, max(1, soon))
+            steps = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
+            step = batches.schedule.shortest_step(0, max(1, steps))
             short = batches.batch(step * batches.num_micro_steps)
-            self._try(model, short, batches.batch(0))
+            self._probe_model(model, short, batches.batch(0))
         if "cu_seq_lens_q" in inputs:
             lengths = inputs["cu_seq_lens_q"].diff().long()
             self._lengths = lengths.repeat_interleave(lengths)
         if not model.training and "shift_labels" in inputs:
-            num_items_in_batch = self._labels_alone(inputs)  # prediction_step weights the mean
+            num_items_in_batch = self._micro_batch_divisor(inputs)  # prediction_step weights it
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
         if mask is not None and getattr(self, "aux_loss_enabled", False) and weights is None:
-            weights = self._plain_weights(inputs, num_items_in_batch)
+            weights = self._equal_weights(inputs, num_items_in_batch)
         if weights is not None:
             loss, outputs = self._weighted_loss(model, inputs, weights, mask)
             scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
             if model.training and not scaled:
-                loss = loss * self.args.gradient_accumulation_steps  # by which Trainer divides
+                loss = loss * self.args.gradient_accumulation_steps  # Trainer divides by it
             return (loss, outputs) if return_outputs else loss
         options = {"num_items_in_batch": num_items_in_batch}
         if mask is None:
@@ -375,42 +377,43 @@ class PackedTrainerMixin:
             model, inputs, return_outputs=True, **options
         )
         balancing = LoadBalancing.of(self.model)
-        assert balancing is not None  # only then are there masks
-        of_step, ranks = 1.0, 1
+        assert balancing is not None, "only such models get a token mask"
+        share, ranks = 1.0, 1
         if num_items_in_batch is not None:
-            of_step = num_labels / num_items_in_batch
+            share = num_labels / num_items_in_batch
             ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-        ours = balancing.loss(outputs["router_logits"], mask) * of_step
-        # A smoothed loss has none.
-        theirs = 0 if outputs.get("loss") is None else outputs["aux_loss"]
-        loss = loss + ranks * balancing.coefficient * (ours - theirs)
+        weighted = balancing.loss(outputs["router_logits"], mask) * share
+        # With label smoothing, Trainer's loss does not include the load-balancing loss.
+        included = 0 if outputs.get("loss") is None else outputs["aux_loss"]
+        loss = loss + ranks * balancing.coefficient * (weighted - included)
         return (loss, outputs) if return_outputs else loss
 
-    def _plain_weights(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
-        """Of every label the same: for TRL, whose own forward keeps no logits of routers."""
+    def _equal_weights(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Return equal loss weights of all labels, for TRL, whose forward drops router logits."""
         labels = inputs["shift_labels"] >= 0
         if num_items_in_batch is None or not self.args.average_tokens_across_devices:
-            alone = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            num_items_in_batch = alone * self.args.world_size
+            count = labels.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            num_items_in_batch = count * self.args.world_size
         return torch.div(labels, num_items_in_batch)
 
-    def _labels_alone(self, inputs: dict[str, Any]) -> Tensor | None:
-        """The labels of one micro batch, as a ``compute_loss_func`` divides by them: its mean.
-        Trainer multiplies by the ranks where it counts over all. None: without such a function."""
+    def _micro_batch_divisor(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return the divisor with which ``compute_loss_func`` gives the mean of one micro batch;
+        None without such a function."""
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
+        # With average_tokens_across_devices Trainer multiplies the loss by the ranks.
         ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
         return torch.mul((inputs["labels"][:, 1:] >= 0).sum().clamp(min=1), ranks)
 
     def _weighted_loss(
         self, model: Any, inputs: dict[str, Any], weights: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]:
-        """The sum of losses times weights, of the model's logits: Trainer counts labels. A mixture
-        of experts adds its load-balancing loss in the share of the step's weight that is here."""
+        """Return the sum of losses times weights. A mixture of experts adds its load-balancing loss
+        times the weight of this micro batch."""
         if self.compute_loss_func or getattr(self.args, "loss_type", "nll") != "nll":  # type: ignore[attr-defined]
             raise ConfigError(
                 "the run has loss weights, or SFTTrainer balances experts, and compute_loss_func "
-                "and loss_type='dft' are told neither: leave them out"
+                "and loss_type='dft' support neither: leave them out"
             )
         labels = inputs.pop("shift_labels").flatten()
         inputs.pop("labels")
@@ -425,12 +428,12 @@ class PackedTrainerMixin:
         loss = (losses * weights.flatten()).sum()
         if mask is not None:
             balancing = LoadBalancing.of(self.model)
-            assert balancing is not None  # only then are there masks
+            assert balancing is not None, "only such models get a token mask"
             balance = balancing.loss(outputs.router_logits, mask)
             loss = loss + balancing.coefficient * weights.sum() * balance
-        return loss * self.args.world_size, outputs  # of gradients ranks take the mean
+        return loss * self.args.world_size, outputs  # ranks average their gradients
 
-    def _of_this_rank(
+    def _batches_of_rank(
         self, batches: MicroBatches, num_steps: int | None, *, evaluated: bool = False
     ) -> MicroBatches:
         loader, reason = self.args.accelerator_config, "every rank reads its own micro batches"
@@ -442,24 +445,24 @@ class PackedTrainerMixin:
             "accelerator_config.dispatch_batches": (loader.dispatch_batches, None, reason),
             "accelerator_config.split_batches": (loader.split_batches, None, reason),
         })  # fmt: skip
-        if not any(one is batches.dataset for one in self._checked):
-            reach = batches.dataset.longest_position(batches.layout.row_tokens)
-            self.check_model(batches.dataset, reach)
+        if not any(dataset is batches.dataset for dataset in self._checked):
+            longest = batches.dataset.longest_position(batches.layout.row_tokens)
+            self.check_model(batches.dataset, longest)
             self._checked = (*self._checked, batches.dataset)
         rank = (self.args.process_index, self.args.world_size)
-        mine = batches.of_rank(*rank, num_steps, evaluated=evaluated)
+        of_rank = batches.of_rank(*rank, num_steps, evaluated=evaluated)
         balanced = getattr(self.model.config, "output_router_logits", False)
-        mine.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
-        mine.with_loss_weights = True
-        own = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
-        mine.for_own_shift = own != (None, None) and not evaluated
-        return mine
+        of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
+        of_rank.with_loss_weights = True
+        custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
+        of_rank.for_own_shift = custom != (None, None) and not evaluated
+        return of_rank
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
-        # Accelerate's, which deals nothing by itself, says the last batch to batch_eval_metrics.
+        # Accelerate's loader marks the last batch, which batch_eval_metrics needs.
         kind = DataLoaderShard if batches.schedule.finite else DataLoader
-        # batch_size 1 and not None: Trainer resumes by skipping through the batch sampler.
-        return own_loader(batches, self.args, kind, batch_size=1)
+        # batch_size 1, not None: Trainer resumes by skipping in the batch sampler.
+        return rank_loader(batches, self.args, kind, batch_size=1)
 
 
 def _check_ignored(args: Any) -> None:
@@ -476,10 +479,10 @@ def _check_ignored(args: Any) -> None:
     })  # fmt: skip
 
 
-def own_loader(
+def rank_loader(
     dataset: Any, args: Any, kind: type[DataLoader[Any]] = DataLoader, **batches: Any
 ) -> DataLoader[Any]:
-    """Of what one rank takes at once, with the options of a run; Trainer does not deal it again."""
+    """Return a loader of one rank's items, with the loader options of ``args``."""
     workers = args.dataloader_num_workers
     return kind(
         dataset,
@@ -497,10 +500,7 @@ class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[m
 
 
 def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> Any:
-    """TRL's SFTTrainer on packed micro batches.
-
-    SFTTrainer packs text itself and insists on a ``datasets.Dataset``; here it is given the packed
-    micro batches after its construction, with preparation switched off.
+    """Return TRL's SFTTrainer on packed micro batches.
 
     Args:
         train_dataset: the micro batches.
@@ -508,7 +508,7 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
         options: further arguments of SFTTrainer (model, eval_dataset, ...).
 
     Raises:
-        ConfigError: args would pack a second time, or name a mask that rows cannot have.
+        ConfigError: args would pack a second time, or set a mask that rows do not support.
     """
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
@@ -524,7 +524,8 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs
         """SFTTrainer on packed micro batches."""
 
-    stand_in = datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-    trainer = PackedSFTTrainer(args=args, train_dataset=stand_in, **options)
+    # SFTTrainer's constructor only takes a datasets.Dataset.
+    placeholder = datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    trainer = PackedSFTTrainer(args=args, train_dataset=placeholder, **options)
     trainer.train_dataset = train_dataset
     return trainer

@@ -1,4 +1,4 @@
-"""Resume of PackedTrainer: its part of trainer_state.json, compared when a run is resumed.
+"""Resume of PackedTrainer: what trainer_state.json keeps of a run, and its comparison.
 
 ``ScheduleOfRun`` is the callback. Its state is the schedule's ``state_dict`` and a record of model,
 tokenizer, data and training arguments (``megapack.data.resume``):
@@ -28,8 +28,8 @@ from megapack.data.resume import (
 
 logger = logging.getLogger("megapack")
 
-# TrainingArguments, by the beginning of their names, that do not determine a run's steps: outputs,
-# logs, evaluation, loading, and the division among ranks. All others are compared at a resume.
+# Prefixes of TrainingArguments that do not change a run's steps: outputs, logs, evaluation,
+# loading, and the division among ranks. A resume compares all others.
 _NO_EFFECT = (
     *("output_dir", "overwrite_", "do_", "run_name", "report_to", "project", "trackio", "hub_"),
     *("push_to_hub", "logging_", "log_", "disable_tqdm", "save_", "restore_", "resume_", "load_"),
@@ -43,10 +43,10 @@ _NO_EFFECT = (
 
 
 class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
-    """Keep in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
+    """Save in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
 
-    Compared are the samples of the steps before, the configuration of the model with its attention
-    and dtype, the tokenizer, the bytes of the data, and the training arguments.
+    Compares the samples of earlier steps, the configuration of the model with its attention and
+    dtype, the tokenizer, the bytes of the data, and the training arguments.
 
     Raises:
         ResumeError: something differs; names it with both values.
@@ -60,24 +60,24 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     saved_record: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer writes, and sets again where it restores callbacks."""
+        """Return the state for trainer_state.json; Trainer restores its attributes."""
         saved = None if self.schedule is None else self.schedule.state_dict(self.step)
         return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **run: Any
     ) -> None:
         del control
         batches = getattr(train_dataloader, "dataset", None)
         self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
         if self.schedule is not None and batches is not None:
-            self.record = _record(args, batches.dataset, more)
-        # A checkpoint of another trainer has none, and the next one is to have it.
+            self.record = _record(args, batches.dataset, run)
+        # A checkpoint of another trainer lacks our state: add it, so that the next one has it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
         if self.schedule is None or not kept["saved"] or not self.step:
             return
-        of_order = [name for name in self.allow_change if name in ORDER_FIELDS]
-        changes = self.schedule.check_state(kept["saved"], of_order)
+        allowed_order = [name for name in self.allow_change if name in ORDER_FIELDS]
+        changes = self.schedule.check_state(kept["saved"], allowed_order)
         if self.record is not None:
             option = "PackedTrainer.allow_change"
             saved, allowed = kept.get("saved_record"), self.allow_change
@@ -85,22 +85,22 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         for change in changes:
             logger.warning("the run is changed: %s", change)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        del args, control, more
+    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
+        del args, control, run
         self.step = state.global_step
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that determines a run, except the order of its samples; JSON.
+    """Return everything that determines a run, except the order of its samples, as JSON.
 
     Args:
         args: TrainingArguments.
-        dataset: of the run.
+        dataset: dataset of the run.
         run: ``model`` and ``processing_class`` of a callback.
     """
     model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
-    given = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
-    record = flatten(given, "args.")
+    values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
+    record = flatten(values, "args.")
     if isinstance(model, transformers.PreTrainedModel):
         text = model.config.get_text_config(decoder=True)
         record |= model_record(model.config)

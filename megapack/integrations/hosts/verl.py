@@ -37,8 +37,7 @@ from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import VERL_SFT, emit, loss_terms
-from megapack.integrations.options import check_options
-from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 from megapack.planning import StepPlan, plan_step
@@ -172,7 +171,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
 
     Args:
         parquet_files: of ``data.train_files`` or ``val_files``: instead of parquet a manifest, a
-            shard manifest or the prefix of a dataset (``megapack.integrations.rows.manifest``).
+            shard manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
         tokenizer: verl's, whose ids must have those of the documents.
         config: verl's ``data``. ``+data.probe=False``: the engine is not tried on a row before its
             first step (``probe_worker``).

@@ -1,10 +1,10 @@
-"""Build the sample index of a data path before the job that reads it starts.
+"""Build the sample index of a data path before a job starts.
 
     python -m megapack.integrations.rows.index DATA_PATH --sequence-length 8192 --split 99,1,0 \\
         --seed 1234 --cache-directory /scratch/megapack
 
-A run whose options say the same finds the files by content and starts at once; nothing waits for
-rank 0. DATA_PATH is what the host gets: a prefix, a manifest, or weight prefix weight prefix ...
+A run with the same options finds the files by content, and its ranks do not wait for rank 0.
+DATA_PATH is the host's data path: a prefix, a manifest, or weight prefix weight prefix ...
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT = "(default %(default)s)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build what is missing and say where it lies; returns the exit status."""
+    """Build missing indices and print their paths; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megapack.integrations.rows.index",
         description=__doc__,
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--split", default="100,0,0", help=f"the host's --split {DEFAULT}")
     add("--seed", type=int, default=1234, help=f"the host's {DEFAULT}")
     add("--context-parallel-size", type=int, default=1, help=f"the host's {DEFAULT}")
-    beside = "megapack-cache beside the first source"
-    add("--cache-directory", help=f"the host's --data-cache-path; default: {beside}")
+    folder = "megapack-cache in the folder of the first source"
+    add("--cache-directory", help=f"the host's --data-cache-path; default: {folder}")
     args = parser.parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, format="%(message)s", stream=PrintableStream(sys.stderr)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             rows = open_rows(manifest, sources, options, split=split, cache_directory=where)
             for index in rows.packed.samples.indices:
-                # The one product of this command, for scripts that copy the files elsewhere.
+                # For scripts that copy the files elsewhere.
                 print(f"{name}\t{index.num_samples}\t{printable(str(index.path))}")  # noqa: T201
     except (MegapackError, ValueError, OSError) as error:
         print(f"megapack.integrations.rows.index: error: {printable(str(error))}", file=sys.stderr)  # noqa: T201

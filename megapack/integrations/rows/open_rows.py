@@ -1,4 +1,20 @@
-"""A manifest and what a host asks for -> rows: sources mapped, packed or found packed, blended."""
+"""A host's data path -> rows: read its manifest, pack its sources once, blend them.
+
+A host's --data-path may be a plain prefix (all options at their defaults), a shard manifest (many
+datasets, packed by `megapack-build pack`), a manifest file, or the JSON text of a manifest (which
+megapack makes of a weighted list of prefixes):
+
+    {"sources": [{"prefix": "web_text_document", "weight": 0.7},
+                 {"prefix": "code_text_document", "weight": 0.3}],
+     "strategy": "bucket", "buckets": [1024, 2048, 4096, 8192], "cache_directory": "/scratch/idx"}
+
+A source with an index is not packed again (``megapack.data.blend``). Stages count blocks of
+``rows_per_block`` rows, which are the host's steps if a block is its global batch.
+
+- ``Manifest``, ``is_manifest``, ``default_buckets``: the manifest.
+- ``Recipe``, ``cached_index``: the packed samples of a source, built once and found by content.
+- ``open_data_path``, ``open_rows``: the rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +25,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +33,172 @@ import numpy as np
 import torch.distributed as dist
 import xxhash
 
+from megapack.config import from_dict, load_config, to_dict
+from megapack.data.blend import BlendConfig, HostOptions, Source
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import open_fim
 from megapack.data.report import check_epochs, check_labels, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest, Source, default_buckets
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.packing.sample_index import describe_source
-from megapack.packing.sharded import SourceIndex
+from megapack.packing.sharded import SourceIndex, is_shard_manifest
+from megapack.records import parse_json
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 
-# ---- The sample index of a source, built once and found again by content ------------------------
-# The name of a cached file holds a digest of everything that decides what is in it: the layout of
-# the documents (not their path or date), the range of documents, strategy, parameters, capacities,
-# seed and alignment. A changed dataset or option is another file; a stale one is never opened.
-
 logger = logging.getLogger(__name__)
 
-# Part of every digest: raise it when the same recipe gives other samples.
-VERSION = 2
+# ---- The manifest of a data path
+
+MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
+SMALLEST_DEFAULT_BUCKET = 256
+MOST_DEFAULT_BUCKETS = 5
+# Options that a stage of a host's rows may have. The host decides the length of rows, and how many
+# form a step and a micro step.
+STAGE_FIELDS = frozenset(
+    {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
+    | {"attention_window", "window_steps", "fim_rates"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(HostOptions, BlendConfig):
+    """Sources and options of a host's data path; every field but ``sources`` has a default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for source in self.sources:
+            if source.loss_weight != 1:
+                raise ConfigError(
+                    f"source {source.title!r} has loss_weight {source.loss_weight} "
+                    "and a host takes the plain mean of its labels, counted in whole numbers: "
+                    "leave loss_weight out, or train with megapack-pretrain"
+                )
+        for name in ("rows_per_block", "align"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        for stage in self.stages:
+            names = [field.name for field in fields(stage) if getattr(stage, field.name)]
+            refused = [name for name in names if name not in STAGE_FIELDS]
+            if refused:
+                raise ConfigError(
+                    f"{stage} has {', '.join(refused)}, which the host decides: a stage of a "
+                    f"host's rows may have {', '.join(sorted(STAGE_FIELDS))}; leave out the other "
+                    "options, or train with launch/pretrain.py"
+                )
+
+    @classmethod
+    def read(cls, data_path: str) -> Manifest:
+        """Read a host's data path: JSON text, a manifest file, or one source.
+
+        Raises:
+            ConfigError: the manifest is invalid; names the key.
+            OSError: the manifest file cannot be read.
+        """
+        if data_path.lstrip().startswith("{"):
+            remedy = 'give one object, as in {"sources": [...]}, or the path of a manifest'
+            tree = parse_json(data_path, "data path", remedy=remedy, error=ConfigError)
+            return from_dict(cls, tree, where="data path")
+        if data_path.endswith(MANIFEST_SUFFIXES) and not is_shard_manifest(data_path):
+            path = Path(data_path)
+            return load_config(cls, path).relative_to(path.parent)
+        return cls(sources=(_source(data_path),))
+
+    @classmethod
+    def of_blend(cls, prefixes: Sequence[str], weights: Sequence[float] | None) -> Manifest:
+        """Return a manifest of weighted prefixes; all other options have their defaults.
+
+        Raises:
+            ConfigError: one of the prefixes is itself a manifest.
+        """
+        for prefix in prefixes:
+            if is_manifest(prefix):
+                raise ConfigError(
+                    f"{prefix!r} is a manifest inside a blend; put all sources and their weights "
+                    "into one manifest and give that as the only data path"
+                )
+        # A weight of 0 is valid in Megatron: the source is unused.
+        given = [None] * len(prefixes) if weights is None else weights
+        pairs = zip(prefixes, given, strict=True)
+        return cls(sources=tuple(_source(prefix, w) for prefix, w in pairs if w != 0))
+
+    def to_json(self) -> str:
+        """Return one line of JSON that ``read`` turns into an equal manifest."""
+        return json.dumps(to_dict(self))
+
+    def relative_to(self, folder: Path) -> Manifest:
+        """Return the manifest with paths resolved against its folder."""
+        cache = None if self.cache_directory is None else str(folder / self.cache_directory)
+        moved = super().relative_to(folder)
+        return replace(self, sources=moved.sources, stages=moved.stages, cache_directory=cache)
+
+
+def is_manifest(data_path: str) -> bool:
+    """Return whether a data path is a manifest (file or JSON text), not a single source."""
+    if is_shard_manifest(data_path):
+        return False
+    return data_path.endswith(MANIFEST_SUFFIXES) or data_path.lstrip().startswith("{")
+
+
+def _source(data_path: str, weight: float | None = None) -> Source:
+    """Return the source of a prefix or of a shard manifest."""
+    if is_shard_manifest(data_path):
+        return Source(index=data_path, weight=weight)
+    return Source(prefix=data_path, weight=weight)
+
+
+def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
+    """Return the sequence length and its halves, down to a sixteenth or 256 tokens, ascending.
+
+    Args:
+        sequence_length: tokens of a row.
+        align: every capacity must be a multiple of this.
+    """
+    buckets = [sequence_length]
+    while len(buckets) < MOST_DEFAULT_BUCKETS:
+        half, remainder = divmod(buckets[-1], 2)
+        if remainder or half < SMALLEST_DEFAULT_BUCKET or half % align:
+            break
+        buckets.append(half)
+    return tuple(reversed(buckets))
+
+
+# ---- The sample index of a source: built once, found by content
+# The name of a cached file contains a digest of everything that decides its content: the layout of
+# the documents (not their path or date), the range of documents, strategy, parameters, capacities,
+# seed and alignment. A changed dataset or option gives another file, so no stale file is opened.
+
+VERSION = 2  # part of every digest: raise it when a recipe gives other samples
 BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the one that builds
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything beside the documents that decides an index."""
+    """All options that, together with the documents, decide an index."""
 
     begin: int
     """First document."""
     end: int
-    """Behind the last document."""
+    """One past the last document."""
     strategy: str
     parameters: dict[str, Any]
     buckets: tuple[int, ...]
     seed: int
     align: int = 1
-    """Segments are given room in multiples of this many tokens."""
+    """Each segment takes a multiple of this many tokens."""
     fim_room: int = 0
     """Tokens by which a document may grow (``megapack.data.fim``)."""
 
     def digest(self, fingerprint: str) -> str:
-        """Identity of the index of a dataset with this fingerprint: 32 hexadecimal digits."""
+        """Return the identity of the index of a dataset: 32 hexadecimal digits."""
         strategy = find_strategy(self.strategy)
         content = asdict(self) | {"parameters": strategy.resolve(self.parameters)}
         content |= {"version": VERSION, "documents": fingerprint}
-        if not self.fim_room:  # as before there was any
+        if not self.fim_room:  # keep the digests of releases without this field
             del content["fim_room"]
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
@@ -73,21 +206,20 @@ class Recipe:
 def cached_index(
     dataset: IndexedDataset, recipe: Recipe, directory: Path, *, node_local: bool = False
 ) -> SampleIndex:
-    """The index of a recipe, memory-mapped from ``directory``; built there if it is missing.
+    """Return the index of a recipe, memory-mapped from ``directory``; build it if it is missing.
 
-    Global rank 0 builds and the others wait for the file; with ``node_local`` the first process of
-    a node to come builds, under a lock, and the others of that node wait. Files appear under their
-    name only when they are complete.
+    Global rank 0 builds and all other ranks wait for the file. With ``node_local`` one process per
+    node builds under a lock. A file gets its name only when it is complete.
 
     Args:
         dataset: the documents.
-        recipe: how they are packed.
-        directory: where index files lie; created if missing.
-        node_local: the directory is a disk of each node and not shared between nodes.
+        recipe: how to pack them.
+        directory: directory of index files; created if missing.
+        node_local: whether each node has its own copy of the directory.
 
     Raises:
-        ConfigError: the file did not appear in an hour; the message says what to try.
-        OSError: the directory cannot be written.
+        ConfigError: the file did not appear within an hour.
+        OSError: the directory is not writable.
     """
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
@@ -103,13 +235,13 @@ def cached_index(
 
 
 def is_first_rank() -> bool:
-    """Whether this is global rank 0. Without a process group every process is its own first."""
+    """Return whether this is global rank 0, or a process without a process group."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Alone among the processes of this node; the lock ends with the process, whatever happens."""
+    """Lock a directory among the processes of this node; the lock ends with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -121,7 +253,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None:
     started = time.perf_counter()
     index = build_index(dataset, recipe)
-    # Given as a mapping: the index knows the lengths of its range, not those of all documents.
+    # A description, because the index has the lengths of its range only.
     index.save(path, source=describe_source(dataset, dataset.prefix))
     metrics = index.metrics()
     logger.info(
@@ -153,19 +285,19 @@ def _wait_for(path: Path) -> None:
 
 
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
-    """Pack the documents of a recipe; ids and positions are those of the whole dataset.
+    """Pack the documents of a recipe; ids and positions refer to the whole dataset.
 
     Raises:
-        ConfigError: capacities that are no multiples of ``align``.
-        ValueError: what else ``pack`` refuses.
+        ConfigError: a capacity is not a multiple of ``align``.
+        ValueError: other errors of ``pack``.
     """
     unaligned = [capacity for capacity in recipe.buckets if capacity % recipe.align]
     if unaligned:
         raise ConfigError(
-            f"bucket {unaligned[0]} is no multiple of align {recipe.align}; choose capacities that "
-            "are (2 x context_parallel_size x tensor_parallel_size always works)"
+            f"bucket {unaligned[0]} is not a multiple of align {recipe.align}; choose capacities "
+            "that are (multiples of 2 x context_parallel_size x tensor_parallel_size always work)"
         )
-    lengths = np.array(dataset.document_lengths)  # a copy: the others are hidden below
+    lengths = np.array(dataset.document_lengths)  # a copy, to hide documents outside the range
     lengths[: recipe.begin] = 0
     lengths[recipe.end :] = 0
     return pack(
@@ -181,9 +313,9 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
 
 
 def open_documents(manifest: Manifest) -> list[SourceDocuments]:
-    """Return the documents of a manifest, memory-mapped; shards are opened when they are needed.
+    """Return the documents of a manifest, memory-mapped; shards are opened at first use.
 
-    Raises OSError or FormatError naming the file.
+    Raises OSError or FormatError, which name the file.
     """
     return [
         open_source(
@@ -206,22 +338,20 @@ def open_rows(
     finite: bool = False,
     cache_directory: str | Path | None = None,
 ) -> RowDataset:
-    """Pack the sources of a manifest (or find them packed) and lay them out in rows.
+    """Pack the sources of a manifest, or find them packed, and arrange them in rows.
 
     Args:
         manifest: sources and packing options; its seed, rows_per_block, align and cache_directory
-            go before those of the host.
+            take precedence over those of the host.
         datasets: ``open_documents(manifest)``.
-        options: what the host asks for.
+        options: options of the host.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
-            Stages are of the part that begins with the first document; what is behind it (for
-            validation and test) has the sources and weights of the manifest from end to end.
-        num_rows, finite: see ``RowDataset``. A finite set has the host's rows_per_block, no stages
-            and no attention window.
-        cache_directory: of the host; None: ``megapack-cache`` beside the first source, if that is
-            no address.
-
-    Documents are turned round (``fim``) where they are trained on, that is, where stages are.
+            Stages and ``fim`` apply only to a part that begins with the first document (training);
+            other parts (validation, test) use the sources and weights of the manifest throughout.
+        num_rows, finite: see ``RowDataset``. A finite set ignores the manifest's rows_per_block,
+            stages and attention window.
+        cache_directory: the host's; None: ``megapack-cache`` in the folder of the first source, if
+            that is a local path.
 
     Raises:
         ConfigError: options that exclude each other, or a split without documents.
@@ -229,9 +359,9 @@ def open_rows(
     """
     trains = split[0] == 0 and not finite
     stages = manifest.stages if trains else ()
-    names = ("seed", "align") if finite else ("seed", "align", "rows_per_block")
-    given = {name: getattr(manifest, name) for name in names}
-    options = replace(options, **{name: v for name, v in given.items() if v is not None})
+    overriding = ("seed", "align") if finite else ("seed", "align", "rows_per_block")
+    overrides = {name: getattr(manifest, name) for name in overriding}
+    options = replace(options, **{n: value for n, value in overrides.items() if value is not None})
     where = manifest.cache_directory or cache_directory
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
@@ -265,25 +395,25 @@ def open_rows(
         check_labels(rows.schedule, num_blocks)
     if is_first_rank():
         plan = plan_run(rows.schedule, num_blocks)
-        # Without a line break of its own: nanotron's handler cuts messages there, unformatted.
+        # No line break in the format string: nanotron's handler cuts messages there, unformatted.
         logger.info("blocks of %d rows:%s", options.rows_per_block, f"\n{plan}")
     return rows
 
 
-def open_data_path(data_path: str | Manifest, options: RowOptions, **more: Any) -> RowDataset:
-    """The rows of a host's data path.
+def open_data_path(data_path: str | Manifest, options: RowOptions, **arguments: Any) -> RowDataset:
+    """Open the rows of a host's data path.
 
     Args:
         data_path: a prefix, a manifest file, JSON text (``Manifest.read``), or a Manifest.
-        options: what the host asks for.
-        more: split, num_rows, finite, cache_directory of ``open_rows``.
+        options: options of the host.
+        arguments: split, num_rows, finite, cache_directory of ``open_rows``.
     """
     manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
-    return open_rows(manifest, open_documents(manifest), options, **more)
+    return open_rows(manifest, open_documents(manifest), options, **arguments)
 
 
 def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[int]:
-    """Of every source the tokens by which its documents may grow."""
+    """Return for every source the number of tokens by which its documents may grow."""
     if manifest.fim is None:
         return [0] * len(datasets)
     room = open_fim(manifest.fim, datasets).room
@@ -300,13 +430,13 @@ def _index_of(
     where: str | Path | None,
     fim_room: int,
 ) -> SourceIndex | None:
-    """The samples of one source's split, None where it has no tokens."""
+    """Return the samples of one source's split, None if it has no tokens."""
     begin, end = (round(part * dataset.num_documents) for part in split)
     if begin == end:
         return None
     if source.index is not None:
         whole = (begin, end) == (0, dataset.num_documents)
-        return _index_given(source, dataset, options, whole=whole)
+        return _given_index(source, dataset, options, whole=whole)
     buckets = manifest.buckets or default_buckets(options.sequence_length, options.align)
     if max(buckets) > options.sequence_length:
         raise ConfigError(
@@ -315,8 +445,8 @@ def _index_of(
         )
     if where is None:
         raise ConfigError(
-            f"the samples of {source.title!r} are packed into a directory that all nodes see, and "
-            f"{dataset.prefix} is an address: give cache_directory (the host's cache path), or the "
+            f"{source.title!r} needs a directory for its packed samples that all nodes see, and "
+            f"{dataset.prefix} is an address: set cache_directory (the host's cache path), or the "
             "index that `megapack-build pack` made"
         )
     recipe = Recipe(
@@ -333,15 +463,15 @@ def _index_of(
     return index if index.num_samples else None
 
 
-def _index_given(
+def _given_index(
     source: Source, dataset: SourceDocuments, options: RowOptions, *, whole: bool
 ) -> SourceIndex:
-    """The .samples, or the shard manifest, that a source names."""
+    """Open the .samples file or the shard manifest of a source."""
     if not whole:
         raise ConfigError(
-            f"source {source.title!r} names index {source.index}, which has all its documents, "
-            "and the host asks for a part: give one split all of them (--split 100,0,0), or leave "
-            "out index"
+            f"source {source.title!r} has index {source.index}, which contains all documents, and "
+            "the host's split takes a part: give all documents to one split (--split 100,0,0), or "
+            "leave out index"
         )
     index = dataset.shard_index or source.open_index()
     if index.alignment % options.align:

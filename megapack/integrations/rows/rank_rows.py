@@ -1,17 +1,28 @@
-"""Micro batches of one rank, for hosts that take an iterable with a state and have no sampler.
+"""Micro batches of one rank: as an iterable with a state, and as a dataset for Trainer.
 
-torchtitan, OLMo-core and nanotron iterate over whatever yields their batches and save what it says
-of itself. ``RankRows`` is that for all of them: consecutive rows of a ``RowDataset``, told in the
-dialect of the host, from a count of consumed rows on. Two ranks with micro batches of 3 rows, then
-three with micro batches of 2, in blocks of 12 rows (one step, all of one bucket):
+- ``RankRows``: for torchtitan, OLMo-core and nanotron, which iterate over batches and save the
+  iterator's state. Yields consecutive rows of a ``RowDataset`` in the host's dialect.
+- ``MicroBatches``: for transformers' Trainer and its subclasses, which index a dataset.
+- ``model_inputs``: a batch under the argument names of a transformers model.
+
+``RankRows`` with two ranks and micro batches of 3 rows, then three ranks and micro batches of 2, in
+blocks of 12 rows (one step, all of one bucket):
 
     micro step   0        1        saved: consumed_rows 12     0       1
     rank 0       0 1 2    6 7 8                                12 13   18 19
     rank 1       3 4 5    9 10 11                              14 15   20 21
     rank 2                                                     16 17   22 23
 
-The rows of a step depend on neither, so that count and the program of the schedule are all that a
-checkpoint keeps. ``RankRows.probe`` tries the host's own forward on its first micro batch.
+The rows of a step depend on neither size, so a checkpoint keeps only the count and the program of
+the schedule.
+
+``model_inputs`` of documents of 3 and 2 tokens and 3 tokens of padding, in one row of 8:
+
+    input_ids      5  6  7 | 8  9 | 0  0  0
+    shift_labels   6  7  - | 9  - | -  -  -     the next token of every position
+    labels         -  6  7 | -  9 | -  -  -     the same, for models that shift labels themselves
+    position_ids   0  1  2 | 0  1 | 0  1  2
+    cu_seq_lens_q  0         3      5        8
 """
 
 from __future__ import annotations
@@ -20,15 +31,26 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from megapack.attention.experts import token_mask
 from megapack.attention.probe import probe
+from megapack.data import (
+    Batch,
+    BatchLayout,
+    BucketBatchSampler,
+    MicroBatch,
+    PackedDataset,
+    Schedule,
+)
+from megapack.data.loader import prefetch_remote
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.dialects import Dialect, emit, loss_terms
+from megapack.integrations.dialects import IGNORED, TRANSFORMERS, Dialect, emit, loss_terms
 from megapack.integrations.rows.dataset import RowDataset
 
 logger = logging.getLogger(__name__)
@@ -37,21 +59,22 @@ PROBED_BLOCKS = 32
 
 
 class RankRows:
-    """Iterates over what one rank takes, as its host's dialect has it.
+    """Iterable over the micro batches of one rank, in the dialect of its host.
 
     Args:
-        rows: the rows of all ranks.
+        rows: rows of all ranks.
         dialect: a value of ``megapack.integrations.dialects.DIALECTS``.
-        data_parallel_rank, data_parallel_size: ranks that share documents count once.
+        data_parallel_rank, data_parallel_size: place of this rank; ranks that share documents
+            (tensor, context parallelism) have the same one.
         micro_batch_rows: rows of a micro batch.
-        num_workers: processes that read ahead; 0: rows are gathered when they are asked for.
+        num_workers: worker processes that prefetch; 0: gather rows when the host needs them.
 
     Attributes:
-        consumed_rows: by all ranks together, up to the batch that was yielded last.
+        consumed_rows: rows of all ranks up to the last yielded batch.
 
     Raises:
-        ConfigError: micro steps that do not divide a block, or attention windows that the dialect
-            cannot tell.
+        ConfigError: a block is not a multiple of a micro step, or the dialect does not support the
+            attention windows of the manifest.
     """
 
     def __init__(
@@ -72,60 +95,60 @@ class RankRows:
         block = rows.options.rows_per_block
         if micro_batch_rows < 1 or block % self.rows_per_micro_step:
             raise ConfigError(
-                f"a step of {block} rows is not divided by {data_parallel_size} ranks with micro "
-                f"batches of {micro_batch_rows} rows of {rows.options.sequence_length} tokens: "
-                "choose sizes whose product divides it"
+                f"a step has {block} rows, which is not a multiple of {data_parallel_size} ranks x "
+                f"{micro_batch_rows} rows (of {rows.options.sequence_length} tokens) per micro "
+                "batch: choose sizes whose product divides it"
             )
         if dialect.restart and rows.packed.samples.windows:
             raise ConfigError(
                 f"the manifest has attention windows {rows.packed.samples.windows}, and "
-                f"{dialect.name} is told of documents by positions that restart, which do not show "
-                "them: leave attention_window out"
+                f"{dialect.name} finds documents by positions that restart, which do not show "
+                "windows: leave attention_window out"
             )
 
     @property
     def rows_per_micro_step(self) -> int:
-        """Of all ranks."""
+        """Rows of all ranks together."""
         return self.micro_batch_rows * self.data_parallel_size
 
     def micro_batch(self, consumed_rows: int) -> dict[str, Tensor]:
-        """What this rank takes after that many rows, as megapack has it."""
-        return self.rows.micro_batch(self._numbers(consumed_rows))
+        """Return the micro batch of this rank after so many consumed rows, with megapack's keys."""
+        return self.rows.micro_batch(self._row_numbers(consumed_rows))
 
-    def _numbers(self, consumed_rows: int) -> range:
+    def _row_numbers(self, consumed_rows: int) -> range:
         begin = consumed_rows + self.data_parallel_rank * self.micro_batch_rows
         return range(begin, begin + self.micro_batch_rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Batches in the dialect, from ``consumed_rows`` to the last row."""
+        """Yield batches in the dialect, from ``consumed_rows`` to the last row."""
         begins = range(
             self.consumed_rows,
             len(self.rows) - self.rows_per_micro_step + 1,
             self.rows_per_micro_step,
         )
-        gathered = DataLoader(
+        loader = DataLoader(
             self.rows,
-            batch_sampler=(list(self._numbers(begin)) for begin in begins),
+            batch_sampler=(list(self._row_numbers(begin)) for begin in begins),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
         )
-        for batch in gathered:
-            # Counted before the host has it: its checkpoint is written behind the batch.
+        for batch in loader:
+            # Count before the host gets the batch: it saves its checkpoint after training on it.
             self.consumed_rows += self.rows_per_micro_step
             yield emit(batch, self.dialect)
 
     def state_dict(self) -> dict[str, Any]:
-        """Alike on all ranks: consumed_rows, and program, JSON that says what decides the rows."""
+        """Return consumed_rows, and the program of the schedule as JSON; the same on all ranks."""
         begun = -(-self.consumed_rows // self.rows.options.rows_per_block)
         program = json.dumps(self.rows.schedule.state_dict(begun))
         return {"consumed_rows": self.consumed_rows, "program": program}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the rows of a state, with any number of ranks, workers, micro batches.
+        """Continue after the consumed rows; ranks, workers and micro batches may differ.
 
         Raises:
-            ResumeError: the rows up to there were others (``megapack.data.resume``), or end in the
-                midst of what is a micro step now.
+            ResumeError: the schedule of the consumed rows differs (``megapack.data.resume``), or
+                they end inside a micro step of the new sizes.
         """
         consumed_rows = int(state["consumed_rows"])
         for change in self.rows.schedule.check_state(json.loads(state["program"])):
@@ -139,69 +162,67 @@ class RankRows:
             )
         self.consumed_rows = consumed_rows
 
-    # ---- The host's own forward, tried on its first micro batch
+    # ---- Probe of the host's own forward on its first micro batch
 
     def probe(
         self,
         forward: Callable[[dict[str, Any]], Tensor],
-        arrived: Mapping[str, Any],
+        received: Mapping[str, Any],
         *,
         module: nn.Module,
         consumed_rows: int | None = None,
     ) -> None:
         """Refuse a host in which documents of a micro batch see each other, or masks are shifted.
 
-        What is tried is a micro batch of the smallest bucket that comes soon. Every rank calls it
-        alike. Dropout is off meanwhile, and buffers of the module (what experts count of tokens)
-        are put back.
+        The probe takes a micro batch of the smallest bucket of the next blocks. Every rank must
+        call it. It switches dropout off, and restores the module's mode and buffers.
 
         Args:
-            forward: from a batch in the dialect to the loss of every token, as
-                ``megapack.integrations.probe`` takes it.
-            arrived: the micro batch as it has come through the host; keys that differ from what
-                this loader told are named.
+            forward: maps a batch in the dialect to the loss of every token, as for
+                ``megapack.integrations.probe``.
+            received: the micro batch as it reached the host's model.
             module: the model.
-            consumed_rows: before it; None: it is the one that was yielded last.
+            consumed_rows: rows before ``received``; None: it is the last yielded batch.
 
         Raises:
-            ConfigError: what is wrong.
+            ConfigError: the probe failed, or the host changed the micro batch.
         """
         if consumed_rows is None:
             consumed_rows = self.consumed_rows - self.rows_per_micro_step
-        told = emit(self.micro_batch(consumed_rows), self.dialect)
-        for key, value in arrived.items():
-            if isinstance(value, Tensor) and not torch.equal(value.cpu(), told[key]):
+        sent = emit(self.micro_batch(consumed_rows), self.dialect)
+        for key, value in received.items():
+            if isinstance(value, Tensor) and not torch.equal(value.cpu(), sent[key]):
                 raise ConfigError(
-                    f"{key!r} of the first micro batch is not what megapack told "
-                    f"{self.dialect.name} of rows {list(self._numbers(consumed_rows))}: something "
-                    "between the loader and the model changes it"
+                    f"{key!r} of the first micro batch differs from what megapack gave "
+                    f"{self.dialect.name} for rows {list(self._row_numbers(consumed_rows))}: "
+                    "something between the loader and the model changes it"
                 )
-        with _as_it_was(module):
+        with _evaluating(module):
             seconds = probe(
-                lambda asked: forward(emit(asked, self.dialect)),
-                self.micro_batch(self._with_most_documents(consumed_rows)),
+                lambda batch: forward(emit(batch, self.dialect)),
+                self.micro_batch(self._block_of_short_documents(consumed_rows)),
                 outputs="losses",
-                counted=lambda asked: loss_terms(asked, self.dialect).weights != 0,
+                counted=lambda batch: loss_terms(batch, self.dialect).weights != 0,
                 host=type(module).__name__,
                 longest=self.micro_batch(consumed_rows),
             )
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
-    def _with_most_documents(self, consumed_rows: int) -> int:
-        """Where to look for boundaries: the first step has the longest documents, one to a row."""
+    def _block_of_short_documents(self, consumed_rows: int) -> int:
+        # The first step has the longest documents, often one per row: no boundary to check.
         block = self.rows.options.rows_per_block
         begins = range(consumed_rows // block * block, len(self.rows) - block + 1, block)
         return min(begins[:PROBED_BLOCKS], key=self.rows.bucket_of)
 
 
 def seen_losses(losses: Tensor, counts: Tensor) -> Tensor:
-    """As the probe takes them: one that counts is not 0, however sure of its token a model is."""
+    """Return losses for the probe, in which a loss that counts is never 0."""
     return torch.where(counts, losses.clamp(min=1e-30), losses)
 
 
 @contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """A module that evaluates meanwhile, and has its mode and buffers again afterwards."""
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Set evaluation mode; restore the mode and all buffers (such as token counts of experts)."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     training = module.training
     module.eval()
@@ -210,5 +231,190 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     finally:
         module.train(training)
         with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+
+
+# ---- Micro batches of transformers models
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a megapack batch under the argument names of a transformers model's forward.
+
+    Args:
+        batch: from ``build_loader`` or ``PackedDataset.micro_batch``, layout "stream".
+
+    Returns:
+        input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every position;
+        labels, the same at the position of the predicted token (the model shifts them);
+        cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False. No
+        attention_mask: with one, models ignore the boundaries.
+    """
+    return {**emit(batch, TRANSFORMERS), "use_cache": False}
+
+
+class MicroBatches(Dataset[dict[str, Any]]):
+    """Micro batches of one rank in order: item i is the input of the i-th forward.
+
+    Args:
+        dataset: the packed samples.
+        schedule: schedule of the dataset, the same on all ranks.
+        micro_batch_tokens: tokens of one forward of one rank.
+        data_parallel_rank, data_parallel_size: place of this rank; ``PackedTrainer`` sets them.
+        num_steps: optimizer steps from the beginning of the run; None: one epoch.
+        options: options of ``BucketBatchSampler`` (dealing, pad_last).
+
+    Attributes:
+        with_token_mask: add ``token_mask``, bool (tokens,), False for padding, for the
+            load-balancing loss of a mixture of experts. ``PackedTrainer`` sets it.
+        with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them; then
+            the loss of the step is the sum of losses times weights over all items and ranks.
+            ``PackedTrainer`` sets it; otherwise such an item raises ConfigError.
+        for_own_shift: drop the label of a row's last token (of a document cut there), for losses
+            that shift ``labels`` and so cannot see it. ``PackedTrainer`` sets it.
+
+    Raises:
+        ConfigError: sizes that do not fit.
+    """
+
+    # TRL reads the columns of datasets.
+    column_names = ("input_ids", "labels", "position_ids")
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        schedule: Schedule,
+        *,
+        micro_batch_tokens: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        num_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.dataset, self.schedule = dataset, schedule
+        row_tokens = schedule.config.row_tokens
+        self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)
+        self.sampler = BucketBatchSampler(
+            schedule,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_steps=num_steps,
+            samples=dataset.samples,
+            weighted_loss=True,
+            **options,
+        )
+        self._options = options
+        self.with_token_mask = self.with_loss_weights = self.for_own_shift = False
+        self._step: tuple[int, list[MicroBatch]] = (-1, [])
+        self._prefetched: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
+
+    def of_rank(
+        self,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        num_steps: int | None,
+        *,
+        evaluated: bool = False,
+    ) -> MicroBatches:
+        """Return the same run for another rank; ``evaluated``: every sample once, with smaller or
+        empty micro batches at the end."""
+        schedule, options = self.schedule, self._options
+        if evaluated:
+            schedule = Schedule(self.dataset, schedule.config, finite=True)
+            options = {**options, "pad_last": True}
+        return MicroBatches(
+            self.dataset,
+            schedule,
+            micro_batch_tokens=self.layout.micro_batch_tokens,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            num_steps=num_steps,
+            **options,
+        )
+
+    @cached_property
+    def mean_labels(self) -> float:
+        """Mean number of labels per micro batch, over all ranks.
+
+        Raises:
+            ConfigError: no token has a label.
+        """
+        steps = range(self.sampler.num_steps)
+        labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
+        if not labels:
+            raise ConfigError(
+                f"{self.dataset}: no token has a label (documents have one token each, or their "
+                "masks hide all labels), so there is nothing to evaluate; give other documents"
+            )
+        return labels / (len(self) * self.sampler.data_parallel_size)
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``.
+
+        Raises:
+            ConfigError: it differs between stages; Trainer has one number for all steps.
+        """
+        stages = self.schedule.stages
+        counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
+        if len(set(counts.values())) > 1:
+            raise ConfigError(
+                f"stages (first step: micro steps) take {counts}, and Trainer accumulates the same "
+                "number at every step: keep tokens_per_step the same in all stages"
+            )
+        return counts[0]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Return ``model_inputs`` of micro batch i. Raises IndexError past the end."""
+        batch = self.batch(i)
+        inputs = model_inputs(batch)
+        weights = batch.get("loss_weights")
+        if weights is not None and not self.with_loss_weights:
+            raise ConfigError(
+                "the run has loss weights, and this loop would take the plain mean of its labels: "
+                "train with PackedTrainer, or set with_loss_weights and sum losses times the "
+                "items' loss_weights"
+            )
+        if weights is not None:
+            inputs["loss_weights"] = weights
+        if self.with_token_mask:
+            tokens = batch["tokens"].numel()
+            inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
+        return inputs
+
+    def batch(self, i: int) -> Batch:
+        """Return micro batch i as ``PackedDataset.micro_batch`` does, but with loss weights, if
+        any, under ``loss_weights``; then loss_mask is 1 for every label."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"micro batch {i} of {len(self)}")
+        chosen = self._prefetch(i) if self.dataset.remote_reads.any else self._choose(i)
+        batch = self.dataset.micro_batch(**chosen.gathered_by, layout=self.layout)
+        if chosen.step_label_weight is not None:
+            if not self.schedule.finite:  # evaluation has no weights
+                batch["loss_weights"] = batch["loss_mask"] / (chosen.step_label_weight or 1.0)
+            batch["loss_mask"] = (batch["labels"] >= 0).float()
+        elif self.for_own_shift:
+            batch["labels"][:, -1], batch["loss_mask"][:, -1] = IGNORED, 0
+        return batch
+
+    def _choose(self, i: int) -> MicroBatch:
+        step, micro_step = divmod(i, self.num_micro_steps)
+        if self._step[0] != step:
+            self._step = (step, self.sampler.micro_batches(step))
+        return self._step[1][micro_step]
+
+    def _prefetch(self, i: int) -> MicroBatch:
+        """Return ``_choose(i)``; prefetch the following ones for a caller that reads in order."""
+        expected, micro_batches = self._prefetched
+        if i != expected:
+            following = map(self._choose, range(i, len(self)))
+            micro_batches = prefetch_remote(following, self.dataset.remote_reads)
+        self._prefetched = (i + 1, micro_batches)
+        return next(micro_batches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prefetched": (-1, iter(()))}

@@ -1,13 +1,14 @@
-"""Rows as GPT-NeoX and Megatron-DeepSpeed read them: ``text``, ``label`` and a side channel.
+"""Rows for GPT-NeoX and Megatron-DeepSpeed: ``text``, ``label`` and extra keys.
 
 - ``build_text_rows``: a data path and a split -> ``TextRowDataset``.
-- ``hand_over_boundaries``: the wraps by which boundaries, positions and mask reach the model.
-- ``EvaluationLoss``: validation and test sets that end, and their loss as a mean over all labels.
-- ``split_bounds``, ``manifest_of_list``, ``shared_rows``: arguments as these hosts write them.
+- ``hand_over_boundaries``: replaces host functions so that boundaries, positions and mask reach the
+  model.
+- ``EvaluationLoss``: finite validation and test sets, with a loss that is a mean over all labels.
+- ``split_bounds``, ``manifest_of_list``, ``shared_rows``: parsers of the hosts' arguments.
 
-Both hosts take ``sequence_length + 1`` tokens and make inputs and labels by shifting. Labels are
-either given (``label``, -100 = none) or, where the host has no such key, those that differ from the
-next token of the row are masked (``megapack.integrations.dialects``).
+Both hosts take ``sequence_length + 1`` tokens and shift them to get inputs and labels. Rows have
+either labels (``label``, -100 = none) or, where the host has no such key, a mask that drops labels
+that differ from the next token of the row (``megapack.integrations.dialects``).
 """
 
 from __future__ import annotations
@@ -26,58 +27,57 @@ from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import BOUNDARIES, MASK, POSITIONS, Dialect, emit, join_ends
-from megapack.integrations.rebinding import Rebinding
+from megapack.integrations.host import Rebinding
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
-from megapack.integrations.rows.manifest import MANIFEST_SUFFIXES, Manifest
-from megapack.integrations.rows.open_rows import open_data_path
+from megapack.integrations.rows.open_rows import MANIFEST_SUFFIXES, Manifest, open_data_path
 
-# ---- Boundaries for hosts that have no argument for them: GPT-NeoX and Megatron-DeepSpeed -------
-# Their batches carry ``text`` alone, and their attention is one causal row. Three small wraps close
-# the gap: ``broadcast_data`` carries boundaries, positions and loss mask beside ``text`` to all
+# ---- Boundaries for hosts that have no argument for them: GPT-NeoX and Megatron-DeepSpeed
+# Their batches have only ``text``, and their attention treats a row as one sequence. megapack wraps
+# three kinds of functions: ``broadcast_data`` also sends boundaries, positions and loss mask to all
 # tensor-parallel ranks; ``get_ltor_masks_and_position_ids`` returns that mask and those positions;
-# and flash-attn's functions, called for the row, are answered segment by segment.
+# and flash-attn's functions attend segment by segment.
 #
-# What lies between the calls is the micro batch in flight, so forward, recomputation and backward
-# of one must be over before the next is read: ``require_one_stage`` refuses longer pipelines.
+# The wraps share the current micro batch in a global variable. So its forward, recomputation and
+# backward must end before the next is read: ``require_one_stage`` refuses longer pipelines.
 
 SPLITS = ("train", "valid", "test")
-SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # beside "text" in every sample
+SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # keys of a sample in addition to "text"
 
 
 @dataclass
 class CurrentBatch:
-    """What the host's calls for one micro batch have no argument for."""
+    """Data of the current micro batch that the host's functions have no argument for."""
 
     cu_seqlens: Tensor
-    """int32 (segments + 1,), of all rows one behind the other, on the device."""
+    """int32 (segments + 1,), of all rows joined, on the device."""
     max_seqlen: int
     position_ids: Tensor
     """int64 (mbs, row)."""
     loss_mask: Tensor
     """float32 (mbs, row)."""
     attended: bool = False
-    """Whether attention was handed the boundaries."""
+    """Whether attention used the boundaries."""
 
 
 _current: CurrentBatch | None = None
 
 
 def current() -> CurrentBatch | None:
-    """The micro batch that was read last, None before the first."""
+    """Return the micro batch that was read last, None before the first."""
     return _current
 
 
 def clear() -> None:
-    """Forget the micro batch, for generation or anything else that is not a packed row."""
-    global _current  # noqa: PLW0603 - the host gives us no object to keep it in
+    """Forget the micro batch: generation, for example, does not run on packed rows."""
+    global _current  # noqa: PLW0603 - the host's functions share no object
     _current = None
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``broadcast_data(keys, data, datatype)`` that brings the side channel along with ``text``.
+    """Wrap ``broadcast_data(keys, data, datatype)``: send ``SIDE_KEYS`` along with ``text``.
 
-    It raises ConfigError where no attention asked for the boundaries of the micro batch before, and
-    where a micro batch has no label.
+    The wrap raises ConfigError if no attention used the boundaries of the previous micro batch, or
+    if a micro batch has no label.
     """
 
     @functools.wraps(stock)
@@ -87,16 +87,17 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(keys, data, datatype)
         if _current is not None and not _current.attended:
             raise ConfigError(
-                "the model's attention was not handed the boundaries of the last micro batch, so "
-                "its documents saw each other: switch on flash attention in every layer, and call "
+                "the model's attention did not use the boundaries of the last micro batch, so its "
+                "documents saw each other: switch on flash attention in every layer, and call "
                 "install() before the model's modules are imported; or install(varlen=False)"
             )
         received = stock([*keys, *SIDE_KEYS], data, datatype)
         if evaluation.counted is None and not received[MASK].any():
             raise ConfigError(
                 "a micro batch has no label (a stage excludes its documents, or they have one "
-                "token each): the host divides its loss by their number, and NaN would reach every "
-                "weight; take larger micro batches, or leave those documents out when packing"
+                "token each): the host divides its loss by the number of labels, and NaN would "
+                "reach every weight; take larger micro batches, or drop those documents when "
+                "packing"
             )
         cu_seqlens = join_ends(received[BOUNDARIES])
         _current = CurrentBatch(
@@ -111,7 +112,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_masks_and_positions(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``get_ltor_masks_and_position_ids`` with our loss mask (times theirs) and positions."""
+    """Wrap ``get_ltor_masks_and_position_ids``: multiply its loss mask by ours, set positions."""
 
     @functools.wraps(stock)
     def get_ltor_masks_and_position_ids(*args: Any, **kwargs: Any) -> Any:
@@ -123,8 +124,7 @@ def wrap_masks_and_positions(stock: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 f"the host cut a micro batch of {tuple(batch.position_ids.shape)} to "
                 f"{tuple(position_ids.shape)}: packed rows and a sequence length curriculum of "
-                "the host exclude each other (megapack's schedule has its own: order in the "
-                "manifest)"
+                "the host exclude each other (set order in the manifest for megapack's curriculum)"
             )
         batch.loss_mask = loss_mask * batch.loss_mask
         return mask, batch.loss_mask, batch.position_ids
@@ -135,7 +135,7 @@ def wrap_masks_and_positions(stock: Callable[..., Any]) -> Callable[..., Any]:
 def wrap_flash_attn_func(
     stock: Callable[..., Tensor], varlen: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """``flash_attn_func`` of a row, answered by ``flash_attn_varlen_func`` of its segments."""
+    """Wrap ``flash_attn_func``: call ``flash_attn_varlen_func`` with the segments of the rows."""
 
     @functools.wraps(stock)
     def flash_attn_func(
@@ -153,19 +153,19 @@ def wrap_flash_attn_func(
 
 
 def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``flash_attn_varlen_func`` called with one boundary per row, with ours instead."""
+    """Wrap ``flash_attn_varlen_func``: replace the boundaries of rows by those of segments."""
 
     @functools.wraps(stock)
     def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, *bounds_and_more: Any, **kwargs: Any
+        q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **kwargs: Any
     ) -> Tensor:
-        batch, bounds, more = _current, bounds_and_more[:4], bounds_and_more[4:]
+        batch, bounds, others = _current, arguments[:4], arguments[4:]
         if batch is not None:
             _check_row(q.shape[0], batch)
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             bounds = (batch.cu_seqlens, batch.cu_seqlens, batch.max_seqlen, batch.max_seqlen)
-        return stock(q, k, v, *bounds, *more, **kwargs)
+        return stock(q, k, v, *bounds, *others, **kwargs)
 
     return flash_attn_varlen_func
 
@@ -175,18 +175,18 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
     expected = batch.position_ids.numel()
     if num_tokens != expected:
         raise ConfigError(
-            f"attention over {num_tokens} tokens, but the micro batch in flight has {expected}: "
+            f"attention gets {num_tokens} tokens, but the current micro batch has {expected}: "
             "for generation call megapack.integrations.rows.text_rows.clear() first"
         )
 
 
-def hand_over_boundaries(rebinding: Rebinding, parallel: str, *bound: str) -> None:
-    """Rebind what carries boundaries, positions and mask from the loader to attention and loss.
+def hand_over_boundaries(rebinding: Rebinding, parallel: str, *importers: str) -> None:
+    """Wrap the functions that pass boundaries, positions and mask to attention and loss.
 
     Args:
-        rebinding: the host's.
-        parallel: its module that has ``broadcast_data``.
-        bound: its modules that bind flash-attn's function when they are imported.
+        rebinding: keeps the host's functions.
+        parallel: the host's module with ``broadcast_data``.
+        importers: the host's modules that import flash-attn's function by name.
 
     Raises:
         ConfigError: the host lacks one of the names.
@@ -197,7 +197,7 @@ def hand_over_boundaries(rebinding: Rebinding, parallel: str, *bound: str) -> No
     rebinding.replace(flash, "flash_attn_func", dense)
     varlen = wrap_flash_attn_varlen_func(stock)
     rebinding.replace(flash, "flash_attn_varlen_func", varlen)
-    for name in bound:
+    for name in importers:
         rebinding.replace(importlib.import_module(name), "flash_attn_varlen_func", varlen)
     masks = "get_ltor_masks_and_position_ids"
     for module, name, wrap in (
@@ -208,11 +208,7 @@ def hand_over_boundaries(rebinding: Rebinding, parallel: str, *bound: str) -> No
 
 
 def require_one_stage(pipeline_parallel_size: int) -> None:
-    """Refuse pipelines in which several micro batches are in flight at once.
-
-    Raises:
-        ConfigError: more than one stage.
-    """
+    """Raise ConfigError for pipelines, which have several micro batches in flight at once."""
     if pipeline_parallel_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size is {pipeline_parallel_size}; segment-wise attention works "
@@ -221,28 +217,28 @@ def require_one_stage(pipeline_parallel_size: int) -> None:
         )
 
 
-# ---- Evaluation that ends ------------------------------------------------------------------------
-# Both hosts evaluate a number of steps and take the mean of the means of their micro batches. A set
-# that is evaluated as a whole has micro batches with few labels and, at its end, with none:
+# ---- Evaluation of finite sets
+# Both hosts evaluate a number of steps and average the mean losses of their micro batches. In a
+# finite set some micro batches have few labels and, at the end, none:
 #
 #     labels of the micro batches     120      80     0
 #     their mean losses               2.0     3.0     0 / 0
-#     what the host is given        2.0 x 120/128   3.0 x 80/128   0     -> its mean 1.25
-#     divided by 200 labels / 384 tokens                                 -> 2.4, that of all labels
+#     losses that the host gets     2.0 x 120/128   3.0 x 80/128   0     -> the host's mean is 1.25
+#     divided by 200 labels / 384 tokens                                 -> 2.4, the mean of labels
 
 
 class EvaluationLoss:
-    """An evaluation of either host in progress.
+    """Loss of the current evaluation.
 
     Attributes:
-        counted: labels and tokens of its micro batches on this rank, float64 (2,); None: none is
-            in progress, or it is the host's own.
+        counted: labels and tokens of its micro batches on this rank, float64 (2,); None outside of
+            an evaluation, or if the host evaluates on its own.
     """
 
     counted: Tensor | None = None
 
     def weigh(self, loss: Tensor, loss_mask: Tensor) -> Tensor:
-        """The mean loss of a micro batch, times its labels by its tokens: 0 without a label."""
+        """Return the mean loss of a micro batch times labels / tokens; 0 without a label."""
         if self.counted is None:
             return loss
         labels = loss_mask.sum().double()
@@ -253,20 +249,20 @@ class EvaluationLoss:
     def wrap(
         self, stock: Callable[..., Any], divide: Callable[[Any, float], None]
     ) -> Callable[..., Any]:
-        """The host's ``evaluate``, whose losses ``divide`` divides by labels per token."""
+        """Wrap the host's ``evaluate``: ``divide`` its losses by labels per token."""
 
         @functools.wraps(stock)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             self.counted = torch.zeros(2, dtype=torch.float64)
             try:
-                found, counted = stock(*args, **kwargs), self.counted
+                losses, counted = stock(*args, **kwargs), self.counted
             finally:
                 self.counted = None
             if dist.is_initialized():
                 dist.all_reduce(counted)
             labels, tokens = counted.tolist()
-            divide(found, labels / tokens)
-            return found
+            divide(losses, labels / tokens)
+            return losses
 
         return evaluate
 
@@ -275,36 +271,32 @@ evaluation = EvaluationLoss()
 
 
 def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
-    """Give sets the rows of the longest one; the steps that an evaluation of each then takes.
+    """Extend finite sets to the longest one (with empty rows); return the steps to evaluate one.
 
     Args:
-        parts: finite ones, or None: hosts have one number of steps for validation and test.
+        parts: validation and test set, or None; hosts have one number of steps for both.
     """
-    rows = [part.rows for part in parts if part is not None]
-    most = max((len(one) for one in rows), default=0)
-    for one in rows:
-        one.num_rows = most
-    return most // rows[0].options.rows_per_block if rows else 0
+    datasets = [part.rows for part in parts if part is not None]
+    num_rows = max(map(len, datasets), default=0)
+    for dataset in datasets:
+        dataset.num_rows = num_rows
+    return num_rows // datasets[0].options.rows_per_block if datasets else 0
 
 
 def of_first_rank(number: int) -> int:
-    """The number that rank 0 has, on all ranks: those without a loader count no rows."""
-    told = [number]
+    """Return rank 0's number on all ranks: ranks without a loader do not count rows."""
+    numbers = [number]
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(numbers, src=0)
+    return numbers[0]
 
 
 def require_loss_mask(*, varlen: bool, full_validation: bool) -> None:
-    """Refuse whole sets whose empty rows would count.
-
-    Raises:
-        ConfigError: the host is given no loss mask.
-    """
+    """Raise ConfigError for finite sets without a loss mask: their empty rows would count."""
     if full_validation and not varlen:
         raise ConfigError(
-            "full_validation is True and varlen False, by which the host gets no loss mask: the "
-            "empty rows at the end of a set would count. Leave one of them out"
+            "full_validation is True and varlen is False; then the host has no loss mask, and the "
+            "empty rows at the end of a set would count. Leave one of the two out"
         )
 
 
@@ -312,10 +304,10 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     """Rows with the keys of the two hosts.
 
     Args:
-        rows: the rows; their options say cu_seqlens="padded".
-        dialect: the host's, with labels or without (``megapack.integrations.dialects``).
-        varlen: give the side channel of ``megapack.integrations.rows.text_rows``.
-        times: how often they are offered, one time after the other.
+        rows: rows with ``cu_seqlens="padded"``.
+        dialect: dialect of the host, with labels or without (``megapack.integrations.dialects``).
+        varlen: include ``SIDE_KEYS``.
+        times: number of repetitions of all rows.
     """
 
     def __init__(self, rows: RowDataset, dialect: Dialect, *, varlen: bool, times: int = 1) -> None:
@@ -325,17 +317,17 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
         return len(self.rows) * self.times
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """One row.
+        """Return one row.
 
         Returns:
             text int64 ``(row + 1,)``; with labels label int64 ``(row + 1,)``, aligned with text
-            (``label[j + 1]`` is what position j predicts), -100 = none; with varlen the side
-            channel, all int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
+            (position j predicts ``label[j + 1]``), -100 = none; with varlen ``SIDE_KEYS``, all
+            int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
         """
         number = range(len(self))[i] % len(self.rows)
         batch = emit(self.rows.micro_batch([number]), self.dialect)
-        kept = batch if self.varlen else batch.keys() - SIDE_KEYS
-        return {key: batch[key][0] for key in kept}
+        keys = batch if self.varlen else batch.keys() - SIDE_KEYS
+        return {key: batch[key][0] for key in keys}
 
 
 def build_text_rows(
@@ -350,20 +342,21 @@ def build_text_rows(
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
-    """One split of a data path, None for an empty one.
+    """Open one split of a data path; None if it is empty.
 
     Args:
-        manifest: of the data path.
+        manifest: manifest of the data path.
         options: see ``RowOptions``.
         split: fractions of every source's documents.
-        num_rows: rows to offer; None: ``num_epochs`` of the data.
-        num_epochs: counts when num_rows is None; None: 1.
+        num_rows: number of rows; None: ``num_epochs`` epochs.
+        num_epochs: used if num_rows is None; None: 1.
         cache_directory: see ``open_rows``.
         dialect, varlen: see ``TextRowDataset``.
-        times: of a set that ends, every document once, whatever num_rows; None: one that does not.
+        times: repetitions of a finite set (every document once, num_rows is ignored); None: the
+            set is not finite.
 
     Raises:
-        ConfigError: the manifest has an attention window and rows have no boundaries (varlen).
+        ConfigError: the manifest has an attention window, and varlen is False.
     """
     if split[0] == split[1] or num_rows == 0:
         return None
@@ -377,9 +370,9 @@ def build_text_rows(
     )
     if not varlen and rows.packed.samples.windows:
         raise ConfigError(
-            f"the manifest has attention windows {rows.packed.samples.windows}, and attention in "
-            "these rows is one causal row: switch on the host's flash attention, to which "
-            "boundaries are handed (varlen=True), or leave attention_window out"
+            f"the manifest has attention windows {rows.packed.samples.windows}, and the host's "
+            "attention treats a row as one sequence: switch on its flash attention, which gets "
+            "boundaries (varlen=True), or leave attention_window out"
         )
     if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)
@@ -387,11 +380,8 @@ def build_text_rows(
 
 
 def split_bounds(splits: str) -> list[tuple[float, float]]:
-    """``"969,30,1"`` (or with ``/``) -> fractions of the documents of train, valid and test.
-
-    Raises:
-        ConfigError: no positive number, or not numbers.
-    """
+    """Parse ``"969,30,1"`` (or with ``/``) to ranges of documents, as fractions, of train, valid
+    and test. Raises ConfigError unless all parts are numbers and one is positive."""
     try:
         parts = [float(part) for part in splits.replace("/", ",").split(",")]
     except ValueError as error:
@@ -404,10 +394,10 @@ def split_bounds(splits: str) -> list[tuple[float, float]]:
 
 
 def manifest_of_list(data_prefix: str | Sequence[str]) -> Manifest:
-    """``"prefix"``, ``["prefix"]`` or ``["0.3", "a", "0.7", "b"]`` as a manifest.
+    """Return the manifest of ``"prefix"``, ``["prefix"]`` or ``["0.3", "a", "0.7", "b"]``.
 
     Raises:
-        ConfigError: neither; or a manifest inside a blend.
+        ConfigError: another form, or a manifest inside a blend.
     """
     items = [data_prefix] if isinstance(data_prefix, str) else [str(item) for item in data_prefix]
     if len(items) == 1:
@@ -425,11 +415,11 @@ def manifest_of_list(data_prefix: str | Sequence[str]) -> Manifest:
 
 
 def shared_rows(global_batch_size: int, rampup: Sequence[Any] | None) -> int:
-    """Rows per block: the global batch size, or what all batch sizes of a ramp-up share.
+    """Return the rows per block: the largest common divisor of all batch sizes of the run.
 
     Args:
         global_batch_size: rows of one optimizer step.
-        rampup: Megatron's ``--rampup-batch-size``: start, increment, samples; None without.
+        rampup: Megatron's ``--rampup-batch-size``: start, increment, samples; or None.
     """
     if not rampup:
         return global_batch_size

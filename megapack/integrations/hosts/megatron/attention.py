@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megapack.attention import AttentionNeeds, choose_backend, varlen_attention
 from megapack.errors import ConfigError
-from megapack.integrations.options import check_options
+from megapack.integrations.host import check_options
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs

@@ -36,8 +36,7 @@ from megapack.integrations.hosts.megatron.host import (
 )
 from megapack.integrations.hosts.megatron.probe import watch_first_call
 from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
-from megapack.integrations.rows.manifest import Manifest
-from megapack.integrations.rows.open_rows import open_documents, open_rows
+from megapack.integrations.rows.open_rows import Manifest, open_documents, open_rows
 
 # What --split divides: parts per million of every source's documents, so that a split cuts each
 # source of a blend in the same proportion, whatever their sizes.
@@ -56,7 +55,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's. ``dataset_path`` is a prefix, a manifest file or JSON
-    (``megapack.integrations.rows.manifest``).
+    (``megapack.integrations.rows.open_rows``).
 
     Args:
         dataset: ``build_low_level_dataset(dataset_path, config)``.

@@ -20,8 +20,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import storage
 from megapack.errors import DataError, FormatError
+from megapack.integrations.host import Rebinding
 from megapack.integrations.hosts.megatron.host import HOST
-from megapack.integrations.rebinding import Rebinding
 from megapack.storage.address import is_remote
 
 # The modules of megatron-core that hold the two names.

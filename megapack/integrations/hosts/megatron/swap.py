@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MEGATRON_BRIDGE
+from megapack.integrations.host import Rebinding
 from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
 from megapack.integrations.hosts.megatron.host import HOST, script_arguments, version
 from megapack.integrations.hosts.megatron.probe import probing
-from megapack.integrations.rebinding import Rebinding
 
 OwnGetBatch = Literal["auto", "yes", "no"]
 
