@@ -78,5 +78,5 @@ def test_pretrain_trains_on_the_documents(
 def test_the_probe_catches_what_is_put_in(
     tree: Path, fault: str, corpus: Corpus, tmp_path: Path
 ) -> None:
-    with pytest.raises(AssertionError, match="boundaries of the batch do not reach its attention"):
+    with pytest.raises(AssertionError, match="boundaries of the batch do not reach the attention"):
         train(tree, tmp_path, corpus.path("web.json"), 1, 1, fault)

@@ -177,5 +177,5 @@ def test_context_parallelism_that_cuts_whole_rows_is_refused(
     if host.release < (0, 19):
         pytest.skip("this release has no inter-document masking")
     flags = "--context-parallel-size 2 --dataloader-inter-document-masking"
-    with pytest.raises(AssertionError, match=r"inter-document masking cuts whole rows.*--sft"):
+    with pytest.raises(AssertionError, match=r"inter-document masking splits whole rows.*--sft"):
         host.run(Layout(name="CP 2", ranks=2, flags=flags), corpus, tmp_path / "records")

@@ -198,7 +198,7 @@ def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_pa
     refused = pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4")
     with batch_sizes(2, 2), refused:
         build(config(odd, tmp_path), [16, 0, 0])
-    with pytest.raises(ConfigError, match='give "rows_per_block"'):
+    with pytest.raises(ConfigError, match='set "rows_per_block"'):
         build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
 
 
@@ -213,7 +213,7 @@ def test_context_parallelism_aligns_segments_by_itself(corpus: Path, tmp_path: P
 def test_context_parallelism_that_cuts_whole_rows_is_refused() -> None:
     """Megatron's RoPE and attention would take parts of a row for parts of its segments."""
     settings = SimpleNamespace(context_parallel_size=2, inter_document_masking=True)
-    with pytest.raises(ConfigError, match=r"cuts whole rows.*by --sft"):
+    with pytest.raises(ConfigError, match=r"splits whole rows.*by --sft"):
         context_parallel_alignment(settings)
     settings.context_parallel_size = 1
     assert context_parallel_alignment(settings) == 1

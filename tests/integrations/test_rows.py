@@ -431,5 +431,5 @@ def test_rows_of_a_blend_of_shard_manifests_and_prefixes(shards: str) -> None:
 
 
 def test_rows_of_a_part_of_a_shard_manifest_are_refused(shards: str) -> None:
-    with pytest.raises(ConfigError, match=r"names index .*shards\.json, which has all its docum"):
+    with pytest.raises(ConfigError, match=r"has index .*shards\.json, which contains all docum"):
         open_data_path(shards, SHARDED, split=(0.0, 0.9))

@@ -1,4 +1,4 @@
-"""axolotl: packed rows by a plugin, with axolotl's own names of sizes.
+"""axolotl: packed rows by a plugin, with axolotl's names of sizes.
 
     plugins: [megapack.integrations.hosts.axolotl.PackedPlugin]
     datasets: [{path: chats.yaml}]       # a manifest, a shard manifest or a prefix
@@ -7,9 +7,9 @@
     micro_batch_size: 2                  # a micro batch of 16,384 tokens
     gradient_accumulation_steps: 4       # on 8 ranks: steps of 524,288 tokens
 
-axolotl's trainer, model loader and adapters stay; its preparation of datasets does not run. By
-default it counts the labels of every rank apart and takes the mean of the means of micro batches;
-here a loss is the mean over all labels of a step. docs/guides/finetuning.md has the limits.
+axolotl's trainer, model loader and adapters are unchanged; its preparation of datasets does not
+run. By default axolotl counts labels per rank and averages the means of micro batches; here a loss
+is the mean over all labels of a step. docs/guides/finetuning.md has the limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megapack.integrations.rows.open_rows import open_data_path
 
 __all__ = ["PackedAxolotlTrainer", "PackedPlugin", "PackedPluginArguments"]
 
-# Options that must be left out, and why.
+# Options that the user must leave out, with the reason.
 REFUSED = {
     "sample_packing": "rows are packed already",
     "batch_flattening": "rows are packed already",
@@ -49,10 +49,10 @@ REFUSED = {
 
 
 class PackedPluginArguments(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """Options that the plugin adds to axolotl's configuration."""
 
     megapack_probe: bool = True
-    """Try the model on an early micro batch before it trains (``PackedTrainerMixin.probe``)."""
+    """Probe the model on an early micro batch before training (``PackedTrainerMixin.probe``)."""
 
 
 class PackedAxolotlTrainer(PackedTrainerMixin, AxolotlTrainer):  # type: ignore[misc]  # no stubs
@@ -60,37 +60,37 @@ class PackedAxolotlTrainer(PackedTrainerMixin, AxolotlTrainer):  # type: ignore[
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # axolotl looks for num_items_in_batch by name, which models take as one of their **kwargs.
+        # axolotl looks for a parameter num_items_in_batch; models take it in their **kwargs.
         model = bare_model(self.accelerator.unwrap_model(self.model))
-        taken = inspect.signature(model.forward).parameters.values()
-        self.model_accepts_loss_kwargs = any(one.kind is one.VAR_KEYWORD for one in taken)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.model_accepts_loss_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             raise ConfigError(
-                f"{type(model).__name__} takes no num_items_in_batch, so every micro batch would "
-                "count alike, however many labels it has: train a model whose forward takes "
-                "**kwargs"
+                f"{type(model).__name__} takes no num_items_in_batch, so all micro batches would "
+                "count equally, although they have different numbers of labels: train a model "
+                "whose forward takes **kwargs"
             )
 
 
 class PackedPlugin(BasePlugin):  # type: ignore[misc]
-    """The plugin that axolotl's ``plugins`` names."""
+    """Plugin for axolotl's ``plugins``."""
 
     def get_input_args(self) -> str:
-        """By name, as axolotl imports it."""
+        """Return the import path of the options, as axolotl requires."""
         return f"{__name__}.{PackedPluginArguments.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """axolotl switches the kernels of ``REFUSED`` on where nothing is said of them."""
+        """Switch off the kernels of ``REFUSED``, which axolotl switches on by default."""
         for name in ("lora_qkv_kernel", "lora_o_kernel"):
             if cfg.get(name) is None:
                 cfg[name] = False
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:
-        """Packed micro batches of ``datasets`` and ``test_datasets``.
+        """Return packed micro batches of ``datasets`` and ``test_datasets``.
 
         Raises:
-            ConfigError: an option of ``REFUSED`` is set, or other than one dataset is named; what
-                ``open_rows`` refuses.
+            ConfigError: an option of ``REFUSED`` is set, or a key has not exactly one dataset; also
+                errors of ``open_rows``.
         """
         check_options({name: (cfg[name], None, reason) for name, reason in REFUSED.items()})
         if preprocess:
@@ -104,16 +104,16 @@ class PackedPlugin(BasePlugin):  # type: ignore[misc]
         return TrainDatasetMeta(train, evaluated, total_num_steps=steps)
 
     def get_trainer_cls(self, cfg: Any) -> type[PackedAxolotlTrainer]:
-        """axolotl's causal trainer, on packed micro batches."""
+        """Return axolotl's causal trainer, on packed micro batches."""
         return type("Trainer", (PackedAxolotlTrainer,), {"probe": cfg.megapack_probe})
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:  # noqa: ARG002
-        """Labels are counted over all ranks."""
+        """Return options that count labels over all ranks."""
         return {"average_tokens_across_devices": True}
 
 
 def _micro_batches(cfg: Any, key: str) -> MicroBatches:
-    """What ``datasets`` or ``test_datasets`` names; ranks are dealt by the trainer."""
+    """Return the micro batches of ``datasets`` or ``test_datasets``; the trainer sets the rank."""
     if len(cfg[key]) != 1:
         raise ConfigError(
             f"{key} has {len(cfg[key])} entries; give one: several datasets are the sources of a "
@@ -123,7 +123,7 @@ def _micro_batches(cfg: Any, key: str) -> MicroBatches:
     options = RowOptions(
         sequence_length=cfg.sequence_len,
         rows_per_block=cfg.micro_batch_size * cfg.gradient_accumulation_steps * cfg.world_size,
-        seed=42 if cfg.seed is None else cfg.seed,  # as axolotl has it
+        seed=42 if cfg.seed is None else cfg.seed,  # axolotl's default
     )
     rows = open_data_path(cfg[key][0]["path"], options, finite=finite)
     return MicroBatches(

@@ -1,14 +1,14 @@
 """GPT-NeoX: packed rows behind data_path and train_data_paths, attention inside documents.
 
-    # train_packed.py, beside train.py; launch with: python deepy.py train_packed.py <configs>
+    # train_packed.py, next to train.py; launch with: python deepy.py train_packed.py <configs>
     import runpy
     from megapack.integrations.hosts import gpt_neox
     gpt_neox.install()
     runpy.run_path("train.py", run_name="__main__")
 
-NeoX reads rows sequentially and resumes by counting micro batches; so blocks of
-``train_batch_size`` rows keep one bucket on all ranks, and a run continues with another number of
-ranks as long as ``train_batch_size`` stays. docs/guides/gpt_neox.md has the limits.
+NeoX reads rows in order and resumes from a count of micro batches; so blocks of
+``train_batch_size`` rows keep one bucket on all ranks, and a run may continue on another number of
+ranks with the same ``train_batch_size``. docs/guides/gpt_neox.md has the limits.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = ["NeoXProvider", "install", "uninstall"]
 
 _rebinding = Rebinding("GPT-NeoX")
 
-# As releases name what builds loaders from the arguments.
+# Names of the function that builds loaders, by release.
 LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_iterators")
 
 
 class NeoXProvider:
-    """The functions of ``megatron.data.data_utils`` that make datasets.
+    """Replacements of the functions of ``megatron.data.data_utils`` that build datasets.
 
     Args:
-        varlen: attention, positions and loss mask by segment (needs flash attention and one
+        varlen: attention, positions and loss mask per segment (needs flash attention and one
             pipeline stage); without it documents of a row see each other, as in stock NeoX.
-        full_validation: validation and test sets are evaluated as a whole.
+        full_validation: evaluate validation and test sets as a whole.
     """
 
     def __init__(self, *, varlen: bool = True, full_validation: bool = False) -> None:
@@ -55,25 +55,25 @@ class NeoXProvider:
         self.neox_args: Any = None
         self.eval_iters = 0
 
-    def remember(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """``build_train_valid_test_data_loaders(neox_args)`` that keeps the arguments for us."""
+    def wrap_loaders(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``build_train_valid_test_data_loaders(neox_args)``: check and keep its arguments."""
 
         @functools.wraps(stock)
         def build(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
             if self.varlen:
                 segments.require_one_stage(neox_args.pipe_parallel_size)
                 check_options({"attention_config": _flash(neox_args.attention_config)})
-            weighed = getattr(neox_args, "weight_by_num_documents", None)
+            by_documents = getattr(neox_args, "weight_by_num_documents", None)
             per_character = self.full_validation and neox_args.char_level_ppl
             check_options({
-                "weight_by_num_documents": (weighed, None, "train_data_weights has the weights"),
-                "char_level_ppl": (per_character, None, "full_validation weighs the loss"),
+                "weight_by_num_documents": (by_documents, None, "train_data_weights has weights"),
+                "char_level_ppl": (per_character, None, "full_validation weights the loss"),
             })  # fmt: skip
             self.neox_args = neox_args
             loaders = stock(neox_args, *args, **kwargs)
             if self.full_validation:
                 neox_args.eval_iters = segments.of_first_rank(self.eval_iters)
-                _weigh_losses()
+                _weight_losses()
             return loaders
 
         return build
@@ -89,9 +89,9 @@ class NeoXProvider:
         train_valid_test_epochs: Sequence[int | None] = (None, None, None),
         **host: Any,
     ) -> tuple[TextRowDataset | None, ...]:
-        """Train, valid and test rows of one ``data_path``. NeoX's other arguments do not apply."""
+        """Return train, valid and test rows of one ``data_path``; ignore other arguments."""
         del host
-        return self._built(
+        return self._build(
             [Manifest.read(data_prefix)] * 3,
             split_bounds(splits_string),
             train_valid_test_num_samples,
@@ -109,22 +109,22 @@ class NeoXProvider:
         *epochs_or_weights: Any,
         **host: Any,
     ) -> tuple[list[TextRowDataset], ...]:
-        """One dataset for each of train, valid and test, their paths and weights blended inside."""
+        """Return a dataset each for train, valid and test, which blends its paths and weights."""
         del host
         self.neox_args = neox_args
-        wanted = (train_num_samples, valid_num_samples, test_num_samples)
-        built = self._built(
+        num_rows = (train_num_samples, valid_num_samples, test_num_samples)
+        datasets = self._build(
             [_manifest_of(neox_args, name) for name in SPLITS],
             [(0.0, 1.0)] * 3,
-            [None if None in part else sum(int(n or 0) for n in part) for part in wanted],
+            [None if None in part else sum(int(n or 0) for n in part) for part in num_rows],
             [_epochs(epochs_or_weights, number) for number in range(3)],
             neox_args.seq_length,
             neox_args.seed,
             with_labels=True,
         )
-        return tuple([] if rows is None else [rows] for rows in built)
+        return tuple([] if rows is None else [rows] for rows in datasets)
 
-    def _built(
+    def _build(
         self,
         manifests: Sequence[Manifest | None],
         bounds: Sequence[tuple[float, float]],
@@ -135,52 +135,51 @@ class NeoXProvider:
         *,
         with_labels: bool = False,
     ) -> tuple[TextRowDataset | None, ...]:
-        """Rows of train, valid and test, with ``label`` where a source names some."""
-        built: list[TextRowDataset | None] = []
+        """Return rows of train, valid and test, with ``label`` if a source has its own labels."""
+        datasets: list[TextRowDataset | None] = []
         for manifest, split, rows, epochs in zip(
             manifests, bounds, num_rows, num_epochs, strict=True
         ):
             if manifest is None:
-                built.append(None)
+                datasets.append(None)
                 continue
-            whole = self.full_validation and bool(built)
             block = getattr(self.neox_args, "train_batch_size", None) or manifest.rows_per_block
             if block is None:
                 raise ConfigError(
-                    'train_batch_size is not known here; give "rows_per_block" in the manifest'
+                    'train_batch_size is unknown; set "rows_per_block" in the manifest'
                 )
-            named = any(source.labels not in ("auto", "none") for source in manifest.sources)
-            one = build_text_rows(
+            labeled = any(source.labels not in ("auto", "none") for source in manifest.sources)
+            dataset = build_text_rows(
                 manifest,
                 RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
-                GPT_NEOX_LABELS if with_labels and named else GPT_NEOX,
+                GPT_NEOX_LABELS if with_labels and labeled else GPT_NEOX,
                 split=split,
                 num_rows=rows,
                 num_epochs=epochs,
                 varlen=self.varlen,
-                times=1 if whole else None,
+                times=1 if self.full_validation and datasets else None,
             )
-            built.append(one)
+            datasets.append(dataset)
         if self.full_validation:
-            self.eval_iters = segments.whole_sets(built[1:])
-        return tuple(built)
+            self.eval_iters = segments.whole_sets(datasets[1:])
+        return tuple(datasets)
 
 
-def from_the_first_row(stock: Any) -> Callable[..., Any]:
-    """``shift_and_wrap_data_loaders`` whose evaluations begin with the first row.
+def evaluate_from_first_row(stock: Any) -> Callable[..., Any]:
+    """Wrap ``shift_and_wrap_data_loaders``: start every evaluation at the first row.
 
-    A resumed run of NeoX begins with another row, and repeats what is behind it.
+    After a resume, NeoX starts at another row and repeats the rows from there on.
     """
 
     @functools.wraps(stock)
     def shift(neox_args: Any, data_loaders: Any, *args: Any, **kwargs: Any) -> Any:
         iterators = stock(neox_args, data_loaders, *args, **kwargs)
-        return iterators[0], *(_again(data_loaders[name]) for name in SPLITS[1:])
+        return iterators[0], *(_repeat(data_loaders[name]) for name in SPLITS[1:])
 
     return shift
 
 
-def _again(loader: Any) -> Iterator[Any] | None:
+def _repeat(loader: Any) -> Iterator[Any] | None:
     if loader is None:
         return None
 
@@ -192,27 +191,27 @@ def _again(loader: Any) -> Iterator[Any] | None:
     return forever()
 
 
-def _weigh_losses() -> None:
-    """Rebind the loss of a micro batch, and the evaluation that takes the mean of them."""
+def _weight_losses() -> None:
+    """Wrap the loss of a micro batch, and the evaluation that averages it."""
     training = importlib.import_module("megatron.training")
     evaluation, cross_entropy = segments.evaluation, training.cross_entropy
-    if hasattr(training.evaluate, "__wrapped__"):  # loaders of this process are built once more
+    if hasattr(training.evaluate, "__wrapped__"):  # already done, by an earlier build of loaders
         return
 
     @functools.wraps(cross_entropy)
-    def weighed(output: Any, labels: Any, **options: Any) -> Any:
+    def weighted(output: Any, labels: Any, **options: Any) -> Any:
         return evaluation.weigh(cross_entropy(output, labels, **options), labels[1])
 
-    def divide(found: dict[str, Any], share: float) -> None:
-        found["lm_loss"] /= share
-        found["lm_loss_ppl"] = math.exp(found["lm_loss"])
+    def divide(losses: dict[str, Any], share: float) -> None:
+        losses["lm_loss"] /= share
+        losses["lm_loss_ppl"] = math.exp(losses["lm_loss"])
 
-    _rebinding.replace(training, "cross_entropy", weighed)
+    _rebinding.replace(training, "cross_entropy", weighted)
     _rebinding.replace(training, "evaluate", evaluation.wrap(training.evaluate, divide))
 
 
 def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``BlendableDataset(datasets, weights)``: ours are blended already."""
+    """Wrap ``BlendableDataset(datasets, weights)``: our single dataset is blended already."""
 
     @functools.wraps(stock, updated=())
     def build(datasets: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -224,13 +223,12 @@ def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
-    """Rebind NeoX's names; call it before ``megatron.training`` is imported.
+    """Replace NeoX's functions; call it before ``megatron.training`` is imported.
 
     Args:
         varlen: see ``NeoXProvider``.
-        full_validation: an evaluation goes once through all documents of its set, whatever
-            ``eval_iters`` (unless 0, which evaluates nothing), and its loss is the mean over all
-            their labels.
+        full_validation: an evaluation reads every document of its set once, whatever
+            ``eval_iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
 
     Raises:
         ConfigError: this is not GPT-NeoX, its training module is already imported, or
@@ -249,10 +247,10 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     loaders = next((n for n in LOADERS if hasattr(data_utils, n)), None)
     if loaders is None:
         raise ConfigError("megatron.data.data_utils builds no loaders; is this GPT-NeoX?")
-    _rebinding.replace(data_utils, loaders, provider.remember(getattr(data_utils, loaders)))
+    _rebinding.replace(data_utils, loaders, provider.wrap_loaders(getattr(data_utils, loaders)))
     if full_validation:
         shift = "shift_and_wrap_data_loaders"
-        wrapped = from_the_first_row(getattr(data_utils, shift, None))
+        wrapped = evaluate_from_first_row(getattr(data_utils, shift, None))
         _rebinding.replace(data_utils, shift, wrapped)
     for name in ("build_train_valid_test_datasets", "build_weighted_datasets"):
         _rebinding.replace(data_utils, name, getattr(provider, name))
@@ -262,13 +260,13 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Give NeoX its own names back."""
+    """Restore NeoX's functions."""
     _rebinding.undo()
     segments.clear()
 
 
 def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
-    """``train_data_paths``, their weights and their label paths as a manifest."""
+    """Return the manifest of ``train_data_paths``, their weights and their label paths."""
     paths = getattr(neox_args, f"{split}_data_paths", None)
     if not paths:
         return None
@@ -285,7 +283,7 @@ def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
 
 
 def _epochs(epochs_or_weights: Sequence[Any], number: int) -> int | None:
-    """NeoX passes train, valid and test epochs here (older releases: lists of weights)."""
+    """Return the epochs of one split; older releases pass lists of weights here."""
     value = epochs_or_weights[number] if number < len(epochs_or_weights) else None
     return value if isinstance(value, int) else None
 

@@ -1,6 +1,6 @@
 """Megatron-DeepSpeed: packed rows behind --data-path, attention inside documents.
 
-    # pretrain_packed.py, beside pretrain_gpt.py; launch it instead, with the same arguments
+    # pretrain_packed.py, next to pretrain_gpt.py; launch it instead, with the same arguments
     import runpy
     from megapack.integrations.hosts import megatron_deepspeed
     megatron_deepspeed.install()
@@ -58,16 +58,16 @@ def build_train_valid_test_datasets(
     rows_per_block: int | None = None,
     full_validation: bool = False,
 ) -> Datasets:
-    """Megatron-DeepSpeed's function of this name, for packed rows.
+    """Replace Megatron-DeepSpeed's function of this name.
 
     Args:
         data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string.
         train_valid_test_num_samples: rows of each split; None: one epoch.
-        train_data_prefix, valid_data_prefix, test_data_prefix: instead of data_prefix.
-        data_cache_path: where the sample index lies; None: beside the first source.
-        varlen: give boundaries, positions and loss mask beside ``text``.
+        train_data_prefix, valid_data_prefix, test_data_prefix: alternatives to data_prefix.
+        data_cache_path: directory of the sample index; None: in the folder of the first source.
+        varlen: add boundaries, positions and loss mask to ``text``.
         rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
-        full_validation: validation and test sets end, and are offered again and again.
+        full_validation: validation and test sets are finite, and repeated.
 
     Raises:
         ConfigError: return_doc_ids, or options that exclude each other.
@@ -81,7 +81,7 @@ def build_train_valid_test_datasets(
         bounds = [(0.0, 1.0)] * 3
         paths = [train_data_prefix, valid_data_prefix, test_data_prefix]
     evaluations: list[int | None] = [None] * 3
-    if full_validation:  # one after every step and one at the end are the most that there can be
+    if full_validation:  # at most one evaluation after every step and one at the end
         evaluations[1:] = [importlib.import_module("megatron").get_args().train_iters + 1] * 2
     train, valid, test = (
         None
@@ -117,19 +117,18 @@ def _global_batch() -> int:
 
 
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
-    """Rebind Megatron-DeepSpeed's names; call it before ``pretrain_gpt.py`` runs.
+    """Replace Megatron-DeepSpeed's functions; call it before ``pretrain_gpt.py`` runs.
 
     Args:
-        varlen: attention, positions and loss mask by segment (needs ``--use-flash-attn-v2`` and
-            one pipeline stage). Without it documents of a row see each other and the label of a
-            document's last token is the next document's first, as in the stock code.
-        full_validation: an evaluation goes once through all documents of its set, whatever
-            ``--eval-iters`` (unless 0, which evaluates nothing), and its loss is the mean over all
-            their labels.
+        varlen: attention, positions and loss mask per segment (needs ``--use-flash-attn-v2`` and
+            one pipeline stage). Without it, documents of a row see each other and a document's last
+            token predicts the first of the next, as in the stock code.
+        full_validation: an evaluation reads every document of its set once, whatever
+            ``--eval-iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
 
     Raises:
-        ConfigError: the installed deepspeed lacks a module that this Megatron-DeepSpeed imports, or
-            a name that is to be replaced is missing; or full_validation without varlen.
+        ConfigError: the installed deepspeed lacks a module that Megatron-DeepSpeed imports, a name
+            to replace is missing, or full_validation without varlen.
     """
     if _rebinding:
         return
@@ -149,7 +148,7 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
     if varlen:
-        # Whatever is imported of the host, its model comes along and has bound the name already.
+        # Importing any module of the host imports its model, which has bound flash-attn's function.
         segments.hand_over_boundaries(
             _rebinding, "megatron.core.tensor_parallel", "megatron.model.transformer"
         )
@@ -158,7 +157,7 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
 
 def _evaluate_whole_sets() -> None:
-    """Rebind what counts the steps of an evaluation, its losses, and what takes their mean."""
+    """Replace the functions that count evaluation steps, compute losses and average them."""
     training = importlib.import_module("megatron.training")
     utils = importlib.import_module("megatron.utils")
     model = importlib.import_module("megatron.model.gpt_model")
@@ -185,20 +184,20 @@ def _evaluate_whole_sets() -> None:
         return averaged(losses)
 
     @functools.wraps(cross_entropy)
-    def weighed(output: Any, labels: Any) -> Any:
+    def weighted(output: Any, labels: Any) -> Any:
         return evaluation.weigh(cross_entropy(output, labels), labels[1])
 
-    def divide(found: tuple[dict[str, Any], Any], share: float) -> None:
-        found[0]["lm loss"] /= share
+    def divide(losses: tuple[dict[str, Any], Any], share: float) -> None:
+        losses[0]["lm loss"] /= share
 
     _rebinding.replace(training, stock_loaders.__name__, build_loaders)
     _rebinding.replace(training, "evaluate", evaluation.wrap(training.evaluate, divide))
     _rebinding.replace(utils, averaged.__name__, average_losses)
-    _rebinding.replace(model, "CrossEntropy", weighed)
+    _rebinding.replace(model, "CrossEntropy", weighted)
 
 
 def _require_compression() -> None:
-    """megatron/training.py imports a module that deepspeed removed: say so before that fails."""
+    """Refuse a deepspeed without the module that megatron/training.py imports."""
     missing = "deepspeed.compression.compress"
     training = importlib.util.find_spec("megatron.training")
     if training is None or training.origin is None:
@@ -212,6 +211,6 @@ def _require_compression() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron-DeepSpeed its own names back."""
+    """Restore Megatron-DeepSpeed's functions."""
     _rebinding.undo()
     segments.clear()

@@ -1,20 +1,18 @@
-"""nanotron: packed rows as its trainer's micro batches, documents told by positions that restart.
+"""nanotron: packed rows as micro batches of its trainer; positions that restart mark documents.
 
     trainer = DistributedTrainer("config.yaml")           # data_stages: one, with dataset: null
     trainer.train(packed(trainer, "corpus.json"))
 
-nanotron's Qwen2 finds where a document begins by ``position_ids`` that are 0 and makes its
-flash-attention's boundaries of them; labels and their mask are arguments of its own.
+nanotron's Qwen2 derives the boundaries of its flash-attention from ``position_ids`` that are 0.
 
 Its loss is a mean of means: of every micro batch over its labels, then of micro batches and ranks.
-Packed rows have unequally many labels; with two micro batches of a step,
+Packed rows have different numbers of labels; with two micro batches of a step,
 
     labels         100      300      sum of losses 600 over 400 labels
     nanotron       300/100  300/300  mean of means 2
     ``packed``     300/200  300/200  mean over labels 1.5
 
-so a micro batch is divided by the step's mean, which the schedule knows. docs/guides/nanotron.md
-has the limits.
+so ``packed`` divides by the step's mean number of labels. docs/guides/nanotron.md has the limits.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ __all__ = ["PackedBatches", "packed"]
 
 
 class PackedBatches:
-    """What one rank takes, from the trainer's count of consumed samples to its last step.
+    """Micro batches of one rank, from the trainer's count of consumed samples to its last step.
 
     Args:
-        ranks: the ``RankRows`` that it iterates over.
-        data_path: what nanotron counts its tokens under.
+        ranks: the ``RankRows`` to iterate over.
+        data_path: name under which nanotron counts tokens.
 
     Attributes:
-        dataset: itself, where nanotron looks for ``get_consumption_stats``.
-        labels: of a micro batch, in the mean over the step that is trained.
+        dataset: this object; nanotron calls ``get_consumption_stats`` of it.
+        labels: labels per micro batch, mean of the current step.
     """
 
     def __init__(self, ranks: RankRows, data_path: str) -> None:
@@ -56,53 +54,52 @@ class PackedBatches:
         self._probed: list[Tensor] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """input_ids, position_ids, label_ids int64 and label_mask bool, all ``(rows, R)``."""
-        rows, block = self.ranks.rows, -1
+        """Yield input_ids, position_ids, label_ids int64 and label_mask bool, all ``(rows, R)``."""
+        rows, current_block = self.ranks.rows, -1
         size = rows.options.rows_per_block
-        for told in self.ranks:
-            begun = (self.ranks.consumed_rows - 1) // size
-            if begun != block:
-                block, num_labels = begun, rows.schedule.step(begun).num_label_tokens
+        for batch in self.ranks:
+            block = (self.ranks.consumed_rows - 1) // size
+            if block != current_block:
+                current_block, num_labels = block, rows.schedule.step(block).num_label_tokens
                 self.labels = max(1, num_labels) * self.ranks.micro_batch_rows / size
-            yield told
+            yield batch
 
     def get_consumption_stats(self) -> dict[str, dict[str, int]]:
-        """Tokens by data path, as nanotron asks its datasets after each step: a checkpoint without
-        them could not be loaded."""
+        """Return the tokens by data path; nanotron cannot load a checkpoint without them."""
         tokens = self.ranks.consumed_rows * self.ranks.rows.options.sequence_length
         return {self.data_path: {"tokens": tokens}}
 
     def masked_mean(self, loss: Tensor, label_mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """In place of nanotron's: the sum of a micro batch over the labels of the mean one.
+        """Return the sum of a micro batch's losses over ``labels``; replaces nanotron's mean.
 
         Args:
             loss, label_mask: ``(rows, R)``.
-            dtype: of the sum.
+            dtype: dtype of the sum.
         """
         if self._probed is not None:
             self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
-        """Try the model when it is called first (``megapack.integrations.probe``): seven forwards.
+        """Probe the model at its first call (``megapack.integrations.probe``): seven forwards.
 
         Args:
-            module: the model, without DistributedDataParallel around it.
+            module: the model, without DistributedDataParallel.
         """
 
-        def hook(module: Any, args: Any, arrived: dict[str, Any]) -> None:
+        def hook(module: Any, args: Any, received: dict[str, Any]) -> None:
             del args
             handle.remove()
-            self.ranks.probe(lambda told: self._losses(module, told), arrived, module=module)
+            self.ranks.probe(lambda batch: self._losses(module, batch), received, module=module)
 
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _losses(self, module: Any, told: dict[str, Any]) -> Tensor:
-        """The loss of every token by the model's own forward, in the dtype of its weights."""
+    def _losses(self, module: Any, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of every token from the model's forward, in the dtype of its weights."""
         weight = next(module.parameters())
         self._probed = []
-        module(**{key: value.to(weight.device) for key, value in told.items()})
-        losses, self._probed = self._probed[0], None  # behind it the z-loss, where there is one
+        module(**{key: value.to(weight.device) for key, value in batch.items()})
+        losses, self._probed = self._probed[0], None  # a second entry is the z-loss
         return losses.to(weight.dtype)
 
 
@@ -116,22 +113,22 @@ def packed(
     num_workers: int = 0,
     probe: bool = True,
 ) -> dict[str, PackedBatches]:
-    """What ``trainer.train`` takes: the batches of its one data stage.
+    """Return the batches of the trainer's one data stage, for ``trainer.train``.
 
-    The trainer's loss becomes a mean over labels, for the rest of this process.
+    Makes the trainer's loss a mean over labels until the process ends.
 
     Args:
         trainer: a ``DistributedTrainer``.
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
-        seed: of the order of samples.
+        seed: seed of the order of samples.
         split: part of every source's documents, as fractions.
-        cache_directory: of packed indices; None: beside the first source.
-        num_workers: processes that read ahead.
-        probe: whether the model is tried on its first micro batch.
+        cache_directory: directory of packed indices; None: in the folder of the first source.
+        num_workers: worker processes that prefetch.
+        probe: probe the model on its first micro batch.
 
     Raises:
-        ConfigError: a model that is not told of documents, pipelines, context parallelism, several
-            data stages, sizes that exclude each other; what ``open_rows`` refuses.
+        ConfigError: a model without position_ids, pipelines, context parallelism, several data
+            stages, or sizes that exclude each other; also errors of ``open_rows``.
     """
     model = trainer.model
     model = model.module if isinstance(model, DistributedDataParallel) else model

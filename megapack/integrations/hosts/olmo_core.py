@@ -1,18 +1,18 @@
-"""OLMo-core: packed rows behind a ``DataLoaderBase``, documents told by their lengths.
+"""OLMo-core: packed rows behind a ``DataLoaderBase``, with document lengths.
 
     loader = PackedOlmoLoader("corpus.json", sequence_length=4096, global_batch_size=4 << 20,
                               work_dir="/tmp/work", dp_process_group=train_module.dp_process_group)
     config = trainer_config.with_callback("packed", PackedOlmoCallback())
     config.build(train_module, loader).fit()
 
-OLMo-core takes a rank's whole step at once and cuts it into micro batches itself; ``doc_lens`` and
-``max_doc_lens`` become the boundaries of its flash-attention, ``labels`` are taken as they are.
+OLMo-core takes a rank's whole step and cuts it into micro batches; ``doc_lens`` and
+``max_doc_lens`` become the boundaries of its flash-attention.
 
 Its loss is a mean over the labels of each rank, and its gradient a mean over ranks. Packed rows
-have fewer labels than tokens, and ranks not equally many: where two ranks have losses 3 and 1,
+have fewer labels than tokens, and a different number per rank: if two ranks have losses 3 and 1,
 
-    labels                  100      300       sum of losses 600 over 400 labels
-    OLMo-core               300/100  300/300   mean over ranks 2
+    labels                          100      300       sum of losses 600 over 400 labels
+    OLMo-core                       300/100  300/300   mean over ranks 2
     with ``PackedOlmoCallback``     300/200  300/200   mean over labels 1.5
 
 so ``PackedOlmoCallback`` divides by the mean of all ranks. docs/guides/olmo_core.md has the limits.
@@ -47,26 +47,26 @@ __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
 
 class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed where types are checked
-    """A rank's steps.
+    """Loader of a rank's steps.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
         sequence_length: tokens of a row.
-        global_batch_size: of a step of all ranks, tokens: whole rows for every rank.
-        work_dir: see ``DataLoaderBase``; nothing is written there.
+        global_batch_size: tokens of a step of all ranks: whole rows for every rank.
+        work_dir: see ``DataLoaderBase``; megapack writes nothing there.
         dp_process_group: ``train_module.dp_process_group``; None: one rank.
-        seed: of the order of samples.
+        seed: seed of the order of samples.
         split: part of every source's documents, as fractions.
-        num_workers: processes that read ahead.
-        cache_directory: of packed indices; None: beside the first source.
+        num_workers: worker processes that prefetch.
+        cache_directory: directory of packed indices; None: in the folder of the first source.
         finite: every document once, for ``PackedOlmoEvaluator``.
 
     Attributes:
-        ranks: the ``RankRows`` that it iterates over.
-        watched: by ``PackedOlmoCallback``.
+        ranks: the ``RankRows`` of this rank.
+        has_callback: whether the trainer has a ``PackedOlmoCallback``.
 
     Raises:
-        ConfigError: sizes that exclude each other; what ``open_rows`` refuses.
+        ConfigError: sizes that exclude each other; also errors of ``open_rows``.
     """
 
     batches_processed: int
@@ -92,7 +92,8 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
             dp_world_size=get_world_size(dp_process_group),
             dp_rank=get_rank(dp_process_group),
         )
-        self.sequence_length, self.num_workers, self.watched = sequence_length, num_workers, False
+        self.sequence_length, self.num_workers = sequence_length, num_workers
+        self.has_callback = False
         options = RowOptions(
             sequence_length=sequence_length, rows_per_block=self._rows_per_step(), seed=seed
         )
@@ -102,8 +103,8 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         self.ranks = self._ranks()
 
     def _rows_per_step(self) -> int:
-        rows, rest = divmod(self.global_batch_size, self.sequence_length)
-        if rest or rows % self.dp_world_size or not rows:
+        rows, remainder = divmod(self.global_batch_size, self.sequence_length)
+        if remainder or rows % self.dp_world_size or not rows:
             raise ConfigError(
                 f"global_batch_size is {self.global_batch_size} tokens; it must be whole rows of "
                 f"sequence_length ({self.sequence_length}) for each of {self.dp_world_size} ranks"
@@ -122,8 +123,8 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
 
     @DataLoaderBase.global_batch_size.setter  # type: ignore[untyped-decorator]
     def global_batch_size(self, new: int) -> None:
-        """As OLMo-core's ``BatchSizeScheduler`` sets it: ``rows_per_block`` of a manifest is a
-        multiple of all sizes in rows, or a larger one is refused."""
+        """Set the step size for OLMo-core's ``BatchSizeScheduler``. The manifest's
+        ``rows_per_block`` must be a multiple of all sizes in rows."""
         DataLoaderBase.global_batch_size.fset(self, new)
         self.ranks = self._ranks()
 
@@ -133,67 +134,67 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         return self.rows.rows_per_epoch // self._rows_per_step()
 
     def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
-        """Set the epoch: each has an order of its own, and a finite set has one epoch."""
+        """Set the epoch. Each epoch has its own order; a finite set has one epoch."""
         following = (self._epoch or 0) + 1 if epoch is None else epoch
         self._epoch = 1 if self.rows.finite else following
 
     def _iter_batches(self) -> Iterator[dict[str, Any]]:
-        """input_ids, labels int64 ``(rows, sequence_length)``, doc_lens int32 ``(rows, most)`` and
-        max_doc_lens, a list of ints. A finite set has label_mask instead of labels, bool, of the
-        token that is predicted."""
-        began: int | None = None
-        while began != self.batches_processed:
-            began, ranks = self.batches_processed, self.ranks
+        """Yield input_ids, labels int64 ``(rows, sequence_length)``, doc_lens int32 ``(rows,
+        most)`` and max_doc_lens, a list of ints. A finite set has label_mask, bool, of the
+        predicted token, instead of labels."""
+        first_batch: int | None = None
+        while first_batch != self.batches_processed:
+            first_batch, ranks = self.batches_processed, self.ranks
             self.rows.num_rows = self.epoch * self.rows.rows_per_epoch
             ranks.consumed_rows = (self.epoch - 1) * self.rows.rows_per_epoch
-            ranks.consumed_rows += began * self._rows_per_step()
-            for told in ranks:
-                yield told
-                if ranks is not self.ranks:  # a step has another size from now on
+            ranks.consumed_rows += first_batch * self._rows_per_step()
+            for batch in ranks:
+                yield batch
+                if ranks is not self.ranks:  # the scheduler has changed the step size
                     break
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``RankRows``: the same on all ranks, for any number of them; and the epoch."""
+        """Return the state of ``RankRows``, the same on all ranks, and the epoch."""
         return {**self.ranks.state_dict(), "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, with any number of ranks, micro batches and workers."""
+        """Continue from a state, on any number of ranks, micro batches and workers."""
         self.ranks.load_state_dict(state_dict)
         self._epoch = state_dict["epoch"] or 1
-        behind = self.ranks.consumed_rows - (self.epoch - 1) * self.rows.rows_per_epoch
-        self.batches_processed = behind // self._rows_per_step()
+        rows_of_epoch = self.ranks.consumed_rows - (self.epoch - 1) * self.rows.rows_per_epoch
+        self.batches_processed = rows_of_epoch // self._rows_per_step()
 
     def get_mock_batch(self) -> dict[str, Any]:
-        """The first step of all, for the trainer's dry run, which asks for it before it trains.
+        """Return the first step, for the dry run of the trainer before training.
 
         Raises:
             ConfigError: the trainer has no ``PackedOlmoCallback``.
         """
-        if not self.watched:
+        if not self.has_callback:
             raise ConfigError(
-                "OLMo-core divides a rank's loss by its own labels, of which packed rows have "
-                "unequally many: add PackedOlmoCallback of "
-                "megapack.integrations.hosts.olmo_core to the trainer's callbacks, which makes it "
-                "a mean over all labels"
+                "OLMo-core divides a rank's loss by its own labels, and ranks with packed rows "
+                "have different numbers of them: add PackedOlmoCallback of "
+                "megapack.integrations.hosts.olmo_core to the trainer's callbacks, which makes the "
+                "loss a mean over all labels"
             )
         return emit(self.ranks.micro_batch(0), OLMO_CORE)
 
     def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
-        """Of all ranks, padding too, as OLMo-core counts."""
+        """Return the tokens of all ranks, with padding, as OLMo-core counts."""
         del batch
         return int(self.global_batch_size)
 
 
 class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
-    """The mean loss over all labels of a data path, every document once.
+    """Evaluator of the mean loss over all labels of a data path, every document once.
 
-    For ``EvaluatorCallback(evaluators=[...])``. All ranks end together: what is missing to their
-    last batches is rows without labels. OLMo-core takes labels from the text here, so a document
-    that is cut has none at its cut.
+    For ``EvaluatorCallback(evaluators=[...])``. The last batches are filled with rows without
+    labels, so all ranks end together. OLMo-core derives labels from the text here, so the label at
+    a cut inside a document is lost.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
-        name: of the metrics.
+        name: name of the metrics.
         loader: other arguments of ``PackedOlmoLoader``; a batch is one forward of a rank.
     """
 
@@ -205,45 +206,44 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
     def update_metrics(
         self, batch: dict[str, Any], ce_loss: Tensor | None, logits: Tensor | None
     ) -> None:
-        """Count ``ce_loss`` ``(rows, sequence_length)`` where a label is told."""
+        """Add ``ce_loss`` ``(rows, sequence_length)`` of tokens with a label."""
         del logits
         counts = pad(batch["label_mask"][:, 1:], (0, 1))
         if ce_loss is not None:
             self.loss.update(ce_loss[counts])
 
     def compute_metrics(self) -> dict[str, Tensor]:
-        """Of all ranks."""
+        """Return loss and perplexity over all ranks."""
         loss = self.loss.compute()
         return {"CE loss": loss, "PPL": loss.exp()}
 
     def reset_metrics(self) -> None:
-        """Before an evaluation."""
+        """Reset the loss before an evaluation."""
         self.loss.reset()
 
 
 @dataclass
 class PackedOlmoCallback(Callback):  # type: ignore[misc]
-    """Makes the loss of a step a mean over the labels of all ranks, and tries the model at first.
+    """Callback that makes the loss of a step a mean over the labels of all ranks.
 
     Attributes:
-        probe: whether it is tried on the first step (``megapack.integrations.probe``): four
-            forwards of it, and the log says their seconds. Not with tensor or context parallelism,
-            where a rank has parts of the outputs.
+        probe: probe the model on the first step (``megapack.integrations.probe``): seven forwards;
+            the log has their duration. Not with tensor or context parallelism, where a rank has
+            only parts of the outputs.
     """
 
     probe: bool = True
 
     def post_attach(self) -> None:
-        """Refuse a train module whose loss is out of reach."""
+        """Refuse a train module or a loader that the callback does not support."""
         module, loader = self.trainer.train_module, self.trainer.data_loader
-        if not (isinstance(module, TransformerTrainModule) and hasattr(loader, "watched")):
+        if not (isinstance(module, TransformerTrainModule) and hasattr(loader, "has_callback")):
             raise ConfigError(
-                f"PackedOlmoCallback was given a {type(module).__name__} and a "
-                f"{type(loader).__name__}: it takes a TransformerTrainModule (no pipeline) and a "
-                "PackedOlmoLoader"
+                f"PackedOlmoCallback got a {type(module).__name__} and a {type(loader).__name__}: "
+                "it needs a TransformerTrainModule (no pipeline) and a PackedOlmoLoader"
             )
-        loader.watched = True
-        self._labels: Tensor | None = None  # per rank, of the step that is trained
+        loader.has_callback = True
+        self._labels: Tensor | None = None  # labels per rank, mean of the current step
         stock = module.model_forward
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
         module.model_forward = model_forward
 
     def pre_step(self, batch: dict[str, Any]) -> None:
-        """Count the step's labels, and probe the first."""
+        """Count the step's labels; probe the model at the first step."""
         module, loader = self.trainer.train_module, self.trainer.data_loader
         labels = (batch["labels"] != IGNORED).sum().float().to(self.trainer.device)
         if loader.dp_world_size > 1:
@@ -264,11 +264,11 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
             loader.ranks.probe(self._losses, batch, module=module.model)
         self.probe = False
 
-    def _losses(self, told: dict[str, Any]) -> Tensor:
-        """The loss of every token by the module's own forward, in the dtype of its logits."""
+    def _losses(self, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of every token from the module's forward, in the dtype of its logits."""
         module, losses = self.trainer.train_module, []
-        rows = module.rank_microbatch_size // told["input_ids"].shape[1]
-        for part in split_batch(told, max(1, rows)):
+        rows = module.rank_microbatch_size // batch["input_ids"].shape[1]
+        for part in split_batch(batch, max(1, rows)):
             counts = part["labels"].to(module.device) != IGNORED
             out = module.eval_batch(part)
             loss = seen_losses(out.ce_loss, counts)

@@ -1,4 +1,4 @@
-"""torchtitan: packed rows behind a ``BaseDataLoader``, documents told by positions.
+"""torchtitan: packed rows behind a ``BaseDataLoader``; positions mark documents.
 
     # packed_llama3.py; launch with: torchrun ... -m torchtitan.train --module packed_llama3
     from torchtitan.models.llama3.config_registry import llama3_8b
@@ -7,9 +7,9 @@
     def packed_8b():                                    # --config packed_8b
         return packed(llama3_8b(), "corpus.json")
 
-torchtitan finds where a document begins by positions that are 0, and makes its FlexAttention mask
-or its varlen boundaries of them. Its trainer counts label tokens over all ranks of a step, so the
-loss is a mean over them. docs/guides/torchtitan.md has the limits.
+torchtitan starts a document at every position 0 and derives its FlexAttention mask or its varlen
+boundaries from that. Its trainer counts label tokens over all ranks of a step, so the loss is a
+mean over them. docs/guides/torchtitan.md has the limits.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ __all__ = ["PackedDataLoader", "PackedTitanTrainer", "packed"]
 
 
 class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed where types are checked
-    """A rank's micro batches; ``PackedTitanTrainer`` says how many rows a step has.
+    """Loader of a rank's micro batches.
 
     Raises:
-        ConfigError: sizes that exclude each other; what ``open_rows`` refuses.
+        ConfigError: sizes that exclude each other; also errors of ``open_rows``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """See the attributes; ``--dataloader.data_path`` and so on change them."""
+        """Options; ``--dataloader.data_path`` etc. change them."""
 
         data_path: str = ""
         """A .bin/.idx prefix, or a manifest."""
         split: tuple[float, float] = (0.0, 1.0)
         """Part of every source's documents, as fractions."""
         cache_directory: str | None = None
-        """Of packed indices; None: beside the first source."""
+        """Directory of packed indices; None: in the folder of the first source."""
         seed: int = 1234
-        """Of the order of samples."""
+        """Seed of the order of samples."""
         num_workers: int = 0
-        """Processes that read ahead."""
+        """Worker processes that prefetch."""
         rows_per_step: int = 0
-        """Of all ranks together; ``PackedTitanTrainer`` sets it. 0: where documents come once, a
-        micro batch of each."""
+        """Rows of all ranks in a step; ``PackedTitanTrainer`` sets it. 0, only for a finite set:
+        one micro batch per rank."""
         num_steps: int | None = None
         """None: one epoch."""
         repeat: bool = True
-        """torchtitan's Validator sets it; without it every document comes once, and what is missing
-        to the last micro batches is rows without labels."""
+        """False (set by torchtitan's Validator): every document once; rows without labels fill the
+        last micro batches."""
         infinite: bool = True
-        """The same in torchtitan 0.3."""
+        """``repeat`` in torchtitan 0.3."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, **sizes: Any
@@ -88,8 +88,8 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         step = config.rows_per_step or finite * dp_world_size * (tokens // length)
         if step < 1:
             raise ConfigError(
-                f"dataloader.rows_per_step is {step}: give torchtitan what `packed` makes of its "
-                "configuration, whose trainer sets it, or the rows of a step of all ranks"
+                f"dataloader.rows_per_step is {step}: pass torchtitan the configuration that "
+                "`packed` returns, whose trainer sets it, or set the rows of a step of all ranks"
             )
         options = RowOptions(sequence_length=length, rows_per_block=step, seed=config.seed)
         rows = open_data_path(
@@ -110,35 +110,35 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Inputs and labels; up to 0.3 ``(rows, seq_len)``, since then one row after the other."""
-        self.began = self.ranks.consumed_rows
-        for told in self.ranks:
-            labels = told.pop("labels")
-            yield told, labels
+        """Yield inputs and labels: ``(rows, seq_len)`` up to 0.3, flat ``(tokens,)`` since then."""
+        self.first_row = self.ranks.consumed_rows
+        for inputs in self.ranks:
+            labels = inputs.pop("labels")
+            yield inputs, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``RankRows``: the same on all ranks, for any number of them."""
+        """Return the state of ``RankRows``, the same on all ranks."""
         return self.ranks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; torchtitan gives an empty one where a checkpoint has none."""
+        """Continue from a state; it is empty if the checkpoint has no state."""
         if state_dict:
             self.ranks.load_state_dict(state_dict)
 
 
 class PackedTitanTrainer(Trainer):  # type: ignore[misc]
-    """torchtitan's trainer, which says how many rows a step has and tries its model at first."""
+    """torchtitan's trainer; sets the rows of a step and probes the model before the first step."""
 
     ntokens_seen: int
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]
-        """Of ``packed``."""
+        """Configuration that ``packed`` returns."""
 
         probe: bool = True
-        """Whether the model is tried on its first micro batch (``megapack.integrations.probe``):
-        seven forwards, and the log says their seconds. Not in pipelines nor with tensor or context
-        parallelism, where a rank has only parts of the outputs."""
+        """Probe the model on its first micro batch (``megapack.integrations.probe``): seven
+        forwards; the log has their duration. Not with pipelines, tensor or context parallelism,
+        where a rank has only parts of the outputs."""
 
     def __init__(self, config: Config) -> None:
         rows = _rows_per_step(config.training)
@@ -146,24 +146,24 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
             config.dataloader, rows_per_step=rows, num_steps=config.training.steps
         )
         if config.validator.enable and hasattr(config.validator.dataloader, "rows_per_step"):
-            whole = config.validator.steps != -1 or config.parallelism.pipeline_parallel_degree > 1
-            validator = replace(config.validator.dataloader, rows_per_step=rows if whole else 0)
+            full = config.validator.steps != -1 or config.parallelism.pipeline_parallel_degree > 1
+            validator = replace(config.validator.dataloader, rows_per_step=rows if full else 0)
             config.validator = replace(config.validator, dataloader=validator)
         super().__init__(config)
         parallel = self.parallel_dims
-        whole = not (parallel.pp_enabled or parallel.tp_enabled or parallel.cp_enabled)
-        self._to_probe = config.probe and whole
+        complete = not (parallel.pp_enabled or parallel.tp_enabled or parallel.cp_enabled)
+        self._to_probe = config.probe and complete
 
     def forward_backward_step(
         self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor
     ) -> Tensor:
-        """torchtitan's, behind the probe the first time."""
+        """Run torchtitan's step, the first time after the probe."""
         if self._to_probe:
             self._to_probe = False
             self.dataloader.ranks.probe(
                 self._losses,
                 {**input_dict, "labels": labels},
-                consumed_rows=self.dataloader.began,
+                consumed_rows=self.dataloader.first_row,
                 module=self.model_parts[0],
             )
         loss: Tensor = super().forward_backward_step(
@@ -171,13 +171,13 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
         )
         return loss
 
-    def _losses(self, told: dict[str, Any]) -> Tensor:
-        """The loss of every token, by the model and the loss function that train."""
-        seen = self.ntokens_seen
-        told = {name: value.to(self.device) for name, value in told.items()}
-        labels = told.pop("labels")
-        inputs, labels, options = self.post_dataloading_process(told, labels)
-        self.ntokens_seen = seen
+    def _losses(self, batch: dict[str, Any]) -> Tensor:
+        """Return the loss of every token, from the model and the loss function of training."""
+        ntokens_seen = self.ntokens_seen
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        labels = batch.pop("labels")
+        inputs, labels, options = self.post_dataloading_process(batch, labels)
+        self.ntokens_seen = ntokens_seen
         with self.train_context(), _every_loss(self.loss_fn) as losses:
             self.loss_fn(
                 self.model_parts[0](inputs, **options), labels, positions=options["positions"]
@@ -187,10 +187,8 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
-    """What a loss function sums, of every label; of a chunked one part by part of the rows.
-
-    In the dtype of the logits, by which the probe judges what is rounding.
-    """
+    """Collect the losses that a loss function sums, in the dtype of the logits: the probe takes
+    its tolerance from it. A chunked loss gives one tensor per part of the rows."""
     leaf = getattr(loss_fn, "loss_fn", loss_fn)
     losses: list[Tensor] = []
 
@@ -210,38 +208,38 @@ def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
 def packed(
     config: Any, data_path: str, *, train_fraction: float = 1.0
 ) -> PackedTitanTrainer.Config:
-    """A configuration of torchtitan's on packed rows.
+    """Return a torchtitan configuration on packed rows.
 
     Args:
-        config: a ``Trainer.Config``, of torchtitan's registries or your own. The length of a row is
-            ``training.max_context_length`` (up to 0.3 seq_len), a step has
-            ``training.num_tokens_per_train_step`` tokens (global_batch_size rows), which must be
-            set: what a step holds must not depend on the number of ranks.
+        config: a ``Trainer.Config``, from torchtitan's registries or your own. A row has
+            ``training.max_context_length`` tokens (up to 0.3 seq_len), a step
+            ``training.num_tokens_per_train_step`` tokens (global_batch_size rows). Set the latter:
+            the content of a step must not depend on the number of ranks.
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
-        train_fraction: of every source's documents; the others are the validator's.
+        train_fraction: part of every source's documents; the validator gets the rest.
 
     Returns:
-        The same with our trainer and loaders; command-line options work on it as before.
+        The same with megapack's trainer and loaders; command-line options work as before.
     """
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     loader = PackedDataLoader.Config(data_path=data_path, split=(0.0, train_fraction))
     values["dataloader"] = loader
     if train_fraction < 1:
-        behind = replace(loader, split=(train_fraction, 1.0))
-        values["validator"] = replace(config.validator, dataloader=behind)
+        held_out = replace(loader, split=(train_fraction, 1.0))
+        values["validator"] = replace(config.validator, dataloader=held_out)
     return PackedTitanTrainer.Config(**values)
 
 
 def _rows_per_step(training: Any) -> int:
     if hasattr(training, "global_batch_size"):  # up to 0.3
-        name, rows, rest = "global_batch_size", training.global_batch_size, 0
+        name, rows, remainder = "global_batch_size", training.global_batch_size, 0
     else:
         name = "num_tokens_per_train_step"
-        rows, rest = divmod(training.num_tokens_per_train_step, training.max_context_length)
-    if rows < 1 or rest:
+        rows, remainder = divmod(training.num_tokens_per_train_step, training.max_context_length)
+    if rows < 1 or remainder:
         raise ConfigError(
             f"training.{name} is {getattr(training, name)}; it must be set, to whole rows of "
-            "training.max_context_length tokens: what a step holds must not depend on the number "
-            "of ranks"
+            "training.max_context_length tokens: the content of a step must not depend on the "
+            "number of ranks"
         )
     return int(rows)

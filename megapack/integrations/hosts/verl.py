@@ -1,20 +1,20 @@
-"""verl: its batch balancing by ``plan_step``, and packed rows for its SFT trainer.
+"""verl: batch balancing by ``plan_step``, and packed rows for its SFT trainer.
 
-- ``get_seqlen_balanced_partitions``, ``rearrange_micro_batches``: verl deals a step twice, samples
-  to ranks (``balance_batch``) and a rank's samples to micro batches under ``max_token_len_per_gpu``
-  (``use_dynamic_bsz``). Both are replaced by ones of the same arguments and results:
+- ``get_seqlen_balanced_partitions``, ``rearrange_micro_batches``: replace verl's functions that
+  assign samples to ranks (``balance_batch``) and a rank's samples to micro batches under
+  ``max_token_len_per_gpu`` (``use_dynamic_bsz``); same arguments and results:
 
     get_seqlen_balanced_partitions([9, 3, 7, 2, 5, 6], 2, equal_size=True)
     # -> [[0, 3, 4], [1, 2, 5]]
     rearrange_micro_batches(batch, max_token_len=10)[1]     # samples of 9, 3, 7, 2, 5 and 6 tokens
     # -> [[2], [3, 5], [0], [1, 4]]
 
-- ``SFTRows``: what ``data.custom_cls`` of verl's SFT trainer names; an item is a row of documents.
-- ``probe_worker``: whether its engine and its loss keep the documents of a row apart.
-- ``install``: binds verl's functions of batch balancing to ours.
+- ``SFTRows``: the class for ``data.custom_cls`` of verl's SFT trainer; an item is a packed row.
+- ``probe_worker``: checks that the worker's engine and loss keep the documents of a row apart.
+- ``install``: replaces verl's batch balancing.
 
-What calls them (``prepare_dynamic_batch``, the trainers, the workers' engines) stays verl's.
-Run with verl 0.9.1; docs/guides/planned_steps.md, docs/guides/finetuning.md.
+Their callers (``prepare_dynamic_batch``, the trainers, the workers' engines) stay verl's.
+Tested with verl 0.9.1; docs/guides/planned_steps.md, docs/guides/finetuning.md.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ from megapack.planning import StepPlan, plan_step
 
 logger = logging.getLogger("megapack")
 
-# ---- Batch balancing ------------------------------------------------------------------------
+# ---- Batch balancing
 
-# verl's workload of n tokens is 24,576 n + n^2 (a 7B model).
-LINEAR_COST_TOKENS = 24_576
-_PROBED_STEPS = 4  # whose rows are looked through for one of many documents
+LINEAR_COST_TOKENS = 24_576  # verl's workload of n tokens is 24,576 n + n^2 (a 7B model)
+_PROBED_STEPS = 4  # the probe takes the row with most documents among these steps
 
 _rebinding = Rebinding("verl")
 
@@ -56,13 +55,13 @@ _rebinding = Rebinding("verl")
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[Any] | Tensor, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """verl's: numbers of samples in parts of equal sums (`seqlen_list` holds costs of any unit).
+    """Return the numbers of samples in parts of equal cost (`seqlen_list` holds costs, any unit).
 
     Returns:
-        `k_partitions` lists, rising, none empty; of equal length with `equal_size`.
+        `k_partitions` ascending lists, none empty; of equal length with `equal_size`.
 
     Raises:
-        ValueError: there are fewer samples than parts, or their number does not divide.
+        ValueError: fewer samples than parts, or with `equal_size` a number that does not divide.
     """
     costs = np.array([float(cost) for cost in seqlen_list])
     if len(costs) < k_partitions or (equal_size and len(costs) % k_partitions):
@@ -70,7 +69,7 @@ def get_seqlen_balanced_partitions(
             f"{len(costs)} samples in {k_partitions} {'equal ' if equal_size else ''}parts: give "
             f"{'a multiple' if equal_size else 'at least as many'}"
         )
-    # Every sample counts as one token, so that the cap on tokens is the size of a part.
+    # Count each sample as one token: then the cap on tokens is the size of a part.
     plan = plan_step(
         np.ones(len(costs), np.int64),
         num_ranks=k_partitions,
@@ -91,34 +90,33 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """verl's: a rank's samples in micro batches of at most `max_token_len` tokens and like work.
+    """Split a rank's samples into micro batches of at most `max_token_len` tokens and equal work.
 
     Args:
         batch: TensorDict with ``input_ids``, nested or with ``attention_mask`` (samples, tokens).
-        max_token_len: never exceeded.
-        dp_group, same_micro_num_in_dp: all ranks of the group take as many as the one that needs
-            most.
-        num_batches_divided_by: their number is a multiple of it (virtual pipelines).
-        min_num_micro_batch: at least as many.
-        use_dynamic_bsz_balance: those of least work first and last, which shortens the bubbles of a
-            pipeline; else as planned.
-        force_group_size: so many consecutive samples stay together.
+        max_token_len: maximum tokens of a micro batch.
+        dp_group, same_micro_num_in_dp: give all ranks of the group the same number.
+        num_batches_divided_by: make the number a multiple of this (virtual pipelines).
+        min_num_micro_batch: minimum number.
+        use_dynamic_bsz_balance: put the micro batches with least work first and last, which
+            shortens the bubbles of a pipeline; else keep the planned order.
+        force_group_size: keep so many consecutive samples together.
 
     Returns:
-        The micro batches, and the samples of each by number.
+        The micro batches, and the sample numbers of each.
 
     Raises:
-        ValueError: on all ranks alike: samples that stay together are longer than `max_token_len`,
-            or a rank has fewer of them than micro batches are needed.
+        ValueError: on all ranks: samples that stay together exceed `max_token_len`, or a rank has
+            fewer samples or groups than micro batches.
     """
     ids = batch["input_ids"]
-    of_sample = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    lengths = of_sample.cpu().numpy().astype(np.int64)
+    sample_lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+    lengths = sample_lengths.cpu().numpy().astype(np.int64)
     groups = np.arange(len(lengths)) // force_group_size
     longest = int(np.bincount(groups, weights=lengths).max())
     multiple = num_batches_divided_by or 1
 
-    def planned(micro_batch_multiple: int) -> StepPlan:
+    def make_plan(micro_batch_multiple: int) -> StepPlan:
         return plan_step(
             lengths,
             num_ranks=1,
@@ -129,15 +127,15 @@ def rearrange_micro_batches(
             micro_batch_multiple=micro_batch_multiple,
         )
 
-    in_dp = same_micro_num_in_dp and dp_group is not None and dist.is_initialized()
-    count, plan = min_num_micro_batch or 1, planned(multiple)
+    exchange = same_micro_num_in_dp and dp_group is not None and dist.is_initialized()
+    count, plan = min_num_micro_batch or 1, make_plan(multiple)
     while True:
-        # What one rank must refuse all refuse, before any waits for it.
-        said = [(plan.num_micro_batches, int(groups[-1]) + 1, longest)]
-        if in_dp:
-            said *= dist.get_world_size(dp_group)
-            dist.all_gather_object(said, said[0], group=dp_group)
-        needed, num_groups, longests = zip(*said, strict=True)
+        # If one rank must raise, all raise, before any waits for it.
+        states = [(plan.num_micro_batches, int(groups[-1]) + 1, longest)]
+        if exchange:
+            states *= dist.get_world_size(dp_group)
+            dist.all_gather_object(states, states[0], group=dp_group)
+        needed, num_groups, longests = zip(*states, strict=True)
         count = -(-max(count, *needed) // multiple) * multiple
         if max(longests) > max_token_len or count > min(num_groups):
             raise ValueError(
@@ -147,41 +145,41 @@ def rearrange_micro_batches(
             )
         if set(needed) == {count}:
             break
-        plan = planned(count)
+        plan = make_plan(count)
     lists = plan.of_rank(0)
     if use_dynamic_bsz_balance:
-        rising = np.argsort(plan.cost(LINEAR_COST_TOKENS)[:, 0], kind="stable").tolist()
-        lists = [lists[i] for i in rising[::2] + rising[1::2][::-1]]
+        ascending = np.argsort(plan.cost(LINEAR_COST_TOKENS)[:, 0], kind="stable").tolist()
+        lists = [lists[i] for i in ascending[::2] + ascending[1::2][::-1]]
     chosen = [numbers.tolist() for numbers in lists]
     select = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     return [select(batch, numbers) for numbers in chosen], chosen
 
 
-# ---- Packed rows for the SFT trainer ------------------------------------------------------------
+# ---- Packed rows for the SFT trainer
 
 
 class SFTRows(Dataset[dict[str, Tensor]]):
-    """Packed documents as ``data.custom_cls`` of verl's SFT trainer: an item is a row.
+    """Packed documents for ``data.custom_cls`` of verl's SFT trainer: an item is a row.
 
-    A row has ``data.max_length`` tokens of whole samples of one bucket; ``data.train_batch_size``
-    rows are a step, all of one bucket. The trainer's sampler deals them in an order of its own
-    (torch's DistributedSampler, shuffled by seed 0 and the epoch), which is undone here, so that
-    the steps are those of the schedule on any number of ranks. The order of a second epoch would
-    be another one: the rows of the whole run are one epoch.
+    A row has ``data.max_length`` tokens: whole samples of one bucket. A step has
+    ``data.train_batch_size`` rows of one bucket. The trainer shuffles rows with torch's
+    DistributedSampler (seed 0 and the epoch); this class undoes it, so that steps are those of the
+    schedule on any number of ranks. A second epoch would have another shuffle, so one epoch must
+    contain the rows of the whole run.
 
     Args:
-        parquet_files: of ``data.train_files`` or ``val_files``: instead of parquet a manifest, a
-            shard manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
-        tokenizer: verl's, whose ids must have those of the documents.
-        config: verl's ``data``. ``+data.probe=False``: the engine is not tried on a row before its
-            first step (``probe_worker``).
-        processor: verl's; not used.
+        parquet_files: ``data.train_files`` or ``val_files``: instead of parquet a manifest, a shard
+            manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
+        tokenizer: verl's tokenizer; it must have the ids of the documents.
+        config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off, which else
+            runs before the first step.
+        processor: unused.
         max_samples: rows of the whole run (``data.train_max_samples``), rounded down to whole
             steps; -1: one epoch of documents.
 
     Raises:
-        ConfigError: options of ``data`` that would pad or cut rows, or documents whose ids the
-            tokenizer lacks.
+        ConfigError: options of ``data`` would pad or cut rows, or the tokenizer lacks ids of the
+            documents.
     """
 
     def __init__(
@@ -203,28 +201,28 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         self.shuffled = parquet_files == data.get("train_files")
         if self.shuffled and parquet_files == data.get("val_files"):
             raise ConfigError(
-                f"data.train_files and data.val_files are both {parquet_files!r}; verl takes them "
-                "in different orders, so give validation a manifest of its own"
+                f"data.train_files and data.val_files are both {parquet_files!r}; verl reads them "
+                "in different orders, so give validation another manifest"
             )
         options = RowOptions(
             sequence_length=data["max_length"], rows_per_block=data["train_batch_size"], seed=0
         )
-        rows = -1 if max_samples < 0 else max_samples // options.rows_per_block
-        if rows == 0:
+        steps = -1 if max_samples < 0 else max_samples // options.rows_per_block
+        if steps == 0:
             raise ConfigError(
                 f"max_samples is {max_samples}, less than the {options.rows_per_block} rows of a "
                 "step (data.train_batch_size)"
             )
-        num_rows = None if rows < 0 else rows * options.rows_per_block
+        num_rows = None if steps < 0 else steps * options.rows_per_block
         self.rows = open_data_path(parquet_files, options, num_rows=num_rows)
         if tokenizer is not None:
             check_token_ids(self.rows.packed, len(tokenizer))
-        # The place in the run of every number that the sampler asks for.
+        # Map the sampler's numbers to places in the run.
         self._places = torch.arange(len(self.rows))
         if self.shuffled:
             generator = torch.Generator().manual_seed(0)
             self._places = torch.randperm(len(self.rows), generator=generator).argsort()
-        self._next: int | None = None
+        self._next_step: int | None = None
         if self.shuffled and data.get("probe", True):
             _probe_before_training(self)
 
@@ -236,10 +234,10 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         return self.items([int(self._places[i])])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The rows of one rank in one step.
+        """Return the rows of one rank in one step.
 
         Returns:
-            Of each input_ids, position_ids (0 where a document begins) int64 and loss_mask float32
+            Per row input_ids, position_ids (0 where a document begins) int64 and loss_mask float32
             (of targets), all ``(max_length,)``; verl's collator makes nested tensors of them.
 
         Raises:
@@ -249,37 +247,37 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         rows_per_step = self.rows.options.rows_per_block
         ranks = rows_per_step // len(places)
         step, first = divmod(places[0], rows_per_step)
-        follows = step in (0, self._next) or self._next is None
+        in_order = step in (0, self._next_step) or self._next_step is None
         expected = range(places[0], places[0] + ranks * len(places), ranks)
-        if not follows or first >= ranks or places != list(expected):
+        if not in_order or first >= ranks or places != list(expected):
             raise ConfigError(
-                f"verl asks for rows {places[:4]} of the run, which are not those of a rank in "
-                f"step {step if self._next is None else self._next}: take trainer.total_epochs=1 "
-                "(data.train_max_samples is how many rows there are in all) and a "
-                "data.train_batch_size that the data-parallel size divides"
+                f"verl reads rows {places[:4]} of the run, which are not those of a rank in step "
+                f"{step if self._next_step is None else self._next_step}: set "
+                "trainer.total_epochs=1 (data.train_max_samples is the number of rows of the whole "
+                "run) and a data.train_batch_size that the data-parallel size divides"
             )
         worker = get_worker_info()
-        self._next = step + (1 if worker is None else worker.num_workers)
+        self._next_step = step + (1 if worker is None else worker.num_workers)
         return self.items(places)
 
     def items(self, places: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Rows by their place in the run; see ``__getitems__``."""
-        return _unstacked(emit(self.rows.micro_batch(places), VERL_SFT))
+        """Return rows by their places in the run; see ``__getitems__``."""
+        return _unstack(emit(self.rows.micro_batch(places), VERL_SFT))
 
 
-def _unstacked(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _unstack(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
 def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> float:
     """Refuse a worker of verl that trains packed rows wrongly; see ``megapack.integrations.probe``.
 
-    What is looked at is what every log-probability contributes to the worker's own loss.
+    The probe compares the contributions of single log-probabilities to the worker's own loss.
 
     Args:
-        worker: verl's TrainingWorker, its engine initialized and its loss function set.
-        rows: what it shall be trained on; of those of the first steps the one of most documents.
-        settings: what verl's trainer says beside tensors in a batch (``use_remove_padding``, ...).
+        worker: verl's TrainingWorker, with an initialized engine and a loss function.
+        rows: the training rows; the probe takes the row with most documents in the first steps.
+        settings: settings in the trainer's batches (``use_remove_padding``, ...).
 
     Returns:
         Seconds.
@@ -289,7 +287,7 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
     """
     tu = importlib.import_module("verl.utils.tensordict_utils")
     collate = importlib.import_module("verl.utils.dataset.dataset_utils").SFTTensorCollator
-    told = {**settings, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    settings = {**settings, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
     first = range(min(len(rows), _PROBED_STEPS * rows.rows.options.rows_per_block))
     chosen = max(first, key=lambda i: sum(len(parts) for _, parts in rows.rows.segments_of(i)))
 
@@ -299,10 +297,10 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
 
     longest = max(first, key=longest_segment)
 
-    def forward(asked: Mapping[str, Any]) -> Tensor:
-        tensors = collate("no_padding")(_unstacked(emit(asked, VERL_SFT)))
-        data = tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=told)
-        found: list[Tensor] = []
+    def forward(batch: Mapping[str, Any]) -> Tensor:
+        tensors = collate("no_padding")(_unstack(emit(batch, VERL_SFT)))
+        data = tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)
+        contributions: list[Tensor] = []
 
         def loss_function(model_output: dict[str, Any], **arguments: Any) -> Any:
             log_probs = model_output["log_probs"]
@@ -312,27 +310,27 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
                 output = {**model_output, "log_probs": nested}
                 loss, metrics = worker.loss_fn(model_output=output, **arguments)
                 (weights,) = torch.autograd.grad(loss, flat)
-            found.append(flat.detach() * weights)
+            contributions.append(flat.detach() * weights)
             return loss.detach(), metrics
 
         with worker.engine.eval_mode():
             worker.engine.infer_batch(data, loss_function=loss_function)
         # verl divides by the number of label tokens, which changes with the tokens.
         num_labels: Tensor = tensors["loss_mask"].values().sum()
-        return torch.cat(found) * num_labels
+        return torch.cat(contributions) * num_labels
 
     return probe(
         forward,
         rows.rows.micro_batch([chosen]),
         outputs="losses",
-        counted=lambda asked: loss_terms(asked, VERL_SFT).weights != 0,
+        counted=lambda batch: loss_terms(batch, VERL_SFT).weights != 0,
         host="verl's SFT trainer",
         longest=rows.rows.micro_batch([longest]),
     )
 
 
 def _probe_before_training(rows: SFTRows) -> None:
-    """Have verl's TrainingWorker, which this process has not made yet, probed before it trains."""
+    """Make verl's TrainingWorker (not yet created) probe its model before it trains."""
     worker_class = importlib.import_module("verl.workers.engine_workers").TrainingWorker
     train_batch = worker_class.train_batch
 
@@ -353,14 +351,14 @@ def _probe_before_training(rows: SFTRows) -> None:
 _probing = Rebinding("verl")
 
 
-# ---- Installation ------------------------------------------------------------------------------
+# ---- Installation
 
 
 def install() -> None:
-    """Bind verl's functions of these names to ours, in all of its modules; again does nothing.
+    """Replace verl's functions in all of its modules. A second call changes nothing.
 
-    Ray starts further processes: ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
-    in their environment has verl import this module, which then installs itself.
+    Ray starts further processes: set ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
+    in their environment, and verl imports this module, which then installs itself.
 
     Raises:
         ConfigError: this release of verl has other names.
@@ -373,13 +371,13 @@ def install() -> None:
         stock = getattr(home, name, None)
         _rebinding.replace(home, name, ours)
         for module in list(sys.modules.values()):
-            known = vars(module).get(name) if module.__name__.startswith("verl.") else None
-            if known is stock and stock is not None:
+            bound = vars(module).get(name) if module.__name__.startswith("verl.") else None
+            if bound is stock and stock is not None:
                 _rebinding.replace(module, name, ours)
 
 
 def uninstall() -> None:
-    """Give verl its own functions back."""
+    """Restore verl's functions."""
     _rebinding.undo()
 
 

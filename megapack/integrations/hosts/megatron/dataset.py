@@ -1,12 +1,12 @@
-"""A MegatronDataset of packed rows, and the builder that blends weighted --data-path lists in it.
+"""A MegatronDataset of packed rows, and a builder that folds weighted --data-path lists into it.
 
-Where GPTDataset stands in a script, ``PackedGPTDataset`` can stand: the same constructor, the same
-batch keys, and beside them cu_seqlens and max_seqlen as Megatron's packed-sequence path reads them.
-megatron-core's own BlendedMegatronDatasetBuilder builds it.
+``PackedGPTDataset`` replaces GPTDataset: same constructor, same batch keys, plus cu_seqlens and
+max_seqlen for Megatron's packed-sequence path. megatron-core's BlendedMegatronDatasetBuilder builds
+it.
 
-Of several paths Megatron's BlendedDataset interleaves single samples, which would put different
-buckets on different ranks. ``PackedDatasetBuilder`` makes one manifest of the list, for one dataset
-whose blend keeps every block of rows in one bucket.
+For several paths Megatron's BlendedDataset interleaves single samples, which would put different
+buckets on different ranks. ``PackedDatasetBuilder`` turns the list into one manifest, whose blend
+keeps every block of rows in one bucket.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megapack.integrations.hosts.megatron.probe import watch_first_call
 from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import Manifest, open_documents, open_rows
 
-# What --split divides: parts per million of every source's documents, so that a split cuts each
-# source of a blend in the same proportion, whatever their sizes.
+# Units that --split divides: parts per million of every source's documents, so that a split cuts
+# all sources of a blend in the same proportion.
 SPLIT_UNITS = 1_000_000
 
 
 class PackedSources:
-    """The documents behind a data path, memory-mapped; nothing is written by opening them."""
+    """Documents of a data path, memory-mapped."""
 
     def __init__(self, data_path: str) -> None:
         self.manifest = Manifest.read(data_path)
@@ -61,18 +61,18 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         dataset: ``build_low_level_dataset(dataset_path, config)``.
         dataset_path: for bookkeeping.
         indices: the split, consecutive units of ``SPLIT_UNITS``; None: all of it.
-        num_samples: rows to offer; None: one epoch, outside of training (``--full-validation``)
-            every document once and then rows without loss.
+        num_samples: number of rows; None: one epoch, and for validation and test
+            (``--full-validation``) every document once, then rows without loss.
         index_split: train, valid or test.
         config: GPTDatasetConfig of any release from 0.16.
 
     Raises:
-        ConfigError: blocks that the micro batches do not divide, a blend on top of several data
-            paths, or options that exclude each other.
+        ConfigError: a block is not a multiple of a micro step, Megatron blends several data paths,
+            or options exclude each other.
     """
 
     dialect: ClassVar[Dialect] = MEGATRON
-    """How batches tell boundaries (``install()`` knows)."""
+    """Dialect of the boundaries; ``install_bridge()`` changes it."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         _refuse_outer_blend(config, index_split)
-        self._remember()
+        self._register()
         self.rows: RowDataset | None = None
         if num_samples != 0:
             evaluation = index_split is not Split.train
@@ -108,13 +108,13 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSources) -> int:
-        """What ``--split`` divides."""
+        """Return the number of units that ``--split`` divides."""
         del low_level_dataset
         return SPLIT_UNITS
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> PackedSources:
-        """Open the sources; called on every building rank before any barrier."""
+        """Open the sources; every building rank calls it before any barrier."""
         del config
         return PackedSources(dataset_path)
 
@@ -122,12 +122,12 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         return 0 if self.rows is None else len(self.rows)
 
     def __getitem__(self, i: int | None) -> dict[str, Tensor]:
-        """One row, as Megatron's packed-sequence path reads it.
+        """Return one row for Megatron's packed-sequence path; ``None``: a row without loss.
 
         Returns:
             tokens, labels, position_ids int64 and loss_mask float32 ``(sequence_length,)``; labels
             are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
-            cu_seqlens_padded with context parallelism). ``None`` asks for a row without loss.
+            cu_seqlens_padded with context parallelism).
         """
         row = {key: value[0] for key, value in self.micro_batch([i or 0]).items()}
         if i is None:
@@ -135,12 +135,12 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         return row
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """The same rows, stacked: ``(rows, ...)`` under every key."""
+        """Return rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
         return emit(self.rows.micro_batch(numbers), self.dialect)
 
     def bucket_of(self, i: int) -> int:
-        """Number of the bucket of row ``i``."""
+        """Return the bucket number of row ``i``."""
         assert self.rows is not None, "an empty split has no rows"
         return self.rows.bucket_of(i)
 
@@ -156,12 +156,12 @@ def _fractions(indices: NDArray[np.int32] | None) -> tuple[float, float]:
 def row_options(
     manifest: Manifest, config: Any, sizes: BatchSizes | None, *, finite: bool = False
 ) -> RowOptions:
-    """What Megatron's configuration and the batch sizes of a split ask of its rows; the blocks of
-    a finite set are no larger than they must be, since its last ones have empty rows."""
-    at_once = sizes.rows_at_once if finite and sizes is not None else None
+    """Return row options from Megatron's configuration and the batch sizes of a split."""
+    # Small blocks for a finite set: its last block may have empty rows.
+    micro_step = sizes.rows_per_micro_step if finite and sizes is not None else None
     return RowOptions(
         sequence_length=config.sequence_length,
-        rows_per_block=at_once or manifest.rows_per_block or _rows_per_block(sizes),
+        rows_per_block=micro_step or manifest.rows_per_block or _rows_per_block(sizes),
         seed=config.random_seed,
         align=context_parallel_alignment(config),
         cu_seqlens=_cu_seqlens_format(manifest, sizes),
@@ -169,20 +169,20 @@ def row_options(
 
 
 def context_parallel_alignment(config: Any) -> int:
-    """Tokens that segments are aligned to: 2 x context_parallel_size, 1 without.
+    """Return the alignment of segments in tokens: 2 x context_parallel_size, 1 without.
 
     Raises:
-        ConfigError: with inter-document masking, under which Megatron cuts whole rows, while its
-            RoPE takes what a rank holds for its parts of every segment.
+        ConfigError: with inter-document masking, where Megatron splits whole rows over ranks, but
+            its RoPE assumes that it splits every segment.
     """
     cp_size = getattr(config, "context_parallel_size", None) or 1
     if cp_size == 1:
         return 1
     if getattr(config, "inter_document_masking", False):
         raise ConfigError(
-            f"context_parallel_size is {cp_size}: inter-document masking cuts whole rows between "
-            f"ranks, and RoPE of {HOST} takes the parts for parts of each document. "
-            "Replace --dataloader-inter-document-masking by --sft, which cuts each document"
+            f"context_parallel_size is {cp_size}: inter-document masking splits whole rows over "
+            f"ranks, but RoPE of {HOST} assumes that each document is split. Replace "
+            "--dataloader-inter-document-masking by --sft, which splits each document"
         )
     return 2 * int(cp_size)
 
@@ -191,34 +191,34 @@ def _rows_per_block(sizes: BatchSizes | None) -> int:
     if sizes is None or sizes.shared is None:
         problem = "is not initialized" if sizes is None else "is of an unknown kind"
         raise ConfigError(
-            f"the batch sizes of this run are not known (the micro batch calculator of {HOST} "
-            f'{problem}); give "rows_per_block" in the manifest: a multiple of micro_batch_size x '
+            f"the batch sizes of this run are unknown (the micro batch calculator of {HOST} "
+            f'{problem}); set "rows_per_block" in the manifest to a multiple of micro_batch_size x '
             "data_parallel_size"
         )
     return sizes.shared
 
 
 def _check_blocks(rows_per_block: int, sizes: BatchSizes) -> None:
-    """Every micro step of all ranks must lie in one block."""
-    if rows_per_block % sizes.rows_at_once:
+    """Check that every micro step of all ranks lies in one block."""
+    if rows_per_block % sizes.rows_per_micro_step:
         raise ConfigError(
             f"rows_per_block is {rows_per_block}, but micro_batch_size x data_parallel_size is "
-            f"{sizes.rows_at_once}: micro steps would straddle blocks of different buckets. Choose "
-            f"a multiple of {sizes.rows_at_once}"
+            f"{sizes.rows_per_micro_step}: micro steps would straddle blocks of different buckets. "
+            f"Choose a multiple of {sizes.rows_per_micro_step}"
         )
 
 
 def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
-    """One row per micro batch takes exact boundaries on every release; several must stack."""
+    # Every release supports exact boundaries with one row per micro batch; several rows must stack.
     if manifest.cu_seqlens != "auto":
         return manifest.cu_seqlens
     if sizes is not None and sizes.micro_batch_size == 1:
         return "exact"
     if sizes is not None and version() == (0, 18):
         raise ConfigError(
-            f"micro_batch_size is {sizes.micro_batch_size}; packed sequences of {HOST} take one "
-            "row per micro batch: set --micro-batch-size 1 and --eval-micro-batch-size 1 (and "
-            "--seq-length to the tokens you want)"
+            f"micro_batch_size is {sizes.micro_batch_size}; packed sequences of {HOST} support one "
+            "row per micro batch: set --micro-batch-size 1 and --eval-micro-batch-size 1 (and a "
+            "larger --seq-length)"
         )
     return "padded"
 
@@ -226,13 +226,13 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
 def _check_bridge(sizes: BatchSizes | None) -> None:
     if sizes is not None and sizes.micro_batch_size != 1:
         raise ConfigError(
-            f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge takes the boundaries "
-            "of one row per micro batch: set it to 1, and seq_length to the tokens you want"
+            f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports boundaries of "
+            "one row per micro batch: set it to 1, and seq_length to the tokens you want"
         )
 
 
 def _refuse_outer_blend(config: Any, index_split: Split) -> None:
-    """A BlendedDataset on top would interleave rows of different buckets."""
+    """Refuse a BlendedDataset on top, which would interleave rows of different buckets."""
     blend = config.blend
     if config.blend_per_split is not None:
         several_sets = bool(getattr(config, "multiple_validation_sets", False))
@@ -243,7 +243,7 @@ def _refuse_outer_blend(config: Any, index_split: Split) -> None:
         raise ConfigError(
             f"{len(blend[0])} data paths blended by Megatron would put different buckets on "
             "different ranks; put the sources and their weights into one manifest, or build with "
-            "megapack.integrations.hosts.megatron.PackedDatasetBuilder (install() sees to it)"
+            "megapack.integrations.hosts.megatron.PackedDatasetBuilder (install() does)"
         )
 
 
@@ -251,14 +251,14 @@ Blend = tuple[Sequence[str], Sequence[float] | None]
 
 
 class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]  # no stubs
-    """BlendedMegatronDatasetBuilder that folds blends of packed datasets; else unchanged.
+    """BlendedMegatronDatasetBuilder that folds blends of packed datasets into one manifest.
 
     Raises:
-        ConfigError: flags of Megatron-LM's script under which rows would be misread.
+        ConfigError: flags of Megatron-LM's script with which training would misread rows.
     """
 
     needs_boundary_flag: ClassVar[bool] = False
-    """Whether Megatron's own get_batch is to read the boundaries (``install()`` knows)."""
+    """Whether Megatron's own get_batch must read the boundaries; ``install()`` sets it."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
         is_built_on_rank: Callable[[], bool],
         config: Any,
         *more: Any,
-        **newer: Any,
+        **options: Any,
     ) -> None:
         if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
             _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
@@ -277,23 +277,23 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
                     raise ConfigError(
                         f"dataset.dataloader_type is {loader}; rows are ordered already: 'single'"
                     )
-                # Else its stages between the first and the last read no boundaries.
+                # Otherwise Bridge's middle pipeline stages read no boundaries.
                 config.enable_in_batch_packing = True
             config = fold_blends(config)
-        super().__init__(cls, sizes, is_built_on_rank, config, *more, **newer)
+        super().__init__(cls, sizes, is_built_on_rank, config, *more, **options)
 
 
 def _check_flags(args: Any | None, *, boundaries: bool) -> None:
-    """Refuse what would train on wrong rows without a word: all such flags at once."""
-    if args is None or not dist.is_initialized():  # nothing is going to be trained here
+    """Refuse all flags with which Megatron would silently train on wrong rows."""
+    if args is None or not dist.is_initialized():  # this process does not train
         return
     problems = list(_wrong_flags(args, boundaries=boundaries))
     if problems:
         raise ConfigError(". ".join(problems))
     if dist.get_rank() == 0 and not getattr(args, "calculate_per_token_loss", True):
-        print(  # noqa: T201 - as Megatron's own log
-            "megapack: without --calculate-per-token-loss a label of a micro batch with few labels "
-            "weighs more than one of a micro batch with many; packed rows want that flag",
+        print(  # noqa: T201 - Megatron prints its log
+            "megapack: without --calculate-per-token-loss a label in a micro batch with few labels "
+            "weighs more than one in a micro batch with many; set that flag for packed rows",
             flush=True,
         )
 
@@ -301,44 +301,44 @@ def _check_flags(args: Any | None, *, boundaries: bool) -> None:
 def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
     loader = {
         "cyclic": "would shuffle buckets over ranks; rows are ordered already",
-        "external": "takes iterators of the script's own, and rows are a dataset",
+        "external": "needs iterators of the script, and rows are a dataset",
     }.get(getattr(args, "dataloader_type", None) or "")
     if loader is not None:
         yield f"--dataloader-type {args.dataloader_type} {loader}: --dataloader-type single"
     if getattr(args, "hybrid_context_parallel", False):
         yield (
-            "--hybrid-context-parallel deals the documents of a global batch anew, each to as many "
-            "ranks as it needs, for which rows are whole: take --context-parallel-size with --sft"
+            "--hybrid-context-parallel assigns every document of a global batch to a number of "
+            "ranks, but rows cannot be split up: use --context-parallel-size with --sft"
         )
-    sft, between = getattr(args, "sft", False), _has_stages_between(args)
-    if between and not sft and getattr(args, "dataloader_inter_document_masking", False):
+    sft, middle = getattr(args, "sft", False), _has_middle_stages(args)
+    if middle and not sft and getattr(args, "dataloader_inter_document_masking", False):
         yield (
-            f"--dataloader-inter-document-masking of {HOST} gives no data to stages between the "
-            "first and the last, virtual ones among them: replace it by --sft"
+            f"--dataloader-inter-document-masking of {HOST} gives no data to middle pipeline "
+            "stages (also virtual ones): replace it by --sft"
         )
         return
     flags = ["sft"]
-    if version() >= (0, 19) and not between:
+    if version() >= (0, 19) and not middle:
         flags.append("dataloader_inter_document_masking")
     if boundaries and not any(getattr(args, flag, False) for flag in flags):
         options = " or ".join(f"--{flag.replace('_', '-')}" for flag in reversed(flags))
         yield (
             f"get_batch of {HOST} drops cu_seqlens without {options}: attention would cross "
             f"documents. Add {options}, or run with --own-get-batch no if the script reads "
-            "boundaries by itself"
+            "boundaries itself"
         )
 
 
-def _has_stages_between(args: Any) -> bool:
+def _has_middle_stages(args: Any) -> bool:
     stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
     virtual = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     return bool(stages > 1 and stages * virtual > 2)
 
 
 def fold_blends(config: Any) -> Any:
-    """A copy of a dataset config in which every blend of several prefixes is one manifest.
+    """Return a copy of a dataset config in which every blend of several prefixes is one manifest.
 
-    Several validation sets (``multiple_validation_sets``) stay apart, as the user wants them.
+    Several validation sets (``multiple_validation_sets``) stay separate.
     """
     folded = copy.copy(config)
     if config.blend is not None:

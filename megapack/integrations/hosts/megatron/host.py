@@ -1,4 +1,4 @@
-"""The Megatron of this process: its release, its script's arguments, its batch sizes."""
+"""The Megatron of this process: its release, the arguments of its script, its batch sizes."""
 
 from __future__ import annotations
 
@@ -15,67 +15,65 @@ HOST = f"megatron-core {release}"
 
 
 def version(text: str = release) -> tuple[int, int]:
-    """Major and minor number of a release."""
+    """Return major and minor number of a release."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """Return the device of this rank."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def script_arguments() -> Any | None:
-    """``get_args()`` of Megatron-LM; None with megatron-core alone, or before it has parsed."""
+    """Return ``get_args()`` of Megatron-LM; None without Megatron-LM or before it parses them."""
     module = sys.modules.get("megatron.training.global_vars")
     if module is None:
         return None
     try:
         return module.get_args()
-    except AssertionError:  # Megatron's own words for "not parsed yet"
+    except AssertionError:  # not parsed yet
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Rows that the micro steps of one split take."""
+    """Batch sizes of one split, in rows."""
 
     micro_batch_size: int
-    """Of one rank."""
-    rows_at_once: int
-    """Of all ranks: micro_batch_size x data_parallel_size."""
+    """Rows of one rank."""
+    rows_per_micro_step: int
+    """Rows of all ranks: micro_batch_size x data_parallel_size."""
     shared: int | None
-    """What all global batches of the run share: the global batch size, or with a ramp-up the
-    greatest common divisor of its batch sizes; None: Megatron counts them in an unknown way."""
+    """Largest common divisor of all global batch sizes of the run; None: unknown calculator."""
 
 
 def batch_sizes(*, evaluation: bool = False) -> BatchSizes | None:
-    """Batch sizes of training, or of validation and test, which from 0.18 on may have their own.
+    """Return the batch sizes of training, or of validation and test (own sizes from 0.18 on).
 
-    Returns:
-        None where nobody has said any: megatron-core without its micro batch calculator.
+    None: unknown, because megatron-core runs without its micro batch calculator.
     """
     args = script_arguments()
     if evaluation and getattr(args, "eval_micro_batch_size", None) is not None:
-        return _of_arguments(args, "eval_")
+        return _from_arguments(args, "eval_")
     state = calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     if state is not None:
         return BatchSizes(
             micro_batch_size=state.get_micro_batch_size(),
-            rows_at_once=state.get_current_running_global_batch_size() // state.get(),
+            rows_per_micro_step=state.get_current_running_global_batch_size() // state.get(),
             shared=_shared(state),
         )
-    # tools/prepare_cache.py parses the arguments of a run and begins none.
-    return None if args is None else _of_arguments(args, "")
+    # tools/prepare_cache.py parses the arguments of a run but creates no calculator.
+    return None if args is None else _from_arguments(args, "")
 
 
-def _of_arguments(args: Any, prefix: str) -> BatchSizes:
+def _from_arguments(args: Any, prefix: str) -> BatchSizes:
     micro_batch_size = int(getattr(args, f"{prefix}micro_batch_size"))
     return BatchSizes(
         micro_batch_size=micro_batch_size,
-        rows_at_once=micro_batch_size * int(args.data_parallel_size),
+        rows_per_micro_step=micro_batch_size * int(args.data_parallel_size),
         shared=int(getattr(args, f"{prefix}global_batch_size")),
     )
 
