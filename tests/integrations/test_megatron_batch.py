@@ -17,11 +17,11 @@ from torch.utils.data import default_collate
 from megapack.errors import ConfigError
 from megapack.integrations.hosts.megatron import batch
 from megapack.integrations.hosts.megatron.batch import (
-    context_parallel_indices,
     flatten_rows,
     get_batch,
     to_packed_seq_params,
 )
+from megapack.planning import context_parallel_indices
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_row
 
@@ -86,17 +86,17 @@ def test_context_parallel_ranks_share_a_row_without_overlap_and_with_equal_causa
     units: list[int], cp_size: int
 ) -> None:
     lengths = [2 * cp_size * unit for unit in units]
-    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    held = [context_parallel_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
-    assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
-    position = torch.cat([torch.arange(length) for length in lengths])
-    work = [int((position[indices] + 1).sum()) for indices in held]
+    cu_seqlens = np.array([0, *np.cumsum(lengths)], np.int32)
+    indices = [context_parallel_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
+    assert sorted(np.concatenate(indices)) == list(range(sum(lengths)))
+    position = np.concatenate([np.arange(length) for length in lengths])
+    work = [int((position[of_rank] + 1).sum()) for of_rank in indices]
     assert max(work) == min(work), "early and late chunks must balance exactly"
 
 
 def test_context_parallelism_names_the_segment_it_cannot_divide() -> None:
     with pytest.raises(ValueError, match=r"6 tokens .* align=4"):
-        context_parallel_indices(torch.tensor([0, 4, 10], dtype=torch.int32), 2, 0)
+        context_parallel_indices(np.array([0, 4, 10], np.int32), 2, 0)
 
 
 def _tensor_parallel_batch(rank: int, world_size: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def test_help_shows_a_command_and_every_status(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere.py"], "there is no script nowhere.py"),
+        (["nowhere.py"], "the script nowhere.py does not exist"),
         (["--ranks", "2x0", __file__], "--ranks is '2x0'"),
         (["--ranks", "8 GPUs", __file__], "8x2x1x1"),
         (["--steps", "0", __file__], "--steps is 0; it must be 1 or more"),
@@ -79,4 +79,4 @@ def test_ranks_that_disagree_are_named(
 
 def test_a_script_that_trains_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="no function that builds its datasets"):
-        check._provider((object(),), {})
+        check._dataset_provider((object(),), {})

@@ -174,11 +174,15 @@ PIPELINE, MASKING = "pipeline_model_parallel_size", {"dataloader_inter_document_
         (20, {"hybrid_context_parallel": True, "sft": True}, "deals the documents"),
         (18, MASKING, "Add --sft"),
         (20, {PIPELINE: 3}, "cu_seqlens without --sft: "),
-        (20, {PIPELINE: 3, **MASKING}, "gives no data to stages between .* replace it by --sft"),
+        (
+            20,
+            {PIPELINE: 3, **MASKING},
+            "no data to middle pipeline stages .* replace it by --sft",
+        ),
         (
             20,
             {PIPELINE: 2, f"virtual_{PIPELINE}": 2, **MASKING},
-            "virtual ones among them: replace it by --sft",
+            r"also virtual ones\): replace it by --sft",
         ),
         (20, {PIPELINE: 3, "sft": True}, None),
         (18, {"sft": True, "dataloader_type": "single"}, None),

@@ -156,7 +156,7 @@ def test_the_attention_refuses_what_it_cannot_do(
 
 LOST = {
     "none": "called",
-    "one": r"boundaries \[0, 20, 64\], and positions begin anew at \[20, 23\]",
+    "one": r"boundaries \[0, 20, 64\], and positions restart at \[20, 23\]",
     "all": r"boundaries none",
     "as Bridge": r"boundaries \[\], and positions",
 }

@@ -1,11 +1,11 @@
 """megatron-core and Megatron-LM, 0.16 to main: dataset, storage, batches, attention, launcher.
 
-``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` is the whole swap;
-``install()`` does the same from inside a script. docs/guides/megatron.md says what changes in a
-launch command.
+``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` runs a script on packed rows;
+``install()`` does the same inside a script. docs/guides/megatron.md lists the changes to a launch
+command.
 
-A name imports the module that it lives in and nothing else of this package: a release that lacks
-what one part needs has all the others.
+Each name imports only its own module, so a release that lacks a dependency of one part can use the
+others.
 """
 
 from __future__ import annotations

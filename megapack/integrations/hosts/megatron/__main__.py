@@ -5,8 +5,8 @@ Runs Megatron-LM's own script with megapack's dataset behind --data-path. Under 
     torchrun --nproc-per-node 8 -m megapack.integrations.hosts.megatron \\
         pretrain_gpt.py --data-path ...
 
-``python -m megapack.integrations.hosts.megatron check pretrain_gpt.py ...`` says what it would
-read, and needs neither GPU nor torchrun.
+``python -m megapack.integrations.hosts.megatron check pretrain_gpt.py ...`` prints what it would
+read, without GPU and torchrun.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from megapack.integrations.hosts.megatron.swap import install
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Install, then run the script under ``__main__`` as ``python script.py`` would."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["check"]:
-        sys.exit(
-            importlib.import_module("megapack.integrations.hosts.megatron.check").main(given[1:])
-        )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["check"]:
+        check = importlib.import_module("megapack.integrations.hosts.megatron.check")
+        sys.exit(check.main(arguments[1:]))
     parser = argparse.ArgumentParser(
         prog="python -m megapack.integrations.hosts.megatron",
         description=__doc__,
@@ -42,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--no-probe",
         action="store_true",
-        help="do not try the model on its first micro batch before it trains on it",
+        help="do not probe the model on its first micro batch before training",
     )
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     install(own_get_batch=args.own_get_batch, probe=not args.no_probe)
     sys.argv = [args.script, *args.arguments]
     sys.path.insert(0, str(Path(args.script).resolve().parent))

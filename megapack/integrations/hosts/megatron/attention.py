@@ -1,7 +1,8 @@
 """Varlen attention for Megatron models without Transformer Engine (``--transformer-impl local``).
 
-megatron-core's local DotProductAttention refuses packed_seq_params. This module takes its place in
-a layer spec and calls ``megapack.attention``: flash-attn, PyTorch's varlen attention, or the CPU.
+megatron-core's local DotProductAttention refuses packed_seq_params. ``PackedCoreAttention``
+replaces it in a layer spec and calls ``megapack.attention``: flash-attn, PyTorch's varlen
+attention, or the CPU backends.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
     """``core_attention`` of a megatron-core layer, for rows with and without boundaries.
 
     Args (as megatron-core passes them): config, layer_number (from 1), attn_mask_type,
-    attention_type, attention_dropout, softmax_scale; the rest is not needed here.
+    attention_type, attention_dropout, softmax_scale; others are ignored.
 
     Raises:
         ConfigError: attention dropout, context parallelism, cross attention or a softmax with a
-            sink is asked for.
+            sink.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
         if is_layer_window_attention(
             config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
         ):
-            self.window = config.window_size[0] + 1  # Megatron counts the tokens to the left
+            self.window = config.window_size[0] + 1  # Megatron counts only tokens to the left
         self._backend: str | None = None
 
     def forward(
@@ -71,12 +72,12 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention inside segments.
+        """Compute attention inside segments.
 
         Args:
             query, key, value: ``(tokens, heads, dim)`` with ``packed_seq_params``, else
                 ``(row, mbs, heads, dim)``: then every row is one causal segment.
-            attention_mask, attn_mask_type: ignored; cu_seqlens and causality are the mask.
+            attention_mask, attn_mask_type: ignored; cu_seqlens and causality define the mask.
 
         Returns:
             ``(tokens, heads * dim)``, else ``(row, mbs, heads * dim)``.
@@ -123,7 +124,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
 
 
 def with_packed_attention(layer_spec: Any) -> Any:
-    """A copy of a decoder layer spec whose self attention is ``PackedCoreAttention``.
+    """Return a copy of a decoder layer spec with ``PackedCoreAttention`` as self attention.
 
     Args:
         layer_spec: ModuleSpec of a layer, or the block's submodules with ``layer_specs``.

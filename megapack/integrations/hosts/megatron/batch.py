@@ -1,11 +1,11 @@
 """get_batch and forward_step for megatron-core 0.16 and 0.17, whose own varlen path is broken.
 
-What is wrong there and mended here: cu_seqlens stays ``(1, n)``; tensor-parallel ranks wait for
-different collectives; cu_seqlens_padded never reaches context parallelism; middle pipeline stages
-get no boundaries. From 0.18 on Megatron's own get_batch reads what the dataset gives.
+Their errors: cu_seqlens stays ``(1, n)``; tensor-parallel ranks wait for different collectives;
+cu_seqlens_padded never reaches context parallelism; middle pipeline stages get no boundaries. From
+0.18 on Megatron's own get_batch reads the dataset's boundaries.
 
-Every pipeline stage reads its own copy of the data on tensor-parallel rank 0 (``install`` asks for
-that), so boundaries cross no pipeline stage; a tensor-parallel group is told each micro batch once.
+On every pipeline stage tensor-parallel rank 0 reads its own copy of the data (``install`` arranges
+that) and broadcasts each micro batch once, so boundaries cross no pipeline stage.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megapack import planning
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import join_ends
 from megapack.integrations.hosts.megatron.host import device
 from megapack.integrations.rows.dataset import ROW_KEYS
+from megapack.planning import context_parallel_indices
 
-# ---- From rows with cu_seqlens to what Megatron's attention reads: PackedSeqParams, one flat row
-# Megatron calls the format "thd": the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D
-# int32, and attention and RoPE restart at every boundary. With context parallelism each segment is
-# cut into ``2 * cp_size`` chunks of which a rank holds two, one early and one late, so that causal
-# work is equal; that is why segments are padded to a multiple of ``2 * cp_size``.
+# ---- From rows with cu_seqlens to the input of Megatron's attention: PackedSeqParams, one flat row
+# In Megatron's format "thd" the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D
+# int32, and attention and RoPE restart at every boundary. Context parallelism cuts each segment
+# into ``2 * cp_size`` chunks and gives a rank an early and a late one, so that causal work is
+# equal; therefore segments are padded to a multiple of ``2 * cp_size``.
 
 
 def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the rows of a micro batch into one.
 
     Args:
-        batch: what ``default_collate`` makes of dataset rows: tokens, labels, position_ids int64
-            and loss_mask float32 ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (each row's tail
-            may repeat its last value), max_seqlen int32 ``(mbs,)``, and, when segments are
-            aligned, cu_seqlens_padded like cu_seqlens. CPU tensors: lengths are read.
+        batch: collated dataset rows: tokens, labels, position_ids int64 and loss_mask float32
+            ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (the last value of a row may repeat),
+            max_seqlen int32 ``(mbs,)``, and if segments are aligned cu_seqlens_padded like
+            cu_seqlens. On the CPU.
 
     Returns:
         The four row keys ``(1, mbs * row)``, cu_seqlens (and cu_seqlens_padded) 1-D int32
@@ -61,17 +61,17 @@ def to_packed_seq_params(
     *,
     total_tokens: int | None = None,
 ) -> PackedSeqParams:
-    """The "thd" parameters of megatron-core for one flat row.
+    """Return the "thd" parameters of megatron-core for one flat row.
 
     Args:
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
-        max_seqlen: the longest segment in tokens. A tensor is read, so pass it from the CPU.
-        cu_seqlens_padded: boundaries with the alignment padding; None where there is none.
-        total_tokens: of the whole row. From 0.17 on Megatron makes of it the ``seq_idx`` by which
-            Mamba layers tell segments apart; older ones have no place for it.
+        max_seqlen: length of the longest segment in tokens; a tensor should be on the CPU.
+        cu_seqlens_padded: boundaries with alignment padding; None if segments are not aligned.
+        total_tokens: tokens of the row. From 0.17 on Megatron derives from it the ``seq_idx`` with
+            which Mamba layers tell segments apart; older releases ignore it.
 
     Returns:
-        PackedSeqParams. RoPE and attention restart at ``cu_seqlens_padded`` where given.
+        PackedSeqParams. RoPE and attention restart at ``cu_seqlens_padded`` if given.
 
     Raises:
         ValueError: more than one row, or not int32.
@@ -112,22 +112,17 @@ def _one_dimensional(name: str, boundaries: Tensor) -> Tensor:
     return boundaries
 
 
-def context_parallel_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """``megapack.planning.context_parallel_indices`` of tensors on the CPU."""
-    return torch.from_numpy(planning.context_parallel_indices(cu_seqlens.numpy(), cp_size, cp_rank))
-
-
 Batch = tuple[
     Tensor | None, Tensor | None, Tensor | None, None, Tensor | None, PackedSeqParams | None
 ]
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
-    """The next micro batch of this rank, in the order pretrain_gpt.py unpacks it.
+    """Return the next micro batch of this rank, in the order in which pretrain_gpt.py unpacks it.
 
     Args:
         data_iterator: yields collated dataset rows on tensor-parallel rank 0 of every pipeline
-            stage; may be None on the other ranks.
+            stage; may be None on other ranks.
         vp_stage: virtual pipeline stage, as the caller passes it.
 
     Returns:
@@ -136,16 +131,16 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         that neither embed nor compute the loss.
 
     Raises:
-        ConfigError: no data where it is needed, or more than one row per micro batch with pipeline
-            parallelism, whose buffers hold ``(row, mbs)``.
+        ConfigError: tensor-parallel rank 0 has no data, or a micro batch has several rows with
+            pipeline parallelism, whose buffers are ``(row, mbs)``.
     """
     rows = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         if data_iterator is None:
             raise ConfigError(
-                "tensor-parallel rank 0 of this pipeline stage has no data; packed rows are read "
-                "on all stages: build the dataset where get_tensor_model_parallel_rank() == 0 "
-                "(install() sees to it)"
+                "tensor-parallel rank 0 of this pipeline stage has no data; all stages read packed "
+                "rows: build the dataset where get_tensor_model_parallel_rank() == 0 (install() "
+                "does)"
             )
         collated = next(data_iterator)
         num_rows = collated["tokens"].shape[0]
@@ -156,8 +151,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
             )
         rows = flatten_rows(collated)
     batch = _broadcast(rows)
-    # Transformer Engine wants the aligned boundaries in both places (Megatron's main does so
-    # too); padding behind a segment is never seen by it under a causal mask.
+    # Transformer Engine needs the aligned boundaries in both places (as Megatron's main does);
+    # under a causal mask no token sees the padding after its segment.
     boundaries = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     params = to_packed_seq_params(
         boundaries,
@@ -167,19 +162,19 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     )
     if not _embeds_or_computes_loss(vp_stage):
         return None, None, None, None, None, params
-    held = _slice_for_context_parallel(batch, boundaries)
-    tokens, labels, loss_mask, position_ids = (held[key] for key in ROW_KEYS)
+    part = _slice_for_context_parallel(batch, boundaries)
+    tokens, labels, loss_mask, position_ids = (part[key] for key in ROW_KEYS)
     return tokens, labels, loss_mask, None, position_ids, params
 
 
 def _broadcast(rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """What the first rank of the tensor-parallel group has read, on the device of every rank;
-    max_seqlen stays on the CPU."""
+    """Send the micro batch of the tensor-parallel group's first rank to the devices of all its
+    ranks; max_seqlen stays on the CPU."""
     group, box = parallel_state.get_tensor_model_parallel_group(), [rows]
     if dist.get_world_size(group) > 1:
         source = parallel_state.get_tensor_model_parallel_src_rank()
         dist.broadcast_object_list(box, source, group=group)
-    assert box[0] is not None, "the source has read"
+    assert box[0] is not None, "the first rank has read it"
     moved = {key: value.to(device(), non_blocking=True) for key, value in box[0].items()}
     return moved | {"max_seqlen": box[0]["max_seqlen"]}
 
@@ -191,15 +186,15 @@ def _slice_for_context_parallel(
     if cp_size == 1:
         return batch
     cp_rank = parallel_state.get_context_parallel_rank()
-    held = context_parallel_indices(boundaries.cpu(), cp_size, cp_rank)
-    held = held.to(batch["tokens"].device, non_blocking=True)
-    return {key: batch[key].index_select(1, held) for key in ROW_KEYS}
+    indices = context_parallel_indices(boundaries.cpu().numpy(), cp_size, cp_rank)
+    device_indices = torch.from_numpy(indices).to(batch["tokens"].device, non_blocking=True)
+    return {key: batch[key].index_select(1, device_indices) for key in ROW_KEYS}
 
 
 def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return True
-    # Virtual stages: ignore_virtual=False needs the stage that this call is for.
+    # With virtual stages, Megatron needs the stage of this call.
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return bool(
         parallel_state.is_pipeline_first_stage(**virtual)
@@ -208,10 +203,10 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss, number of label tokens and the report, as megatron-core 0.16 averages them.
+    """Return summed loss, number of label tokens and report, which megatron-core 0.16 averages.
 
     Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own
-    label tokens, which weighs tokens of micro batches with few labels more.
+    label tokens, so tokens weigh more in micro batches with few labels.
     """
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
@@ -222,7 +217,7 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
-    """A forward step for scripts that have none of their own; see ``get_batch``."""
+    """Run a forward step, for scripts without their own; see ``get_batch``."""
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )

@@ -1,16 +1,17 @@
-"""What a run would read, before it has a GPU: one command in the place of the launch command.
+"""Check of a Megatron-LM run without GPUs: print what every rank would read.
 
     python -m megapack.integrations.hosts.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \\
         pretrain_gpt.py <the script's own flags>
 
 The script runs with its own argument parser, dataset provider and sampler, without a GPU and
-without torchrun, once for every rank that reads data: all data-parallel ranks, and beside the
-first of them its pipeline stages and context-parallel ranks. Instead of training it draws the
-micro batches of the first steps. Of each is printed: capacity of its bucket, rows, documents and
-parts of documents (segments), max_seqlen, tokens with a label, share of padding, and whether all
-ranks are in one bucket. Flags under which the run would be refused are named.
+without torchrun, once for every rank that reads data: all data-parallel ranks, and the pipeline
+stages and context-parallel ranks of the first one. Instead of training it draws the micro batches
+of the first steps and prints for each: capacity of its bucket, rows, documents and parts of
+documents (segments), max_seqlen, tokens with a label, share of padding, and whether all ranks are
+in one bucket. It also names flags that a run would refuse.
 
-Exit status: 0 all ranks agree; 1 data is at fault, or ranks disagree; 2 flags or a manifest are.
+Exit status: 0 all ranks agree; 1 the data is invalid, or ranks disagree; 2 flags or a manifest are
+invalid.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from megapack.integrations.hosts.megatron.dataset import PackedGPTDataset
 from megapack.integrations.hosts.megatron.host import HOST
 from megapack.integrations.hosts.megatron.swap import OwnGetBatch, install
 
-# ---- One rank of a run that is not started: the script's own flags, datasets and loaders, no GPU
+# ---- One rank: the script's own flags, datasets and loaders, without a GPU
 # The script runs in this process with a process group that only knows its size (torch's "fake"
 # backend) and with a ``pretrain()`` that draws micro batches instead of training.
 
@@ -48,7 +49,7 @@ SHOWN_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """How many ranks, along each axis."""
+    """Number of ranks along each axis."""
 
     data: int
     tensor: int
@@ -74,7 +75,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A micro batch of one rank. Counts are of tokens and segments, padding not among them."""
+    """Micro batch of one rank. Counts of segments and tokens exclude padding."""
 
     step: int
     """Iteration, from 0."""
@@ -89,14 +90,14 @@ class Drawn:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """What one rank would read."""
+    """Data that one rank would read."""
 
     row: int = 0
     block: int = 0
     num_rows: dict[str, int] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
-    """The first of them, as text where the run's tokenizer can decode."""
+    """The first ones, as text if the run's tokenizer decodes them."""
 
 
 def draw_rank(
@@ -110,22 +111,22 @@ def draw_rank(
 ) -> RankReport:
     """Run the script as this rank until it would train, and draw the first steps.
 
-    A process can do it once: Megatron keeps its arguments and groups for good.
+    A process can call it once: Megatron never releases its arguments and groups.
 
     Raises:
-        ConfigError: flags, a manifest or sizes that do not go together.
+        ConfigError: flags, a manifest or sizes that exclude each other.
         MegapackError, OSError: data that cannot be read.
         SystemExit: the script's own parser refuses its arguments.
     """
     report = RankReport()
 
-    def pretrain(*given: Any, **named: Any) -> None:
-        provider = _provider(given, named)
-        args = _arguments(named)
-        _place_in(world, place, args)
+    def pretrain(*arguments: Any, **named: Any) -> None:
+        provider = _dataset_provider(arguments, named)
+        args = _script_arguments(named)
+        _initialize_parallel(world, place, args)
         _draw(provider, args, steps, report)
 
-    rank = _begin(world, place, arguments)
+    rank = _initialize_rank(world, place, arguments)
     training: Any = importlib.import_module("megatron.training")
     training.pretrain = pretrain
     install(own_get_batch=own_get_batch)
@@ -134,12 +135,12 @@ def draw_rank(
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
     if not report.num_rows:
-        raise ConfigError(f"{script} has not called pretrain() of megatron.training on rank {rank}")
+        raise ConfigError(f"{script} did not call pretrain() of megatron.training on rank {rank}")
     return report
 
 
-def _begin(world: RankLayout, place: RankPlace, arguments: list[str]) -> int:
-    """The environment and the process group of the rank; its number."""
+def _initialize_rank(world: RankLayout, place: RankPlace, arguments: list[str]) -> int:
+    """Set up environment and process group of a rank; return its number."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     inner, outer, size = place.data, place.pipeline, world.data
     if "--use-tp-pp-dp-mapping" in arguments:
@@ -148,7 +149,7 @@ def _begin(world: RankLayout, place: RankPlace, arguments: list[str]) -> int:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": "0"}
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=world.size)
-    if not torch.cuda.is_available():  # validate_args() asks which GPU it is, for fp8 and streams
+    if not torch.cuda.is_available():  # validate_args() reads the GPU's properties
         gpu = SimpleNamespace(major=9, minor=0)
         cuda: Any = torch.cuda
         cuda.get_device_capability = lambda *_: (gpu.major, gpu.minor)
@@ -156,19 +157,19 @@ def _begin(world: RankLayout, place: RankPlace, arguments: list[str]) -> int:
     return rank
 
 
-def _provider(given: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
-    """The script's function that builds datasets: pretrain()'s first argument that is one."""
-    found = named.get("train_valid_test_dataset_provider")
-    for value in given:
-        if found is None and hasattr(value, "__code__"):
-            found = value
-    if found is None:
+def _dataset_provider(arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
+    """Return the script's function that builds datasets: the first function given to pretrain()."""
+    provider = named.get("train_valid_test_dataset_provider")
+    for value in arguments:
+        if provider is None and hasattr(value, "__code__"):
+            provider = value
+    if provider is None:
         raise ConfigError("the script gives pretrain() no function that builds its datasets")
-    return found  # type: ignore[no-any-return]
+    return provider  # type: ignore[no-any-return]
 
 
-def _arguments(named: dict[str, Any]) -> Any:
-    """Of the script, parsed by its own parser: before pretrain() from 0.18 on, else in it."""
+def _script_arguments(named: dict[str, Any]) -> Any:
+    """Return the arguments of the script; up to 0.17 pretrain() has to parse them."""
     variables = importlib.import_module("megatron.training.global_vars")
     if variables._GLOBAL_ARGS is None:
         parser = importlib.import_module("megatron.training.arguments")
@@ -178,7 +179,7 @@ def _arguments(named: dict[str, Any]) -> Any:
     return variables.get_args()
 
 
-def _place_in(world: RankLayout, place: RankPlace, args: Any) -> None:
+def _initialize_parallel(world: RankLayout, place: RankPlace, args: Any) -> None:
     state = importlib.import_module("megatron.core.parallel_state")
     mapped = getattr(args, "use_tp_pp_dp_mapping", False)
     state.initialize_model_parallel(
@@ -188,13 +189,13 @@ def _place_in(world: RankLayout, place: RankPlace, args: Any) -> None:
         order="tp-cp-ep-pp-dp" if mapped else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
-    found = RankPlace(
+    actual = RankPlace(
         data=state.get_data_parallel_rank(),
         pipeline=state.get_pipeline_model_parallel_rank(),
         context=state.get_context_parallel_rank(),
     )
-    if found != place or state.get_tensor_model_parallel_rank():
-        raise ConfigError(f"{HOST} puts the rank at {found}, and it was meant to be {place}")
+    if actual != place or state.get_tensor_model_parallel_rank():
+        raise ConfigError(f"{HOST} puts the rank at {actual}, and megapack expected {place}")
 
 
 def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankReport) -> None:
@@ -202,11 +203,11 @@ def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankRepor
     samplers = importlib.import_module("megatron.training.datasets.data_samplers")
     counts = importlib.import_module("megatron.core.num_microbatches_calculator")
     training.update_train_iters(args)
-    args.num_workers = 0  # the same rows, and nobody to wait for
+    args.num_workers = 0  # the same rows, without starting processes
     train, valid, test = provider(training.get_train_valid_test_num_samples())
     for name, part in (("train", train), ("valid", valid), ("test", test)):
-        parts = part if isinstance(part, list) else [part]
-        report.num_rows[name] = sum(len(one) for one in parts if one is not None)
+        datasets = part if isinstance(part, list) else [part]
+        report.num_rows[name] = sum(len(d) for d in datasets if d is not None)
     if train is None:
         return
     if not isinstance(train, PackedGPTDataset) or train.rows is None:
@@ -224,7 +225,7 @@ def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankRepor
             numbers, batch = next(pairs)
             report.drawn.append(_measure(step, train, numbers, batch))
         consumed += counts.get_current_global_batch_size()
-    if report.drawn:  # with --train-iters 0 nothing is
+    if report.drawn:  # empty with --train-iters 0
         report.documents = list(_first_documents(train, report.drawn[0].rows[0]))
 
 
@@ -243,7 +244,7 @@ def _measure(step: int, train: Any, numbers: list[int], batch: dict[str, Any]) -
 
 
 def _first_documents(train: Any, row: int) -> Iterator[str]:
-    """How the first segments of a row begin."""
+    """Yield the beginnings of the first segments in a row."""
     tokenizer = importlib.import_module("megatron.training").get_tokenizer()
     samples, rows = train.rows.packed.samples, train.rows
     bounds, tokens = rows[row]["cu_seqlens"].tolist(), train[row]["tokens"]
@@ -256,7 +257,7 @@ def _first_documents(train: Any, row: int) -> Iterator[str]:
         ids = tokens[at : at + min(length, SHOWN_TOKENS)].tolist()
         try:
             text = repr(tokenizer.detokenize(ids))
-        except Exception:  # whatever a tokenizer that cannot decode raises
+        except Exception:  # a tokenizer that cannot decode raises anything
             text = f"tokens {ids}"
         place = f"{samples.names[source]}, document {document}, tokens {begin} to {begin + length}"
         yield f"{place}: {text}"
@@ -272,23 +273,21 @@ Failure = tuple[int, str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check every layout; the exit status."""
+    """Check every layout; return the exit status."""
     args = _parser().parse_args(argv)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # processes are forked, and a GPU has nothing to do
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked processes must not share a GPU context
     try:
         if not Path(args.script).is_file():
-            raise ConfigError(f"there is no script {args.script}")
+            raise ConfigError(f"the script {args.script} does not exist")
         if args.steps < 1:
             raise ConfigError(f"--steps is {args.steps}; it must be 1 or more")
         worlds = [_world(text) for text in args.ranks] or [_default_world(args.arguments)]
         sys.path.insert(0, str(Path(args.script).resolve().parent))
-        importlib.import_module("megatron.training")  # once, for all ranks
+        importlib.import_module("megatron.training")  # once, before the fork
     except ConfigError as error:
         return _fail(exit_code(error), str(error))
     except ImportError as error:
-        return _fail(
-            2, f"Megatron-LM, a part of which {args.script} is, cannot be imported: {error}"
-        )
+        return _fail(2, f"the Megatron-LM of {args.script} cannot be imported: {error}")
     return max(_check(world, args) for world in worlds)
 
 
@@ -303,9 +302,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DPxTPxPPxCP",
-        help="a layout: data-, tensor-, pipeline- and context-parallel size; those at the end may "
-        "be left out and are then 1; give it again for another (default: two data-parallel ranks, "
-        "the rest from the script's flags, which --ranks goes before)",
+        help="a layout: data-, tensor-, pipeline- and context-parallel size; omitted sizes are 1; "
+        "repeat it for several layouts (default: two data-parallel ranks, other sizes from the "
+        "script's flags, which --ranks overrides)",
     )
     parser.add_argument(
         "--steps", type=int, default=10, help="iterations to draw (default %(default)s)"
@@ -317,10 +316,10 @@ def _parser() -> argparse.ArgumentParser:
         help="as for the run itself",
     )
     parser.add_argument(
-        "--debug", action="store_true", help="all that Megatron said where it refuses"
+        "--debug", action="store_true", help="print all of Megatron's output if it fails"
     )
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the run, unchanged")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the flags of the run")
     return parser
 
 
@@ -343,8 +342,8 @@ def _default_world(arguments: Sequence[str]) -> RankLayout:
 
 
 def _check(world: RankLayout, args: argparse.Namespace) -> int:
-    """Draw on all ranks of a layout and print what they read; the exit status."""
-    _say(f"{world}: {world.size} ranks")
+    """Draw on all ranks of a layout and print what they read; return the exit status."""
+    _print(f"{world}: {world.size} ranks")
     places = [RankPlace(data=data) for data in range(world.data)]
     places += [
         RankPlace(data=0, pipeline=pipeline, context=context)
@@ -355,11 +354,11 @@ def _check(world: RankLayout, args: argparse.Namespace) -> int:
     jobs = [(world, place, args) for place in places]
     size = min(len(places), len(os.sched_getaffinity(0)))
     with multiprocessing.get_context("fork").Pool(size, maxtasksperchild=1) as pool:
-        found = list(pool.imap(_one_rank, jobs, chunksize=1))
-    failures = [one for one in found if not isinstance(one, RankReport)]
+        results = list(pool.imap(_one_rank, jobs, chunksize=1))
+    failures = [result for result in results if not isinstance(result, RankReport)]
     if failures:
         return _fail(*failures[0])
-    reports = [one for one in found if isinstance(one, RankReport)]
+    reports = [result for result in results if isinstance(result, RankReport)]
     problems = list(_report(world, reports))
     for problem in problems:
         _fail(1, problem)
@@ -367,11 +366,11 @@ def _check(world: RankLayout, args: argparse.Namespace) -> int:
 
 
 def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankReport | Failure:
-    """In a process of its own; what Megatron says is kept for the case that it fails."""
+    """Draw in a separate process; collect Megatron's output for the case that it fails."""
     world, place, args = job
-    with tempfile.TemporaryFile("w+") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile("w+") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         try:
             return draw_rank(
                 world,
@@ -383,47 +382,48 @@ def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankRepo
             )
         except (MegapackError, OSError) as error:
             return exit_code(error), str(error)
-        except (Exception, SystemExit) as error:  # of the script: its parser, or its own checks
+        except (Exception, SystemExit) as error:  # from the script's parser or its own checks
             if args.debug:
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-            said.seek(0)
-            lines = [line for line in said.read().splitlines() if line.strip()]
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip()]
             last = "\n".join(lines if args.debug else lines[-1:])
-            why = str(error) if isinstance(error, Exception) and not args.debug else last
-            return 2, f"{args.script} refuses these flags: {type(error).__name__}: {why}"
+            reason = str(error) if isinstance(error, Exception) and not args.debug else last
+            return 2, f"{args.script} refuses these flags: {type(error).__name__}: {reason}"
 
 
 def _report(world: RankLayout, reports: list[RankReport]) -> Iterator[str]:
-    """Print the steps; yield in which ways ranks disagree."""
-    first, *others = reports[: world.data]
+    """Print the steps; yield a message for each way in which ranks disagree."""
+    data_ranks, others = reports[: world.data], reports[world.data :]
+    first = data_ranks[0]
     rows = ", ".join(f"{name} {count:,}" for name, count in first.num_rows.items())
-    _say(f"  {HOST}: rows of {first.row:,} tokens, one bucket per {first.block}; {rows}")
-    _say(f"  {'step':>4} {'micro':>5} {'bucket':>7} {'rows':>13} {'segments':>8} {'longest':>7}")
-    if any(len(one.drawn) != len(first.drawn) for one in others):
+    _print(f"  {HOST}: rows of {first.row:,} tokens, one bucket per {first.block}; {rows}")
+    _print(f"  {'step':>4} {'micro':>5} {'bucket':>7} {'rows':>13} {'segments':>8} {'longest':>7}")
+    if any(len(report.drawn) != len(first.drawn) for report in data_ranks):
         yield "data-parallel ranks have different numbers of micro batches"
         return
     shown: dict[int, int] = {}
-    for number, together in enumerate(zip(*(one.drawn for one in (first, *others)), strict=True)):
+    for number, together in enumerate(zip(*(report.drawn for report in data_ranks), strict=True)):
         step = together[0].step
         shown[step] = shown.get(step, 0) + 1
         buckets = sorted({drawn.capacity for drawn in together})
         if shown[step] <= MICRO_STEPS_SHOWN:
-            _say(_line(shown[step], together, first.row))
+            _print(_line(shown[step], together, first.row))
         if len(buckets) > 1:
             yield f"step {step + 1}, micro step {shown[step]}: ranks are in buckets {buckets}"
-        if any(one.drawn[number] != together[0] for one in reports[world.data :]):
+        if any(report.drawn[number] != together[0] for report in others):
             yield f"step {step + 1}: pipeline stages or context-parallel ranks read other rows"
-    every = [drawn for one in (first, *others) for drawn in one.drawn]
+    every = [drawn for report in data_ranks for drawn in report.drawn]
     total = sum(len(drawn.rows) for drawn in every) * first.row
-    _say(
+    _print(
         f"  {len(first.drawn)} micro steps, {total:,} tokens, "
         f"{sum(drawn.labels for drawn in every):,} labels, "
         f"{sum(drawn.padding for drawn in every) / max(1, total):.3%} padding"
     )
     for text in first.documents:
-        _say(f"  {text}")
+        _print(f"  {text}")
 
 
 def _line(micro_step: int, together: tuple[Drawn, ...], row: int) -> str:
@@ -438,8 +438,8 @@ def _line(micro_step: int, together: tuple[Drawn, ...], row: int) -> str:
     )
 
 
-def _say(text: str) -> None:
-    print(printable(text), flush=True)  # noqa: T201 - what the command is for
+def _print(text: str) -> None:
+    print(printable(text), flush=True)  # noqa: T201
 
 
 def _fail(status: int, message: str) -> int:

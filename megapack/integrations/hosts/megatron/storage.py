@@ -1,8 +1,8 @@
 """megatron-core's IndexedDataset and IndexedDatasetBuilder, on megapack's storage.
 
-The same names, arguments and results, so that megatron-core's own classes run on them. What
-differs is what happens to damaged input: a truncated .bin, lengths that do not sum to the tokens
-and ids that do not fit the dtype are errors here and silent there.
+They have the same names, arguments and results, so that megatron-core's own classes work with them.
+But damaged input raises an error here, where megatron-core stays silent: a truncated .bin, lengths
+that do not sum to the tokens, ids that do not fit the dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megapack.integrations.host import Rebinding
 from megapack.integrations.hosts.megatron.host import HOST
 from megapack.storage.address import is_remote
 
-# The modules of megatron-core that hold the two names.
+# Modules of megatron-core that import the two classes by name.
 HOLDERS = tuple(
     f"megatron.core.datasets.{kind}_dataset"
     for kind in ("indexed", "megatron", "gpt", "masked", "bert", "t5")
@@ -35,15 +35,15 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
     """A .bin/.idx pair with megatron-core's constructor; see ``megapack.IndexedDataset``.
 
     Args:
-        path_prefix: the files' common name. Object storage (``s3://``, ``msc://``) gives
+        path_prefix: common name of the files. Object storage (``s3://``, ``msc://``) gives
             megatron-core's own reader.
         multimodal: the .idx has a mode per sequence; items are then ``(tokens, mode)``.
         mmap: accepted; local files are always mapped.
         object_storage_config, s3_config: for object storage.
         fast_cache_load: accepted; opening reads one header.
-        sequences_per_dataset: (sequences, document indices) the .idx must have.
-        dtype_code: ignored: the header knows it (megatron-core's guess from the vocabulary size is
-            wrong between 65,500 and 65,536).
+        sequences_per_dataset: (sequences, document indices) that the .idx must have.
+        dtype_code: ignored; the header has it (megatron-core guesses it from the vocabulary size,
+            wrongly between 65,500 and 65,536).
 
     Raises:
         FormatError: the .idx is damaged, disagrees with sequences_per_dataset, or .bin is short.
@@ -73,22 +73,22 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
         self.fast_cache_load = fast_cache_load
         self.sequences_per_dataset = sequences_per_dataset
         self.dtype_code = dtype_code
-        found = (len(self), self.num_documents + 1)
-        if sequences_per_dataset is not None and tuple(sequences_per_dataset) != found:
+        sizes = (len(self), self.num_documents + 1)
+        if sequences_per_dataset is not None and tuple(sequences_per_dataset) != sizes:
             raise FormatError(
-                f"{path_prefix}.idx has {found} sequences and document indices, but "
+                f"{path_prefix}.idx has {sizes} sequences and document indices, but "
                 f"sequences_per_dataset says {tuple(sequences_per_dataset)}: rebuild that file"
             )
 
     def __del__(self) -> None:
-        """Nothing to close: megatron-core's deletes readers that are properties here."""
+        """Do nothing: megatron-core's method deletes readers, which are properties here."""
 
     @property
     def index(self) -> _Index:
         return _Index(self)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # Absolute: a data loader worker may have another working directory.
+        # An absolute path, because a worker may have another working directory.
         prefix = self.prefix
         if not is_remote(prefix):
             prefix = os.path.abspath(prefix)  # noqa: PTH100 - pathlib would drop a trailing dot
@@ -108,14 +108,14 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
-        """Whether both files stand at the prefix, here or in object storage."""
+        """Return whether both files exist, in a file system or in object storage."""
         if is_object_storage_path(os.fspath(path_prefix)):
             return bool(stock.IndexedDataset.exists(path_prefix))
         return storage.IndexedDataset.exists(path_prefix)
 
 
 class _Index:
-    """What megatron-core calls the index reader."""
+    """Index of a dataset with the interface of megatron-core's index reader."""
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._dataset = dataset
@@ -126,7 +126,7 @@ class _Index:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> tuple[np.int64, np.int32, np.int8 | None]:
-        """Pointer (bytes), length (tokens) and mode of one sequence."""
+        """Return pointer (bytes), length (tokens) and mode of one sequence."""
         modes = self._dataset.sequence_modes
         pointer, length = self._dataset.sequence_pointers[i], self._dataset.sequence_lengths[i]
         return pointer, length, None if modes is None else modes[i]
@@ -138,12 +138,12 @@ class _Index:
 
 
 class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetBuilder):  # type: ignore[misc]  # no stubs
-    """Writes a .bin/.idx pair with megatron-core's calls; see ``megapack.IndexedDatasetBuilder``.
+    """Writer of a .bin/.idx pair with megatron-core's calls (``megapack.IndexedDatasetBuilder``).
 
     Args:
-        bin_path: the .bin file; it has its name when ``finalize(idx_path)`` has returned, and
-            replaces what stood there, as megatron-core's does.
-        dtype: of the tokens; negative ids are stored where the dtype has them.
+        bin_path: the .bin file. It gets this name when ``finalize(idx_path)`` returns, and replaces
+            an existing file, as in megatron-core.
+        dtype: dtype of the tokens; signed ones allow negative ids.
         multimodal: store a mode per sequence.
     """
 
@@ -158,17 +158,17 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
     @property
     def sequence_lengths(self) -> list[int]:
         """Tokens of every sequence so far, a copy."""
-        return _listed(self._log.layout().length_blocks())
+        return _as_list(self._log.layout().length_blocks())
 
     @property
     def document_indices(self) -> list[int]:
-        """Where every document begins, counted in sequences, and the end; a copy."""
-        return [0, *_listed(self._log.layout().end_blocks())][: self.num_documents + 1]
+        """First sequence of every document, and the end; a copy."""
+        return [0, *_as_list(self._log.layout().end_blocks())][: self.num_documents + 1]
 
     @property
     def sequence_modes(self) -> list[int] | None:
         """Mode of every sequence so far, a copy; None without modes."""
-        return _listed(self._log.layout().mode_blocks()) if self.multimodal else None
+        return _as_list(self._log.layout().mode_blocks()) if self.multimodal else None
 
     def add_documents(
         self,
@@ -177,23 +177,23 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
         eod_token: int | None = None,
         chunk_size: int = 1_000_000,
     ) -> None:
-        """Many documents of one sequence each, as megatron-core 0.20 adds them.
+        """Add many documents of one sequence each (megatron-core 0.20).
 
         Args:
             documents: ``awkward.Array`` of token ids, or a sequence of lists of them.
-            modes: of every document, when multimodal; zeros when not given.
-            eod_token: written behind every document.
-            chunk_size: documents that are in memory at once, one behind the other.
+            modes: mode of every document, if multimodal; default 0.
+            eod_token: appended to every document.
+            chunk_size: documents to join in memory at once.
 
         Raises:
-            DataError: an id outside of the dtype, or not one mode for each document.
+            DataError: an id outside of the dtype, or a wrong number of modes.
         """
         if modes is not None and len(modes) != len(documents):
             raise DataError(
                 f"{len(documents)} documents have {len(modes)} modes; give each its own"
             )
         for begin in range(0, len(documents), chunk_size):
-            ids, ends = _joined(documents[begin : begin + chunk_size])
+            ids, ends = _join(documents[begin : begin + chunk_size])
             if eod_token is not None:
                 ids = np.insert(ids, ends, eod_token)
                 ends += np.arange(1, len(ends) + 1)
@@ -206,8 +206,8 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
                 self.add_document(document, [len(document)], [mode])
 
 
-def _joined(documents: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All token ids one behind the other, and where every document ends."""
+def _join(documents: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the joined token ids, and the end of every document."""
     awkward = sys.modules.get("awkward")
     if awkward is not None and isinstance(documents, awkward.Array):
         flat, lengths = awkward.flatten(documents), awkward.num(documents, axis=1)
@@ -217,12 +217,12 @@ def _joined(documents: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.asarray(flat, np.int64), np.cumsum(np.asarray(lengths, np.int64))
 
 
-def _listed(arrays: Iterable[NDArray[Any]]) -> list[int]:
+def _as_list(arrays: Iterable[NDArray[Any]]) -> list[int]:
     return [value for array in arrays for value in array.tolist()]
 
 
 def rebind_storage() -> Rebinding:
-    """Make megatron-core's own modules use the two classes above; ``.undo()`` ends it."""
+    """Make megatron-core's modules use the two classes above until ``.undo()``."""
     rebinding = Rebinding(HOST)
     ours = {"IndexedDataset": IndexedDataset, "IndexedDatasetBuilder": IndexedDatasetBuilder}
     theirs = {name: getattr(stock, name) for name in ours}

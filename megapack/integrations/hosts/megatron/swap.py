@@ -1,8 +1,8 @@
-"""Put megapack's dataset where Megatron-LM's scripts look for theirs.
+"""Replacement of the dataset classes of Megatron-LM's scripts by megapack's.
 
 Scripts name their classes (``GPTDataset``, ``SFTDataset``, ``BlendedMegatronDatasetBuilder``); no
-flag chooses them, in any release. ``install()`` rebinds the names before the script imports them,
-and on the releases whose own varlen path is broken it gives the script our ``get_batch`` as well.
+release has a flag that chooses them. ``install()`` replaces the names before the script imports
+them, and in releases with a broken varlen path also the script's ``get_batch``.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from megapack.integrations.hosts.megatron.probe import probing
 
 OwnGetBatch = Literal["auto", "yes", "no"]
 
-# (module, class name): where the scripts of 0.16 to main import the dataset classes from.
+# (module, class name) from which the scripts of 0.16 to main import dataset classes.
 DATASET_NAMES = (
     ("megatron.core.datasets.gpt_dataset", "GPTDataset"),
     ("megatron.training.datasets.sft_dataset", "SFTDataset"),
 )
-# Subclasses of the stock dataset must be defined before its name is rebound.
+# Import these subclasses of the stock dataset before its name is replaced.
 SUBCLASSING_MODULES = ("megatron.training.datasets.fim_dataset",)
-# Megatron-LM's own code, which is no part of the megatron-core package.
+# Megatron-LM's own code; the megatron-core package does not contain it.
 TRAINING = "megatron.training"
 
 _rebinding = Rebinding(HOST)
 
 
 def needs_own_get_batch(release: tuple[int, int]) -> bool:
-    """Whether this megatron-core's own varlen path is broken (0.16 and 0.17)."""
+    """Return whether the varlen path of a megatron-core release is broken (0.16 and 0.17)."""
     return release < (0, 18)
 
 
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
-    """Rebind Megatron's dataset names to megapack's. Calling it again changes nothing.
+    """Replace Megatron's dataset classes by megapack's. A second call changes nothing.
 
     Args:
-        own_get_batch: replace the script's ``get_batch`` by ours: ``auto`` does so where
-            ``needs_own_get_batch()``, and elsewhere asks for the flag by which Megatron's reads
-            boundaries; ``no`` leaves the script as it is, whatever it does with them.
-        probe: whether the model is tried on its first micro batch before it trains on it
-            (``megapack.integrations.hosts.megatron.probe``): six forwards, and the log says their
-            seconds.
+        own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
+            otherwise it requires the flag with which Megatron's own reads boundaries. ``no`` leaves
+            the script unchanged.
+        probe: probe the model on its first micro batch before training
+            (``megapack.integrations.hosts.megatron.probe``): six forwards; the log has their
+            duration.
 
     Raises:
-        ConfigError: own_get_batch is none of the three, or not for this release; or this release
-            lacks a name that is to be replaced.
+        ConfigError: own_get_batch is invalid, or not for this release; or this release lacks a name
+            to replace.
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
@@ -63,7 +63,7 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     if own_get_batch == "yes" and not broken:
         raise ConfigError(
             f"own_get_batch is 'yes', but the scripts of {HOST} unpack another tuple than those of "
-            "0.16 and 0.17, for which megapack's get_batch is made; leave it at 'auto'"
+            "0.16 and 0.17, which megapack's get_batch supports; leave it at 'auto'"
         )
     if _rebinding:
         return
@@ -76,12 +76,12 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
         elif module_name.startswith(TRAINING) and _import_if_present(TRAINING) is not None:
             _rebinding.undo()
             raise ConfigError(
-                f"{HOST} has no module {module_name}, from where its scripts imported {class_name} "
-                "until now: megapack does not know this release"
+                f"{HOST} has no module {module_name}, from which earlier scripts import "
+                f"{class_name}: megapack does not know this release"
             )
     loop = _import_if_present(f"{TRAINING}.training")
     if loop is not None:
-        get_schedule = _adds_up(loop.get_forward_backward_func)
+        get_schedule = _sums_up_losses(loop.get_forward_backward_func)
         if probe:
             get_schedule = probing(get_schedule)
         _rebinding.replace(loop, "get_forward_backward_func", get_schedule)
@@ -97,20 +97,20 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
 
 
 def install_bridge(*, probe: bool = True) -> None:
-    """The same for Megatron-Bridge's recipes: before ``pretrain(config, forward_step)``.
+    """Do the same for Megatron-Bridge's recipes; call it before ``pretrain(config, forward_step)``.
 
-    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows, told in
-    Bridge's own names (cu_seqlens_q, max_seqlen_q) on every pipeline stage.
+    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows with
+    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage.
 
     Args:
-        probe: as of ``install``.
+        probe: see ``install``.
 
     Raises:
         ConfigError: Megatron-Bridge is not installed.
     """
-    data = _import_if_present("megatron.bridge.data.utils")  # with its subclasses of the dataset
+    data = _import_if_present("megatron.bridge.data.utils")  # also imports subclasses of datasets
     if data is None:
-        raise ConfigError("there is no megatron.bridge: install Megatron-Bridge, or call install()")
+        raise ConfigError("megatron.bridge is missing: install Megatron-Bridge, or call install()")
     if _rebinding:
         return
     install(own_get_batch="no", probe=False)
@@ -124,12 +124,12 @@ def install_bridge(*, probe: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own names back."""
+    """Restore Megatron's names."""
     _rebinding.undo()
 
 
 def _import_if_present(name: str) -> ModuleType | None:
-    """The module, or None where this installation has no such module (megatron-core alone)."""
+    """Import a module; None if this installation lacks it (megatron-core alone)."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -139,14 +139,12 @@ def _import_if_present(name: str) -> ModuleType | None:
 
 
 def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``pretrain`` whose script reads batches with ``get_batch`` of this package.
-
-    The functions of the script see each other through its globals; two names change there.
-    """
+    """Wrap ``pretrain``: its script reads batches with megapack's ``get_batch``."""
     get_batch = importlib.import_module("megapack.integrations.hosts.megatron.batch").get_batch
 
     @functools.wraps(stock)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
+        # The functions of a script share its globals: replace the names there.
         scripts = [
             value.__globals__
             for value in (*args, *kwargs.values())
@@ -154,14 +152,14 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
         ]
         if not scripts:
             raise ConfigError(
-                f"{HOST} needs megapack's get_batch, but the script passes "
-                "pretrain() no function of a module with a get_batch; import "
+                f"{HOST} needs megapack's get_batch, but the script passes pretrain() no function "
+                "of a module with a get_batch; import "
                 "megapack.integrations.hosts.megatron.get_batch in it and run with "
                 "--own-get-batch no"
             )
         for names in scripts:
             if "MambaModel" in names:
-                _take_hybrid_script()
+                _check_hybrid_script()
                 continue
             names["get_batch"] = get_batch
             if "is_dataset_built_on_rank" in names:
@@ -171,13 +169,13 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
     return pretrain
 
 
-# With --sft evaluate() takes the mean of every micro batch and of these the mean, and those at the
-# end of a finite set have no label; without it losses and labels are added up. The flag is read
-# after each step: there it is off in a full validation.
+# With --sft, evaluate() averages the means of micro batches, but the last micro batches of a finite
+# set have no label. Without --sft it adds up losses and labels. It reads the flag after each step;
+# so the flag is off at that time in a full validation, and on within the step.
 
 
 def _restores_sft(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``evaluate`` that leaves the flag as it was."""
+    """Wrap ``evaluate``: restore the flag at its end."""
 
     @functools.wraps(stock)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -192,8 +190,8 @@ def _restores_sft(stock: Callable[..., Any]) -> Callable[..., Any]:
     return evaluate
 
 
-def _adds_up(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``get_forward_backward_func`` whose steps see the flag, and whose caller does not."""
+def _sums_up_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_forward_backward_func``: its steps see the flag, but the caller does not."""
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -212,21 +210,18 @@ def _adds_up(stock: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def _take_hybrid_script() -> None:
-    """pretrain_mamba.py: another tuple than ours, and layers that need to know segments."""
+def _check_hybrid_script() -> None:
+    """Check pretrain_mamba.py, which unpacks another tuple and has recurrent layers."""
     if version() < (0, 17):
         raise ConfigError(
-            f"Mamba layers of {HOST} have no seq_idx: their state would run on from document to "
-            "document in a packed row. Train hybrid models with 0.17 or later"
+            f"Mamba layers of {HOST} have no seq_idx: their state would carry over from one "
+            "document to the next in a packed row. Train hybrid models with 0.17 or later"
         )
     # Its own get_batch works in 0.17, with --sft and one row per micro batch.
     _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
 
 
 def _is_dataset_built_on_rank(*args: Any, **kwargs: Any) -> bool:
-    """All pipeline stages read boundaries, so all build the dataset (a memory-mapped index).
-
-    Whatever a release calls it with (vp_stage, from 0.17 on is_packed_sequence) changes nothing.
-    """
-    del args, kwargs
+    """Build the dataset (a memory-mapped index) on all pipeline stages: all read boundaries."""
+    del args, kwargs  # vp_stage, from 0.17 on is_packed_sequence
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
