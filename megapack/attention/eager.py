@@ -19,11 +19,8 @@ _BLOCK_ROWS = 512
 
 
 def bounds(segments: Segments, num_tokens: int) -> list[tuple[int, int]]:
-    """Return ``(begin, end)`` of every segment that is not empty.
-
-    Raises:
-        ValueError: the segments do not cover the stream, so some tokens would have no result.
-    """
+    """Return ``(begin, end)`` of every segment that is not empty. Raises ValueError if segments do
+    not cover the stream: some tokens would have no result."""
     ends = segments.cu_seqlens.tolist()
     if [*ends[:1], *ends[-1:]] != [0, num_tokens] or ends != sorted(ends):
         raise ValueError(
@@ -93,9 +90,7 @@ def sum_groups(x: Tensor, groups: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
     """Return scores ``[H, rows, keys]`` ready for softmax, and the derivative of the cap if any.
-
-    ``offset`` is the position of the first row minus that of the first key.
-    """
+    ``offset`` is the position of the first row minus that of the first key."""
     queries = q.transpose(0, 1).to(accumulator(q))
     scores = queries @ _heads(k, q.shape[1]).transpose(1, 2) * rule.scale
     slope = None

@@ -33,12 +33,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancing:
-    """Load-balancing loss of one architecture.
-
-    Attributes:
-        num_experts, experts_per_token: sizes of a layer.
-        coefficient: factor of the loss.
-    """
+    """Load-balancing loss of one architecture; ``coefficient`` is its factor."""
 
     num_experts: int
     experts_per_token: int
@@ -65,8 +60,8 @@ class LoadBalancing:
         Args:
             router_logits: ``[tokens, num_experts]`` of every layer.
             mask: bool ``[tokens]``, True for tokens that count.
-            group: ranks that each hold a slice of the tokens; then their results add up to
-                ``balance``, and the call is collective. None: this rank holds all tokens.
+            group: ranks that each hold a slice of the tokens; their results add up to ``balance``
+                (collective). None: this rank holds all tokens.
         """
         counted = mask.float().unsqueeze(1)
         chosen = probability = counted.new_zeros(self.num_experts)
@@ -87,12 +82,7 @@ class LoadBalancing:
 
 
 def token_mask(cu_seqlens: Tensor, dataset_ids: Tensor, num_tokens: int) -> Tensor:
-    """Return bool ``[num_tokens]``: True for tokens of documents, False for padding.
-
-    Args:
-        cu_seqlens: int32 ``[entries]``, ascending from 0 to ``num_tokens``, perhaps repeated.
-        dataset_ids: int32, one per segment, -1 for padding.
-        num_tokens: tokens of the stream.
-    """
+    """Return bool ``[num_tokens]``, False for padding, from cu_seqlens (int32, perhaps with a
+    repeated end) and the dataset id of every segment (int32, -1 for padding)."""
     lengths = cu_seqlens.diff()[: len(dataset_ids)]
     return torch.repeat_interleave(dataset_ids >= 0, lengths, output_size=num_tokens)

@@ -99,19 +99,15 @@ def check_architecture(
     longest: int | None = None,
 ) -> None:
     """Refuse a model that mixes documents, sees the future or drops part of its attention.
+    ConfigError names the architecture, the layer and the difference.
 
     Args:
-        configuration: configuration of the transformers model.
         attention: the ``attn_implementation`` of the run.
         build: builds a float32 model from a configuration and an ``attn_implementation``.
-        device, dtype: device and dtype of the run.
         loss: returns the training loss of a row times its labels, as the run computes it; None: the
             run uses the architecture's own loss.
         longest: largest number of positions of a document or of padding; larger position thresholds
             do not matter (with 0 none does). None: unknown, all matter.
-
-    Raises:
-        ConfigError: names the architecture, the layer and the difference.
     """
     # On a CPU, half precision runs the same code with more noise.
     dtype = torch.float32 if device.type == "cpu" else dtype
@@ -147,16 +143,9 @@ def check_architecture(
 
 
 def check_positions(configuration: Any, *, attention: str, build: Build, longest: int) -> None:
-    """Refuse a model in which a document depends on longer ones in its row.
-
-    A part of ``check_architecture``; free if no threshold is below ``longest``.
-
-    Args:
-        configuration, attention, build, longest: as for ``check_architecture``.
-
-    Raises:
-        ConfigError: names the architecture, the field and its value.
-    """
+    """Refuse a model in which a document depends on longer ones in its row; arguments as for
+    ``check_architecture``, of which this is a part. ConfigError names the architecture, the field
+    and its value. Free if no threshold is below ``longest``."""
     cpu = torch.device("cpu")
     if not _moves(configuration.get_text_config(decoder=True), longest):
         return
@@ -216,11 +205,8 @@ def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
-    """Build a model on the CPU under ``eager``, run one document and return the model.
-
-    Raises:
-        Exception: the configuration does not work.
-    """
+    """Build a model on the CPU under ``eager`` and run one document. Any exception means that the
+    configuration does not work."""
     size = sum(shape.numel() for shape in _shapes(tiny, build).values())
     if size > MOST_PARAMETERS:
         raise ConfigError(f"shrunk it still has {size:,} parameters (limit {MOST_PARAMETERS:,})")

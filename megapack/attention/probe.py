@@ -77,33 +77,28 @@ def probe(
     longest: Mapping[str, Any] | None = None,
     any_length: bool = False,
 ) -> float:
-    """Refuse a forward in which documents of a micro batch depend on each other.
+    """Refuse a forward in which documents of a micro batch depend on each other; return seconds.
 
-    Every rank must call it: it always runs six forwards, with ``longest`` seven.
+    Every rank must call it: it always runs six forwards, with ``longest`` seven. ConfigError: a
+    token sees another document or the future; a document depends on the length of others; a loss
+    counts against the mask, or does not count; outputs do not depend on the tokens, or are not
+    finite.
 
     Args:
         forward: maps a batch like this one to logits or hidden states ``(..., width)``, or to one
             loss per token in the order of ``batch["tokens"]``, 0 where the host masks it. Any float
             dtype and device. It runs without gradients; the caller sets modes (dropout off).
-        batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or
-            per row; on the CPU. It stays unchanged. If it has no label, the probe labels every
-            token with the next one of its document, or else of its row.
-        outputs: what ``forward`` returns.
+        batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or per
+            row; on the CPU. If it has no label, the probe labels every token with the next one of
+            its document, or else of its row.
+        outputs: result of ``forward``.
         counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
             represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
         precision: dtype in which the model computes; None: that of the outputs.
-        host: name of the host for the error.
+        host: name for errors.
         longest: another batch, with the longest documents, to cut into pieces; None: ``batch``.
         any_length: whether ``forward`` takes any number of tokens. Then one document runs alone;
             else all documents are cut a second time.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ConfigError: a token sees another document or the future; a document depends on the length
-            of others; a loss counts against the mask, or does not count; outputs do not depend on
-            the tokens, or are not finite.
     """
     began = time.perf_counter()
     batch = _with_labels(batch)

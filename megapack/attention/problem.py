@@ -117,8 +117,7 @@ class Backend:
     """One implementation of attention.
 
     Attributes:
-        name: value of ``model.attention_backend``.
-        title: name for messages.
+        name: value of ``model.attention_backend``; ``title``: name for messages.
         forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``; returns the
             output ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
         backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients

@@ -31,17 +31,12 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
-    """Return a decorator that makes an attention function work on slices.
+    """Return a decorator that makes an attention function work on slices of a process group's
+    ranks.
 
     The decorated function exchanges if the model's forward got ``sequence_parallel_size`` above 1;
-    then all ranks of the group must call it.
-
-    Args:
-        configuration: configuration of the transformers model.
-        group: process group of the ranks that share tokens.
-
-    Raises:
-        ConfigError: the number of ranks does not divide the heads.
+    then all ranks of the group must call it. Raises ConfigError if their number does not divide the
+    heads of the configuration.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: PLC0415
 
@@ -96,18 +91,12 @@ def check_sequence_parallel(
 ) -> None:
     """Refuse a model that computes another loss or gradient in slices than on the whole row.
 
-    Runs a tiny model of the architecture, equal on all ranks, on a row of documents. Collective.
+    Runs a tiny model of the architecture, equal on all ranks, on a row of documents. Collective:
+    ConfigError, with the difference, on all ranks of the group.
 
     Args:
-        configuration: configuration of the transformers model.
-        backend: attention backend.
-        group: process group of the ranks that share tokens.
         build: builds a float32 model, with the registered attention, from a configuration.
         loss: returns the summed loss of a row, or of a slice in a group of the given size.
-        device, dtype: device and dtype of the run.
-
-    Raises:
-        ConfigError: on all ranks of the group, with the difference.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     over_ranks(configuration, group)  # raises with the number of heads of the real model

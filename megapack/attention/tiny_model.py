@@ -64,16 +64,13 @@ _PERIOD = re.compile(r"(period|_step|freq|interval|pattern|every_n_layers|first_
 
 
 def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = HEADS) -> Any:
-    """Return the configuration of a tiny model of the same architecture (its text decoder).
+    """Return the configuration of a tiny model of the same architecture (its text decoder). May
+    raise any exception of the configuration's class.
 
     Args:
-        configuration: configuration of a transformers model.
         exact: keep the number of layers, for architectures whose layers refer to others, and a
             hidden size of heads times head width if the model has that (Helium relies on it).
         heads: attention heads; at most those of the model.
-
-    Raises:
-        Exception: the configuration's class refuses the result.
     """
     text = configuration.get_text_config(decoder=True)
     fields = text.to_dict()

@@ -30,10 +30,8 @@ def varlen_arguments(
     cu_seqlens: Tensor, max_seqlen: int, sequence_parallel_size: int = 1
 ) -> dict[str, Any]:
     """Return arguments of a model's forward, in addition to ``input_ids`` and ``position_ids``.
-
     With ``sequence_parallel_size`` above 1, the rank forwards a slice of the tokens that
-    ``cu_seqlens`` describes (``megapack.attention.sequence_parallel``).
-    """
+    ``cu_seqlens`` describes (``megapack.attention.sequence_parallel``)."""
     arguments: dict[str, Any] = {
         **dict.fromkeys(ENDS, cu_seqlens),
         **dict.fromkeys(LONGEST, max_seqlen),

@@ -54,11 +54,8 @@ def refusals(needs: AttentionNeeds) -> dict[str, str | None]:
 
 
 def choose_backend(needs: AttentionNeeds, requested: str = "auto") -> Choice:
-    """Return the requested backend, or for ``auto`` the first one that can serve ``needs``.
-
-    Raises:
-        ConfigError: the requested backend is unknown or cannot serve the model.
-    """
+    """Return the requested backend, or for ``auto`` the first one that can serve ``needs``. Raises
+    ConfigError if the requested one is unknown or cannot serve."""
     if requested not in ("auto", *BACKENDS):
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"attention backend {requested!r} is unknown; choose one of {known}")
@@ -90,28 +87,24 @@ def varlen_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention in which a position sees only its own segment.
+    """Compute attention in which a position sees only its own segment; return ``[T, H, D]`` in the
+    dtype of ``query``.
+
+    ValueError: wrong shapes; a rule that ``backend`` does not support; with a CPU backend,
+    ``cu_seqlens`` that does not describe T tokens.
 
     Args:
         query: ``[T, H, D]``.
-        key: ``[T, Hkv, D]``; Hkv divides H (grouped-query attention).
-        value: ``[T, Hkv, D]``.
+        key, value: ``[T, Hkv, D]``; Hkv divides H (grouped-query attention).
         cu_seqlens: ``[S + 1]`` int32 on the device of ``query``: 0, the end of every segment, T;
             repeated entries are empty segments.
         max_seqlen: length of the longest segment in tokens, known on the CPU.
         backend: a name of ``BACKENDS``; see ``choose_backend``.
-        scale: factor on the scores; ``D ** -0.5`` when None.
+        scale: factor on the scores; None: ``D ** -0.5``.
         causal: position i sees only j <= i.
         window: with w > 0, position i sees only ``i - j < w``.
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
-
-    Returns:
-        ``[T, H, D]`` in the dtype of ``query``.
-
-    Raises:
-        ValueError: wrong shapes; a rule that ``backend`` does not support; with a CPU backend,
-            ``cu_seqlens`` that does not describe T tokens.
     """
     _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -208,19 +208,9 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
 
 
 def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Return a micro batch of megapack in the dialect of a host.
-
-    Args:
-        batch: from ``PackedDataset.micro_batch``, a loader, or rows; on the CPU. Not modified.
-        dialect: a value of ``DIALECTS``.
-
-    Returns:
-        The keys of the dialect, with the shapes and dtypes of ``Dialect``.
-
-    Raises:
-        ConfigError: the dialect cannot represent the batch: loss weights without a float mask,
-            positions or attention windows with ``restart``, or aligned segments.
-    """
+    """Return a micro batch of megapack (on the CPU) in the dialect of a host. Raises ConfigError if
+    the dialect cannot represent it: loss weights without a float mask, positions or attention
+    windows with ``restart``, or aligned segments."""
     targets, weights = loss_terms(batch, dialect)
     out: dict[str, Any] = {dialect.tokens: _text(batch) if dialect.one_more else batch["tokens"]}
     if dialect.mask_dtype != torch.float32 or dialect.mask is None:

@@ -18,14 +18,10 @@ from megapack.errors import ConfigError
 
 
 def check_options(options: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise for the first option whose value is not the required one.
+    """Raise ConfigError for the first option whose value is not the required one.
 
-    Args:
-        options: name, as the user writes it -> (value, required value, reason). A required value
-            of None means that the user must leave the option out; False, 0 and "" pass, too.
-
-    Raises:
-        ConfigError: with the name, the value, the reason and the remedy.
+    ``options`` maps the name, as the user writes it, to (value, required value, reason). None as
+    required value means that the user must leave the option out; False, 0 and "" pass, too.
     """
     for name, (value, required, reason) in options.items():
         if value == required or (required is None and not value):
@@ -36,10 +32,7 @@ def check_options(options: Mapping[str, tuple[Any, Any, str]]) -> None:
 
 class Rebinding:
     """Replaced names of a host's modules and classes; ``undo()`` restores them, last first.
-
-    Args:
-        host: name and release of the host, for errors.
-    """
+    ``host`` is its name and release, for errors."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -49,11 +42,8 @@ class Rebinding:
         return bool(self._replaced)
 
     def replace(self, owner: ModuleType | type, name: str, value: Any) -> None:
-        """Bind ``owner.name`` to ``value``.
-
-        Raises:
-            ConfigError: the host has no such name; all earlier replacements are undone.
-        """
+        """Bind ``owner.name`` to ``value``. If the host has no such name, undo all replacements and
+        raise ConfigError."""
         if not hasattr(owner, name):
             self.undo()
             raise ConfigError(

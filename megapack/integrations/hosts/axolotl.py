@@ -86,12 +86,8 @@ class PackedPlugin(BasePlugin):  # type: ignore[misc]
                 cfg[name] = False
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> TrainDatasetMeta:
-        """Return packed micro batches of ``datasets`` and ``test_datasets``.
-
-        Raises:
-            ConfigError: an option of ``REFUSED`` is set, or a key has not exactly one dataset; also
-                errors of ``open_rows``.
-        """
+        """Return packed micro batches of ``datasets`` and ``test_datasets``. Raises ConfigError for
+        options of ``REFUSED``, for a key without exactly one dataset, and as ``open_rows``."""
         check_options({name: (cfg[name], None, reason) for name, reason in REFUSED.items()})
         if preprocess:
             raise ConfigError("packed rows are ready: there is nothing to preprocess; run train")

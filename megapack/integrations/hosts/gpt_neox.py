@@ -42,13 +42,8 @@ LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_i
 
 
 class NeoXProvider:
-    """Replacements of the functions of ``megatron.data.data_utils`` that build datasets.
-
-    Args:
-        varlen: attention, positions and loss mask per segment (needs flash attention and one
-            pipeline stage); without it documents of a row see each other, as in stock NeoX.
-        full_validation: evaluate validation and test sets as a whole.
-    """
+    """Replacements of the functions of ``megatron.data.data_utils`` that build datasets; see
+    ``install`` for the arguments."""
 
     def __init__(self, *, varlen: bool = True, full_validation: bool = False) -> None:
         self.varlen, self.full_validation = varlen, full_validation
@@ -166,10 +161,8 @@ class NeoXProvider:
 
 
 def evaluate_from_first_row(stock: Any) -> Callable[..., Any]:
-    """Wrap ``shift_and_wrap_data_loaders``: start every evaluation at the first row.
-
-    After a resume, NeoX starts at another row and repeats the rows from there on.
-    """
+    """Wrap ``shift_and_wrap_data_loaders``: start every evaluation at the first row. After a
+    resume, NeoX starts at another row and repeats the rows from there on."""
 
     @functools.wraps(stock)
     def shift(neox_args: Any, data_loaders: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,14 +218,14 @@ def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Replace NeoX's functions; call it before ``megatron.training`` is imported.
 
-    Args:
-        varlen: see ``NeoXProvider``.
-        full_validation: an evaluation reads every document of its set once, whatever
-            ``eval_iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
+    Raises ConfigError if this is not GPT-NeoX, its training module is already imported, or for
+    full_validation without varlen.
 
-    Raises:
-        ConfigError: this is not GPT-NeoX, its training module is already imported, or
-            full_validation without varlen.
+    Args:
+        varlen: attention, positions and loss mask per segment (needs flash attention and one
+            pipeline stage); without it documents of a row see each other, as in stock NeoX.
+        full_validation: an evaluation reads every document of its set once and ignores
+            ``eval_iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
     """
     if _rebinding:
         return

@@ -58,7 +58,8 @@ def build_train_valid_test_datasets(
     rows_per_block: int | None = None,
     full_validation: bool = False,
 ) -> Datasets:
-    """Replace Megatron-DeepSpeed's function of this name.
+    """Replace Megatron-DeepSpeed's function of this name. Raises ConfigError for return_doc_ids, or
+    for options that exclude each other.
 
     Args:
         data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string.
@@ -68,9 +69,6 @@ def build_train_valid_test_datasets(
         varlen: add boundaries, positions and loss mask to ``text``.
         rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
         full_validation: validation and test sets are finite, and repeated.
-
-    Raises:
-        ConfigError: return_doc_ids, or options that exclude each other.
     """
     del data_impl, skip_warmup
     check_options({"return_doc_ids": (return_doc_ids, None, "a packed row has many documents")})
@@ -119,16 +117,15 @@ def _global_batch() -> int:
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Replace Megatron-DeepSpeed's functions; call it before ``pretrain_gpt.py`` runs.
 
+    Raises ConfigError if the installed deepspeed lacks a module that Megatron-DeepSpeed imports, a
+    name to replace is missing, or for full_validation without varlen.
+
     Args:
         varlen: attention, positions and loss mask per segment (needs ``--use-flash-attn-v2`` and
             one pipeline stage). Without it, documents of a row see each other and a document's last
             token predicts the first of the next, as in the stock code.
-        full_validation: an evaluation reads every document of its set once, whatever
+        full_validation: an evaluation reads every document of its set once and ignores
             ``--eval-iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
-
-    Raises:
-        ConfigError: the installed deepspeed lacks a module that Megatron-DeepSpeed imports, a name
-            to replace is missing, or full_validation without varlen.
     """
     if _rebinding:
         return

@@ -38,13 +38,9 @@ __all__ = ["PackedBatches", "packed"]
 class PackedBatches:
     """Micro batches of one rank, from the trainer's count of consumed samples to its last step.
 
-    Args:
-        ranks: the ``RankRows`` to iterate over.
-        data_path: name under which nanotron counts tokens.
-
-    Attributes:
-        dataset: this object; nanotron calls ``get_consumption_stats`` of it.
-        labels: labels per micro batch, mean of the current step.
+    nanotron counts tokens under ``data_path``, and calls ``get_consumption_stats`` of ``dataset``,
+    which is this object. ``labels`` is the mean number of labels per micro batch in the current
+    step.
     """
 
     def __init__(self, ranks: RankRows, data_path: str) -> None:
@@ -70,22 +66,15 @@ class PackedBatches:
         return {self.data_path: {"tokens": tokens}}
 
     def masked_mean(self, loss: Tensor, label_mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of a micro batch's losses over ``labels``; replaces nanotron's mean.
-
-        Args:
-            loss, label_mask: ``(rows, R)``.
-            dtype: dtype of the sum.
-        """
+        """Return the sum of a micro batch's losses ``(rows, R)`` over ``labels``; replaces
+        nanotron's mean."""
         if self._probed is not None:
             self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
-        """Probe the model at its first call (``megapack.integrations.probe``): seven forwards.
-
-        Args:
-            module: the model, without DistributedDataParallel.
-        """
+        """Probe the model (without DistributedDataParallel) at its first call: seven forwards
+        (``megapack.integrations.probe``)."""
 
         def hook(module: Any, args: Any, received: dict[str, Any]) -> None:
             del args
@@ -115,20 +104,17 @@ def packed(
 ) -> dict[str, PackedBatches]:
     """Return the batches of the trainer's one data stage, for ``trainer.train``.
 
-    Makes the trainer's loss a mean over labels until the process ends.
+    Makes the loss of the ``DistributedTrainer`` a mean over labels until the process ends. Raises
+    ConfigError for a model without position_ids, pipelines, context parallelism, several data
+    stages, sizes that exclude each other, and as ``open_rows``.
 
     Args:
-        trainer: a ``DistributedTrainer``.
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
         seed: seed of the order of samples.
         split: part of every source's documents, as fractions.
         cache_directory: directory of packed indices; None: in the folder of the first source.
         num_workers: worker processes that prefetch.
         probe: probe the model on its first micro batch.
-
-    Raises:
-        ConfigError: a model without position_ids, pipelines, context parallelism, several data
-            stages, or sizes that exclude each other; also errors of ``open_rows``.
     """
     model = trainer.model
     model = model.module if isinstance(model, DistributedDataParallel) else model

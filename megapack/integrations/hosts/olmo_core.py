@@ -47,7 +47,8 @@ __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
 
 class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's steps.
+    """Loader of a rank's steps. Raises ConfigError for sizes that exclude each other, and as
+    ``open_rows``.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
@@ -64,9 +65,6 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
     Attributes:
         ranks: the ``RankRows`` of this rank.
         has_callback: whether the trainer has a ``PackedOlmoCallback``.
-
-    Raises:
-        ConfigError: sizes that exclude each other; also errors of ``open_rows``.
     """
 
     batches_processed: int
@@ -165,11 +163,8 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         self.batches_processed = rows_of_epoch // self._rows_per_step()
 
     def get_mock_batch(self) -> dict[str, Any]:
-        """Return the first step, for the dry run of the trainer before training.
-
-        Raises:
-            ConfigError: the trainer has no ``PackedOlmoCallback``.
-        """
+        """Return the first step, for the dry run of the trainer before training. Raises ConfigError
+        if the trainer has no ``PackedOlmoCallback``."""
         if not self.has_callback:
             raise ConfigError(
                 "OLMo-core divides a rank's loss by its own labels, and ranks with packed rows "
@@ -186,16 +181,12 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
 
 
 class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
-    """Evaluator of the mean loss over all labels of a data path, every document once.
+    """Evaluator of the mean loss over all labels of a data path, every document once, for
+    ``EvaluatorCallback(evaluators=[...])``.
 
-    For ``EvaluatorCallback(evaluators=[...])``. The last batches are filled with rows without
-    labels, so all ranks end together. OLMo-core derives labels from the text here, so the label at
-    a cut inside a document is lost.
-
-    Args:
-        data_path: a .bin/.idx prefix, a manifest file, or JSON text.
-        name: name of the metrics.
-        loader: other arguments of ``PackedOlmoLoader``; a batch is one forward of a rank.
+    The last batches are filled with rows without labels, so all ranks end together. OLMo-core
+    derives labels from the text here, so the label at a cut inside a document is lost. ``loader``
+    are other arguments of ``PackedOlmoLoader``; a batch is one forward of a rank.
     """
 
     def __init__(self, data_path: str, *, name: str, **loader: Any) -> None:
@@ -226,10 +217,9 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
 class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """Callback that makes the loss of a step a mean over the labels of all ranks.
 
-    Attributes:
-        probe: probe the model on the first step (``megapack.integrations.probe``): seven forwards;
-            the log has their duration. Not with tensor or context parallelism, where a rank has
-            only parts of the outputs.
+    ``probe`` also probes the model on the first step (``megapack.integrations.probe``): seven
+    forwards; the log has their duration. Not with tensor or context parallelism, where a rank has
+    only parts of the outputs.
     """
 
     probe: bool = True

@@ -59,22 +59,18 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
 
     A step has the next `documents_per_step` documents in the order of the epoch, on any number of
     ranks. ``len`` is one epoch; higher numbers give the following epochs. An item is a pure
-    function of its number.
+    function of its number. ConfigError: there are no documents; a document has no tokens, too many
+    for a rank, a wrong number of labels, or a mask of TRL without labels.
 
     Args:
         documents: sequence of mappings with ``input_ids`` and optional ``labels`` (the token itself
             or -100, as in datasets of TRL), such as a ``datasets.Dataset``. Read once at first.
         documents_per_step: documents of all ranks; the last step of an epoch may have fewer.
         max_tokens_per_rank: maximum tokens of a micro batch of one rank.
-        rank, num_ranks: data-parallel rank and number of ranks.
         loss: meaning of the weights, see ``StepPlan.loss_weights``.
         shuffle: use a different order in every epoch, from `seed`; False: keep the given order.
         planning: further options of ``plan_step``: balance (``step`` if gradients are reduced once
             per step, else ``micro_batches``), linear_cost_tokens, max_documents_per_rank.
-
-    Raises:
-        ConfigError: there are no documents; a document has no tokens, too many for a rank, a wrong
-            number of labels, or a mask of TRL without labels.
     """
 
     def __init__(
@@ -165,13 +161,8 @@ def _tokens_and_labels(document: Mapping[str, Any]) -> tuple[Integers, Integers]
 
 
 def accumulate(accelerator: Any, model: Any, micro_batches: Sequence[Item]) -> Iterator[Item]:
-    """Yield the micro batches of a step; ranks reduce gradients only in the last backward.
-
-    Args:
-        accelerator: Accelerate's accelerator (its own ``accumulate`` counts to a fixed number).
-        model: the model from ``accelerator.prepare``.
-        micro_batches: the same number on all ranks.
-    """
+    """Yield the micro batches of a step (the same number on all ranks); ranks reduce gradients only
+    in the last backward. (Accelerate's own ``accumulate`` counts to a fixed number.)"""
     for number, inputs in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed's engine reads it
@@ -189,14 +180,13 @@ class PlannedSFTMixin:
     takes one item per optimizer step, and this class runs its micro batches, so their number may
     differ between steps. Evaluation is unchanged.
 
+    Raises ConfigError if an option would pack, count or weight a second time, or the model does not
+    keep the documents of a row apart (``check_model``).
+
     Args:
         documents_per_step, max_tokens_per_rank, loss: see ``PlannedSteps``.
         planning: further options of ``plan_step``.
         host: arguments of SFTTrainer, by name.
-
-    Raises:
-        ConfigError: an option would pack, count or weight a second time, or the model does not keep
-            the documents of a row apart (``check_model``).
     """
 
     args: Any
@@ -343,18 +333,17 @@ class PlannedGRPOMixin:
     which, and how many at once, without padding. Losses, masks and clipping are GRPOTrainer's;
     metrics are means over micro batches.
 
+    Raises ConfigError for options that need a whole micro batch (entropy bonus and quantile,
+    experts), images, and models that do not keep the documents of a row apart.
+
     Args:
         max_tokens_per_rank: maximum tokens (prompts and completions) of a micro batch.
         keep_groups: assign all completions of a prompt to one rank, and to one micro batch if they
-            fit. With steps_per_generation above 1 GRPOTrainer shuffles completions over steps;
-            then groups stay together within each step.
+            fit. With steps_per_generation above 1 GRPOTrainer shuffles completions over steps; then
+            groups stay together within each step.
         planning: further options of ``plan_step``: balance, linear_cost_tokens,
             max_documents_per_rank.
         host: arguments of GRPOTrainer, by name.
-
-    Raises:
-        ConfigError: an option needs a whole micro batch (entropy bonus and quantile, experts),
-            images, or a model that does not keep the documents of a row apart.
     """
 
     args: Any
@@ -424,11 +413,9 @@ class PlannedGRPOMixin:
         return loss * inputs.get("loss_share", 1.0)
 
     def _assign(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return this rank's micro batches of the step's completions.
-
-        GRPOTrainer gathers metrics per completion, so a micro batch has the same number of rows on
-        all ranks: missing ones are rows of zeros.
-        """
+        """Return this rank's micro batches of the step's completions. GRPOTrainer gathers metrics
+        per completion, so a micro batch has the same number of rows on all ranks: missing ones are
+        rows of zeros."""
         gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()

@@ -41,11 +41,8 @@ __all__ = ["PackedDataLoader", "PackedTitanTrainer", "packed"]
 
 
 class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's micro batches.
-
-    Raises:
-        ConfigError: sizes that exclude each other; also errors of ``open_rows``.
-    """
+    """Loader of a rank's micro batches. Raises ConfigError for sizes that exclude each other, and
+    as ``open_rows``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -208,7 +205,8 @@ def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
 def packed(
     config: Any, data_path: str, *, train_fraction: float = 1.0
 ) -> PackedTitanTrainer.Config:
-    """Return a torchtitan configuration on packed rows.
+    """Return a torchtitan configuration with megapack's trainer and loaders; command-line options
+    work as before.
 
     Args:
         config: a ``Trainer.Config``, from torchtitan's registries or your own. A row has
@@ -217,9 +215,6 @@ def packed(
             the content of a step must not depend on the number of ranks.
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
         train_fraction: part of every source's documents; the validator gets the rest.
-
-    Returns:
-        The same with megapack's trainer and loaders; command-line options work as before.
     """
     values = {item.name: getattr(config, item.name) for item in fields(config)}
     loader = PackedDataLoader.Config(data_path=data_path, split=(0.0, train_fraction))

@@ -64,18 +64,15 @@ def check_model(
     """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
 
     Checks a tiny model of its architecture with its attention (``check_architecture``). Takes a
-    second and does not touch the random state. Every rank may call it.
+    second and does not touch the random state. Every rank may call it. ConfigError names the
+    architecture, the layer and the difference, or the ids; it also comes for attention windows if
+    the model's attention builds its mask from positions.
 
     Args:
         model: model of transformers, plain or adapted by PEFT; others only get a warning.
-        dataset: the dataset to train on.
         device, dtype: device and dtype of the run; None: those of the model.
         longest: largest number of positions of a document or of padding (``check_architecture``);
             None: that of the dataset, or unknown.
-
-    Raises:
-        ConfigError: names the architecture, the layer and the difference, or the ids; or the
-            dataset has attention windows, and the model's attention builds its mask from positions.
     """
     bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
@@ -178,12 +175,8 @@ class PackedTrainerMixin:
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of this rank's micro batches.
-
-        Raises:
-            ConfigError: max_steps is not set, gradient_accumulation_steps does not fit, or the
-                micro batches would ignore an option.
-        """
+        """Return a loader of this rank's micro batches. ConfigError: max_steps is not set,
+        gradient_accumulation_steps does not fit, or the micro batches would ignore an option."""
         if not isinstance(self.train_dataset, MicroBatches):
             return super().get_train_dataloader()  # type: ignore[misc]
         if self.args.max_steps <= 0:
@@ -232,11 +225,9 @@ class PackedTrainerMixin:
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def _scale_noise(self, batches: MicroBatches) -> None:
-        """Scale the noise of NEFTune by the length of each document instead of the row's.
-
+        """Scale the noise of NEFTune by the length of each document instead of the row's:
         ``alpha / sqrt(length * width)`` times a uniform number from -1 to 1 (Jain et al.,
-        *NEFTune*, 2023).
-        """
+        *NEFTune*, 2023)."""
         if self.neftune_noise_alpha is None:  # type: ignore[attr-defined]
             return
         if batches.dataset.samples.windows:
@@ -500,16 +491,9 @@ class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[m
 
 
 def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> Any:
-    """Return TRL's SFTTrainer on packed micro batches.
-
-    Args:
-        train_dataset: the micro batches.
-        args: an SFTConfig with ``packing=False``.
-        options: further arguments of SFTTrainer (model, eval_dataset, ...).
-
-    Raises:
-        ConfigError: args would pack a second time, or set a mask that rows do not support.
-    """
+    """Return TRL's SFTTrainer on packed micro batches; ``args`` is an SFTConfig, ``options`` are
+    further arguments of SFTTrainer. Raises ConfigError if ``args`` would pack a second time, or set
+    a mask that rows do not support."""
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 

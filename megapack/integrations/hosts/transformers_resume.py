@@ -46,10 +46,8 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     """Save in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
 
     Compares the samples of earlier steps, the configuration of the model with its attention and
-    dtype, the tokenizer, the bytes of the data, and the training arguments.
-
-    Raises:
-        ResumeError: something differs; names it with both values.
+    dtype, the tokenizer, the bytes of the data, and the training arguments. ResumeError names a
+    difference with both values.
     """
 
     schedule: Schedule | None = None
@@ -91,13 +89,8 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that determines a run, except the order of its samples, as JSON.
-
-    Args:
-        args: TrainingArguments.
-        dataset: dataset of the run.
-        run: ``model`` and ``processing_class`` of a callback.
-    """
+    """Return everything that determines a run, except the order of its samples, as JSON. ``run``
+    are the ``model`` and ``processing_class`` of a callback."""
     model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
     values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
     record = flatten(values, "args.")

@@ -55,14 +55,9 @@ _rebinding = Rebinding("verl")
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[Any] | Tensor, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Return the numbers of samples in parts of equal cost (`seqlen_list` holds costs, any unit).
-
-    Returns:
-        `k_partitions` ascending lists, none empty; of equal length with `equal_size`.
-
-    Raises:
-        ValueError: fewer samples than parts, or with `equal_size` a number that does not divide.
-    """
+    """Return sample numbers in parts of equal cost (`seqlen_list` holds costs, any unit):
+    `k_partitions` ascending lists, none empty; of equal length with `equal_size`. Raises ValueError
+    for fewer samples than parts, or with `equal_size` a number that does not divide."""
     costs = np.array([float(cost) for cost in seqlen_list])
     if len(costs) < k_partitions or (equal_size and len(costs) % k_partitions):
         raise ValueError(
@@ -90,24 +85,20 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Split a rank's samples into micro batches of at most `max_token_len` tokens and equal work.
+    """Split a rank's samples into micro batches of at most `max_token_len` tokens and equal work;
+    return them, and the sample numbers of each.
+
+    Raises ValueError, on all ranks, if samples that stay together exceed `max_token_len`, or a rank
+    has fewer samples or groups than micro batches.
 
     Args:
         batch: TensorDict with ``input_ids``, nested or with ``attention_mask`` (samples, tokens).
-        max_token_len: maximum tokens of a micro batch.
         dp_group, same_micro_num_in_dp: give all ranks of the group the same number.
         num_batches_divided_by: make the number a multiple of this (virtual pipelines).
         min_num_micro_batch: minimum number.
         use_dynamic_bsz_balance: put the micro batches with least work first and last, which
             shortens the bubbles of a pipeline; else keep the planned order.
         force_group_size: keep so many consecutive samples together.
-
-    Returns:
-        The micro batches, and the sample numbers of each.
-
-    Raises:
-        ValueError: on all ranks: samples that stay together exceed `max_token_len`, or a rank has
-            fewer samples or groups than micro batches.
     """
     ids = batch["input_ids"]
     sample_lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
@@ -167,19 +158,15 @@ class SFTRows(Dataset[dict[str, Tensor]]):
     schedule on any number of ranks. A second epoch would have another shuffle, so one epoch must
     contain the rows of the whole run.
 
+    Raises ConfigError if options of ``data`` would pad or cut rows, or if the tokenizer lacks ids.
+
     Args:
         parquet_files: ``data.train_files`` or ``val_files``: instead of parquet a manifest, a shard
             manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
-        tokenizer: verl's tokenizer; it must have the ids of the documents.
         config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off, which else
             runs before the first step.
-        processor: unused.
         max_samples: rows of the whole run (``data.train_max_samples``), rounded down to whole
             steps; -1: one epoch of documents.
-
-    Raises:
-        ConfigError: options of ``data`` would pad or cut rows, or the tokenizer lacks ids of the
-            documents.
     """
 
     def __init__(
@@ -234,15 +221,10 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         return self.items([int(self._places[i])])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the rows of one rank in one step.
-
-        Returns:
-            Per row input_ids, position_ids (0 where a document begins) int64 and loss_mask float32
-            (of targets), all ``(max_length,)``; verl's collator makes nested tensors of them.
-
-        Raises:
-            ConfigError: these are not the rows of a rank in the next step.
-        """
+        """Return the rows of one rank in one step: input_ids, position_ids (0 where a document
+        begins) int64 and loss_mask float32 (of targets), all ``(max_length,)``; verl's collator
+        makes nested tensors of them. Raises ConfigError if these are not the rows of a rank in the
+        next step."""
         places = self._places[list(numbers)].tolist()
         rows_per_step = self.rows.options.rows_per_block
         ranks = rows_per_step // len(places)
@@ -270,20 +252,16 @@ def _unstack(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> float:
-    """Refuse a worker of verl that trains packed rows wrongly; see ``megapack.integrations.probe``.
+    """Refuse a worker of verl that trains packed rows wrongly (``megapack.integrations.probe``);
+    return seconds.
 
     The probe compares the contributions of single log-probabilities to the worker's own loss.
+    ConfigError: documents of a row see each other, or losses count for the wrong tokens.
 
     Args:
         worker: verl's TrainingWorker, with an initialized engine and a loss function.
         rows: the training rows; the probe takes the row with most documents in the first steps.
         settings: settings in the trainer's batches (``use_remove_padding``, ...).
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ConfigError: documents of a row see each other, or losses count for the wrong tokens.
     """
     tu = importlib.import_module("verl.utils.tensordict_utils")
     collate = importlib.import_module("verl.utils.dataset.dataset_utils").SFTTensorCollator
@@ -355,13 +333,11 @@ _probing = Rebinding("verl")
 
 
 def install() -> None:
-    """Replace verl's functions in all of its modules. A second call changes nothing.
+    """Replace verl's functions in all of its modules; a second call changes nothing.
 
     Ray starts further processes: set ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
-    in their environment, and verl imports this module, which then installs itself.
-
-    Raises:
-        ConfigError: this release of verl has other names.
+    in their environment, and verl imports this module, which then installs itself. Raises
+    ConfigError if this release of verl has other names.
     """
     if _rebinding:
         return

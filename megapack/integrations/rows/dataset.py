@@ -155,17 +155,13 @@ class Block(NamedTuple):
 
 
 class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
-    """Rows of constant length in schedule order.
+    """Rows of constant length in schedule order. Raises ConfigError for loss weights per token,
+    which hosts do not support.
 
     Args:
-        packed: the samples.
-        options: see ``RowOptions``.
         order: order of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: number of rows; None: one epoch, rounded up to a whole block.
-        finite: every sample once, whatever its source's weight; further rows are empty.
-
-    Raises:
-        ConfigError: samples have loss weights per token, which hosts do not support.
+        finite: every sample once, for any weights of sources; further rows are empty.
     """
 
     def __init__(
@@ -231,14 +227,10 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return [self.packed.samples.segments(sample, view) for sample in samples]
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Return one row.
-
-        Returns:
-            tokens, labels (-100 for none), position_ids int64 and loss_mask float32, all
-            ``(sequence_length,)``; cu_seqlens int32 from 0 to ``sequence_length``, in which the
-            padding of a sample is a segment; max_seqlen 0-d int32. With alignment also
-            cu_seqlens_padded; cu_seqlens then excludes the padding between segments.
-        """
+        """Return one row: tokens, labels (-100 for none), position_ids int64 and loss_mask float32,
+        all ``(sequence_length,)``; cu_seqlens int32 from 0 to ``sequence_length``, in which the
+        padding of a sample is a segment; max_seqlen 0-d int32. With alignment also
+        cu_seqlens_padded; cu_seqlens then excludes the padding between segments."""
         return {key: value[0] for key, value in self.micro_batch([i]).items()}
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:

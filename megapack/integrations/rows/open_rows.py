@@ -92,12 +92,8 @@ class Manifest(HostOptions, BlendConfig):
 
     @classmethod
     def read(cls, data_path: str) -> Manifest:
-        """Read a host's data path: JSON text, a manifest file, or one source.
-
-        Raises:
-            ConfigError: the manifest is invalid; names the key.
-            OSError: the manifest file cannot be read.
-        """
+        """Read a host's data path: JSON text, a manifest file, or one source. Raises ConfigError,
+        which names the key, for an invalid manifest, and OSError for a file that cannot be read."""
         if data_path.lstrip().startswith("{"):
             remedy = 'give one object, as in {"sources": [...]}, or the path of a manifest'
             tree = parse_json(data_path, "data path", remedy=remedy, error=ConfigError)
@@ -109,11 +105,8 @@ class Manifest(HostOptions, BlendConfig):
 
     @classmethod
     def of_blend(cls, prefixes: Sequence[str], weights: Sequence[float] | None) -> Manifest:
-        """Return a manifest of weighted prefixes; all other options have their defaults.
-
-        Raises:
-            ConfigError: one of the prefixes is itself a manifest.
-        """
+        """Return a manifest of weighted prefixes; all other options have their defaults. Raises
+        ConfigError if a prefix is itself a manifest."""
         for prefix in prefixes:
             if is_manifest(prefix):
                 raise ConfigError(
@@ -151,12 +144,8 @@ def _source(data_path: str, weight: float | None = None) -> Source:
 
 
 def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
-    """Return the sequence length and its halves, down to a sixteenth or 256 tokens, ascending.
-
-    Args:
-        sequence_length: tokens of a row.
-        align: every capacity must be a multiple of this.
-    """
+    """Return the sequence length and its halves, down to a sixteenth or 256 tokens, ascending; all
+    are multiples of ``align``."""
     buckets = [sequence_length]
     while len(buckets) < MOST_DEFAULT_BUCKETS:
         half, remainder = divmod(buckets[-1], 2)
@@ -208,18 +197,9 @@ def cached_index(
 ) -> SampleIndex:
     """Return the index of a recipe, memory-mapped from ``directory``; build it if it is missing.
 
-    Global rank 0 builds and all other ranks wait for the file. With ``node_local`` one process per
-    node builds under a lock. A file gets its name only when it is complete.
-
-    Args:
-        dataset: the documents.
-        recipe: how to pack them.
-        directory: directory of index files; created if missing.
-        node_local: whether each node has its own copy of the directory.
-
-    Raises:
-        ConfigError: the file did not appear within an hour.
-        OSError: the directory is not writable.
+    Global rank 0 builds, and all other ranks wait at most an hour for the file (ConfigError). With
+    ``node_local`` (each node has its own copy of the directory) one process per node builds under a
+    lock. A file gets its name only when it is complete.
     """
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
@@ -285,12 +265,8 @@ def _wait_for(path: Path) -> None:
 
 
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
-    """Pack the documents of a recipe; ids and positions refer to the whole dataset.
-
-    Raises:
-        ConfigError: a capacity is not a multiple of ``align``.
-        ValueError: other errors of ``pack``.
-    """
+    """Pack the documents of a recipe; ids and positions refer to the whole dataset. Raises
+    ConfigError if a capacity is not a multiple of ``align``, and the ValueErrors of ``pack``."""
     unaligned = [capacity for capacity in recipe.buckets if capacity % recipe.align]
     if unaligned:
         raise ConfigError(
@@ -313,10 +289,8 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
 
 
 def open_documents(manifest: Manifest) -> list[SourceDocuments]:
-    """Return the documents of a manifest, memory-mapped; shards are opened at first use.
-
-    Raises OSError or FormatError, which name the file.
-    """
+    """Return the documents of a manifest, memory-mapped; shards are opened at first use. OSError or
+    FormatError name the file."""
     return [
         open_source(
             source.prefix,
@@ -340,11 +314,13 @@ def open_rows(
 ) -> RowDataset:
     """Pack the sources of a manifest, or find them packed, and arrange them in rows.
 
+    Raises ConfigError for options that exclude each other or a split without documents, and
+    MegapackError or OSError for sources that cannot be read or packed.
+
     Args:
         manifest: sources and packing options; its seed, rows_per_block, align and cache_directory
             take precedence over those of the host.
         datasets: ``open_documents(manifest)``.
-        options: options of the host.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages and ``fim`` apply only to a part that begins with the first document (training);
             other parts (validation, test) use the sources and weights of the manifest throughout.
@@ -352,10 +328,6 @@ def open_rows(
             stages and attention window.
         cache_directory: the host's; None: ``megapack-cache`` in the folder of the first source, if
             that is a local path.
-
-    Raises:
-        ConfigError: options that exclude each other, or a split without documents.
-        MegapackError, OSError: sources that cannot be read or packed.
     """
     trains = split[0] == 0 and not finite
     stages = manifest.stages if trains else ()
@@ -401,13 +373,8 @@ def open_rows(
 
 
 def open_data_path(data_path: str | Manifest, options: RowOptions, **arguments: Any) -> RowDataset:
-    """Open the rows of a host's data path.
-
-    Args:
-        data_path: a prefix, a manifest file, JSON text (``Manifest.read``), or a Manifest.
-        options: options of the host.
-        arguments: split, num_rows, finite, cache_directory of ``open_rows``.
-    """
+    """Open the rows of a data path: a prefix, a manifest file, JSON text, or a Manifest;
+    ``arguments`` are split, num_rows, finite, cache_directory of ``open_rows``."""
     manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
     return open_rows(manifest, open_documents(manifest), options, **arguments)
 

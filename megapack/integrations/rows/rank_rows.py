@@ -61,9 +61,11 @@ PROBED_BLOCKS = 32
 class RankRows:
     """Iterable over the micro batches of one rank, in the dialect of its host.
 
+    Raises ConfigError if a block is not a multiple of a micro step, or the dialect does not support
+    the attention windows of the manifest.
+
     Args:
         rows: rows of all ranks.
-        dialect: a value of ``megapack.integrations.dialects.DIALECTS``.
         data_parallel_rank, data_parallel_size: place of this rank; ranks that share documents
             (tensor, context parallelism) have the same one.
         micro_batch_rows: rows of a micro batch.
@@ -71,10 +73,6 @@ class RankRows:
 
     Attributes:
         consumed_rows: rows of all ranks up to the last yielded batch.
-
-    Raises:
-        ConfigError: a block is not a multiple of a micro step, or the dialect does not support the
-            attention windows of the manifest.
     """
 
     def __init__(
@@ -144,12 +142,9 @@ class RankRows:
         return {"consumed_rows": self.consumed_rows, "program": program}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the consumed rows; ranks, workers and micro batches may differ.
-
-        Raises:
-            ResumeError: the schedule of the consumed rows differs (``megapack.data.resume``), or
-                they end inside a micro step of the new sizes.
-        """
+        """Continue after the consumed rows; ranks, workers and micro batches may differ. Raises
+        ResumeError if the schedule of these rows differs (``megapack.data.resume``), or if they end
+        inside a micro step of the new sizes."""
         consumed_rows = int(state["consumed_rows"])
         for change in self.rows.schedule.check_state(json.loads(state["program"])):
             logger.warning("%s", change)
@@ -172,20 +167,17 @@ class RankRows:
         module: nn.Module,
         consumed_rows: int | None = None,
     ) -> None:
-        """Refuse a host in which documents of a micro batch see each other, or masks are shifted.
+        """Refuse a host in which documents of a micro batch see each other, or that shifts masks or
+        changes the micro batch (ConfigError).
 
         The probe takes a micro batch of the smallest bucket of the next blocks. Every rank must
         call it. It switches dropout off, and restores the module's mode and buffers.
 
         Args:
-            forward: maps a batch in the dialect to the loss of every token, as for
-                ``megapack.integrations.probe``.
-            received: the micro batch as it reached the host's model.
-            module: the model.
+            forward: maps a batch in the dialect to the loss of every token
+                (``megapack.integrations.probe``).
+            received: the micro batch as it reached the host's model, ``module``.
             consumed_rows: rows before ``received``; None: it is the last yielded batch.
-
-        Raises:
-            ConfigError: the probe failed, or the host changed the micro batch.
         """
         if consumed_rows is None:
             consumed_rows = self.consumed_rows - self.rows_per_micro_step
@@ -239,10 +231,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a megapack batch under the argument names of a transformers model's forward.
-
-    Args:
-        batch: from ``build_loader`` or ``PackedDataset.micro_batch``, layout "stream".
+    """Return a megapack batch (layout "stream") under the argument names of a transformers model.
 
     Returns:
         input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every position;
@@ -254,10 +243,10 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MicroBatches(Dataset[dict[str, Any]]):
-    """Micro batches of one rank in order: item i is the input of the i-th forward.
+    """Micro batches of one rank in order: item i is the input of the i-th forward. Raises
+    ConfigError for sizes that do not fit.
 
     Args:
-        dataset: the packed samples.
         schedule: schedule of the dataset, the same on all ranks.
         micro_batch_tokens: tokens of one forward of one rank.
         data_parallel_rank, data_parallel_size: place of this rank; ``PackedTrainer`` sets them.
@@ -266,15 +255,12 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     Attributes:
         with_token_mask: add ``token_mask``, bool (tokens,), False for padding, for the
-            load-balancing loss of a mixture of experts. ``PackedTrainer`` sets it.
-        with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them; then
-            the loss of the step is the sum of losses times weights over all items and ranks.
-            ``PackedTrainer`` sets it; otherwise such an item raises ConfigError.
+            load-balancing loss of a mixture of experts. ``PackedTrainer`` sets all three.
+        with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them: the
+            loss of the step is the sum of losses times weights over all items and ranks. False:
+            such an item raises ConfigError.
         for_own_shift: drop the label of a row's last token (of a document cut there), for losses
-            that shift ``labels`` and so cannot see it. ``PackedTrainer`` sets it.
-
-    Raises:
-        ConfigError: sizes that do not fit.
+            that shift ``labels`` and so cannot see it.
     """
 
     # TRL reads the columns of datasets.
@@ -335,11 +321,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @cached_property
     def mean_labels(self) -> float:
-        """Mean number of labels per micro batch, over all ranks.
-
-        Raises:
-            ConfigError: no token has a label.
-        """
+        """Mean number of labels per micro batch, over all ranks. Raises ConfigError if there are
+        none."""
         steps = range(self.sampler.num_steps)
         labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
         if not labels:
@@ -351,11 +334,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @property
     def num_micro_steps(self) -> int:
-        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``.
-
-        Raises:
-            ConfigError: it differs between stages; Trainer has one number for all steps.
-        """
+        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``. Raises
+        ConfigError if it differs between stages; Trainer has one number for all steps."""
         stages = self.schedule.stages
         counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
         if len(set(counts.values())) > 1:

@@ -74,11 +74,9 @@ def clear() -> None:
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``broadcast_data(keys, data, datatype)``: send ``SIDE_KEYS`` along with ``text``.
-
-    The wrap raises ConfigError if no attention used the boundaries of the previous micro batch, or
-    if a micro batch has no label.
-    """
+    """Wrap ``broadcast_data(keys, data, datatype)``: send ``SIDE_KEYS`` along with ``text``. The
+    wrap raises ConfigError if no attention used the boundaries of the previous micro batch, or if a
+    micro batch has no label."""
 
     @functools.wraps(stock)
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
@@ -183,13 +181,8 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
 def hand_over_boundaries(rebinding: Rebinding, parallel: str, *importers: str) -> None:
     """Wrap the functions that pass boundaries, positions and mask to attention and loss.
 
-    Args:
-        rebinding: keeps the host's functions.
-        parallel: the host's module with ``broadcast_data``.
-        importers: the host's modules that import flash-attn's function by name.
-
-    Raises:
-        ConfigError: the host lacks one of the names.
+    ``parallel`` is the host's module with ``broadcast_data``; ``importers`` are those that import
+    flash-attn's function by name. Raises ConfigError if the host lacks one of the names.
     """
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     stock = flash.flash_attn_varlen_func
@@ -228,12 +221,8 @@ def require_one_stage(pipeline_parallel_size: int) -> None:
 
 
 class EvaluationLoss:
-    """Loss of the current evaluation.
-
-    Attributes:
-        counted: labels and tokens of its micro batches on this rank, float64 (2,); None outside of
-            an evaluation, or if the host evaluates on its own.
-    """
+    """Loss of the current evaluation. ``counted`` are labels and tokens of its micro batches on
+    this rank, float64 (2,); None outside of an evaluation, or if the host evaluates on its own."""
 
     counted: Tensor | None = None
 
@@ -271,11 +260,8 @@ evaluation = EvaluationLoss()
 
 
 def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
-    """Extend finite sets to the longest one (with empty rows); return the steps to evaluate one.
-
-    Args:
-        parts: validation and test set, or None; hosts have one number of steps for both.
-    """
+    """Extend finite sets (validation and test) to the longest one with empty rows; return the steps
+    to evaluate one. Hosts have one number of steps for both."""
     datasets = [part.rows for part in parts if part is not None]
     num_rows = max(map(len, datasets), default=0)
     for dataset in datasets:
@@ -317,13 +303,10 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
         return len(self.rows) * self.times
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Return one row.
-
-        Returns:
-            text int64 ``(row + 1,)``; with labels label int64 ``(row + 1,)``, aligned with text
-            (position j predicts ``label[j + 1]``), -100 = none; with varlen ``SIDE_KEYS``, all
-            int64: boundaries ``(row + 1,)``, position ids and loss mask ``(row,)``.
-        """
+        """Return one row: text int64 ``(row + 1,)``; with labels label int64 ``(row + 1,)``,
+        aligned with text (position j predicts ``label[j + 1]``), -100 = none; with varlen
+        ``SIDE_KEYS``, all int64: boundaries ``(row + 1,)``, position ids and loss mask
+        ``(row,)``."""
         number = range(len(self))[i] % len(self.rows)
         batch = emit(self.rows.micro_batch([number]), self.dialect)
         keys = batch if self.varlen else batch.keys() - SIDE_KEYS
@@ -342,21 +325,16 @@ def build_text_rows(
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
-    """Open one split of a data path; None if it is empty.
+    """Open one split of a data path; None if it is empty. Raises ConfigError for attention windows
+    without varlen.
 
     Args:
-        manifest: manifest of the data path.
-        options: see ``RowOptions``.
         split: fractions of every source's documents.
-        num_rows: number of rows; None: ``num_epochs`` epochs.
-        num_epochs: used if num_rows is None; None: 1.
+        num_rows: number of rows; None: ``num_epochs`` epochs (None: 1).
         cache_directory: see ``open_rows``.
         dialect, varlen: see ``TextRowDataset``.
-        times: repetitions of a finite set (every document once, num_rows is ignored); None: the
-            set is not finite.
-
-    Raises:
-        ConfigError: the manifest has an attention window, and varlen is False.
+        times: repetitions of a finite set (every document once, num_rows is ignored); None: the set
+            is not finite.
     """
     if split[0] == split[1] or num_rows == 0:
         return None
@@ -394,11 +372,8 @@ def split_bounds(splits: str) -> list[tuple[float, float]]:
 
 
 def manifest_of_list(data_prefix: str | Sequence[str]) -> Manifest:
-    """Return the manifest of ``"prefix"``, ``["prefix"]`` or ``["0.3", "a", "0.7", "b"]``.
-
-    Raises:
-        ConfigError: another form, or a manifest inside a blend.
-    """
+    """Return the manifest of ``"prefix"``, ``["prefix"]`` or ``["0.3", "a", "0.7", "b"]``. Raises
+    ConfigError for other forms, and for a manifest inside a blend."""
     items = [data_prefix] if isinstance(data_prefix, str) else [str(item) for item in data_prefix]
     if len(items) == 1:
         return Manifest.read(items[0].strip())
@@ -416,11 +391,7 @@ def manifest_of_list(data_prefix: str | Sequence[str]) -> Manifest:
 
 def shared_rows(global_batch_size: int, rampup: Sequence[Any] | None) -> int:
     """Return the rows per block: the largest common divisor of all batch sizes of the run.
-
-    Args:
-        global_batch_size: rows of one optimizer step.
-        rampup: Megatron's ``--rampup-batch-size``: start, increment, samples; or None.
-    """
+    ``rampup`` is Megatron's ``--rampup-batch-size``: start, increment, samples; or None."""
     if not rampup:
         return global_batch_size
     return math.gcd(int(rampup[0]), int(rampup[1]))

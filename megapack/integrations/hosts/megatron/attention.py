@@ -23,15 +23,9 @@ from megapack.integrations.host import check_options
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs
-    """``core_attention`` of a megatron-core layer, for rows with and without boundaries.
-
-    Args (as megatron-core passes them): config, layer_number (from 1), attn_mask_type,
-    attention_type, attention_dropout, softmax_scale; others are ignored.
-
-    Raises:
-        ConfigError: attention dropout, context parallelism, cross attention or a softmax with a
-            sink.
-    """
+    """``core_attention`` of a megatron-core layer, for rows with and without boundaries. Raises
+    ConfigError for attention dropout, context parallelism, cross attention or a softmax with a
+    sink."""
 
     def __init__(
         self,
@@ -74,13 +68,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
     ) -> Tensor:
         """Compute attention inside segments.
 
-        Args:
-            query, key, value: ``(tokens, heads, dim)`` with ``packed_seq_params``, else
-                ``(row, mbs, heads, dim)``: then every row is one causal segment.
-            attention_mask, attn_mask_type: ignored; cu_seqlens and causality define the mask.
-
-        Returns:
-            ``(tokens, heads * dim)``, else ``(row, mbs, heads * dim)``.
+        query, key, value are ``(tokens, heads, dim)`` with ``packed_seq_params``, else ``(row, mbs,
+        heads, dim)``: then every row is one causal segment. The result is ``(tokens, heads *
+        dim)``, else ``(row, mbs, heads * dim)``. Masks are ignored: cu_seqlens and causality define
+        them.
         """
         del attention_mask, attn_mask_type
         if attention_bias is not None:
@@ -124,14 +115,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
 
 
 def with_packed_attention(layer_spec: Any) -> Any:
-    """Return a copy of a decoder layer spec with ``PackedCoreAttention`` as self attention.
-
-    Args:
-        layer_spec: ModuleSpec of a layer, or the block's submodules with ``layer_specs``.
-
-    Raises:
-        ConfigError: the spec has no self attention with a ``core_attention``.
-    """
+    """Return a copy of a decoder layer spec (a layer's ModuleSpec, or a block's submodules with
+    ``layer_specs``) with ``PackedCoreAttention`` as self attention. Raises ConfigError if a layer
+    has no self attention with a ``core_attention``."""
     result = copy.deepcopy(layer_spec)
     for layer in getattr(result, "layer_specs", None) or [result]:
         attention = getattr(layer.submodules, "self_attention", None)

@@ -37,14 +37,14 @@ def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the rows of a micro batch into one.
 
     Args:
-        batch: collated dataset rows: tokens, labels, position_ids int64 and loss_mask float32
-            ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (the last value of a row may repeat),
-            max_seqlen int32 ``(mbs,)``, and if segments are aligned cu_seqlens_padded like
-            cu_seqlens. On the CPU.
+        batch: collated dataset rows on the CPU: tokens, labels, position_ids int64 and loss_mask
+            float32 ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (the last value of a row may
+            repeat), max_seqlen int32 ``(mbs,)``, and if segments are aligned cu_seqlens_padded like
+            cu_seqlens.
 
     Returns:
-        The four row keys ``(1, mbs * row)``, cu_seqlens (and cu_seqlens_padded) 1-D int32
-        without repeated values, max_seqlen 0-d int32.
+        The four row keys ``(1, mbs * row)``, cu_seqlens (and cu_seqlens_padded) 1-D int32 without
+        repeated values, max_seqlen 0-d int32.
     """
     flat = {key: batch[key].reshape(1, -1) for key in ROW_KEYS}
     for key in ("cu_seqlens", "cu_seqlens_padded"):
@@ -61,20 +61,15 @@ def to_packed_seq_params(
     *,
     total_tokens: int | None = None,
 ) -> PackedSeqParams:
-    """Return the "thd" parameters of megatron-core for one flat row.
+    """Return the "thd" parameters of megatron-core for one flat row. RoPE and attention restart at
+    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or other dtypes.
 
     Args:
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
         max_seqlen: length of the longest segment in tokens; a tensor should be on the CPU.
         cu_seqlens_padded: boundaries with alignment padding; None if segments are not aligned.
         total_tokens: tokens of the row. From 0.17 on Megatron derives from it the ``seq_idx`` with
-            which Mamba layers tell segments apart; older releases ignore it.
-
-    Returns:
-        PackedSeqParams. RoPE and attention restart at ``cu_seqlens_padded`` if given.
-
-    Raises:
-        ValueError: more than one row, or not int32.
+            which Mamba layers separate segments; older releases ignore it.
     """
     boundaries = _one_dimensional("cu_seqlens", cu_seqlens)
     padded = None
@@ -118,21 +113,14 @@ Batch = tuple[
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
-    """Return the next micro batch of this rank, in the order in which pretrain_gpt.py unpacks it.
+    """Return the next micro batch of this rank, in the order in which pretrain_gpt.py unpacks it:
+    tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params.
 
-    Args:
-        data_iterator: yields collated dataset rows on tensor-parallel rank 0 of every pipeline
-            stage; may be None on other ranks.
-        vp_stage: virtual pipeline stage, as the caller passes it.
-
-    Returns:
-        tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params. The
-        tensors are ``(1, mbs * row / cp_size)`` on the rank's device, and None on pipeline stages
-        that neither embed nor compute the loss.
-
-    Raises:
-        ConfigError: tensor-parallel rank 0 has no data, or a micro batch has several rows with
-            pipeline parallelism, whose buffers are ``(row, mbs)``.
+    The tensors are ``(1, mbs * row / cp_size)`` on the rank's device, and None on pipeline stages
+    that neither embed nor compute the loss. ``data_iterator`` yields collated dataset rows on
+    tensor-parallel rank 0 of every pipeline stage; it may be None on other ranks. ConfigError: rank
+    0 has no data, or a micro batch has several rows with pipeline parallelism, whose buffers are
+    ``(row, mbs)``.
     """
     rows = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -203,11 +191,9 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return summed loss, number of label tokens and report, which megatron-core 0.16 averages.
-
-    Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own
-    label tokens, so tokens weigh more in micro batches with few labels.
-    """
+    """Return summed loss, number of label tokens and report, which megatron-core 0.16 averages. Run
+    with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own label
+    tokens, so tokens weigh more in micro batches with few labels."""
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
     loss = (output.flatten().float() * mask).sum()

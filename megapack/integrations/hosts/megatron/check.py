@@ -109,14 +109,12 @@ def draw_rank(
     steps: int,
     own_get_batch: OwnGetBatch = "auto",
 ) -> RankReport:
-    """Run the script as this rank until it would train, and draw the first steps.
+    """Run the script as this rank until it would train, and draw the first steps. A process can
+    call it once: Megatron never releases its arguments and groups.
 
-    A process can call it once: Megatron never releases its arguments and groups.
-
-    Raises:
-        ConfigError: flags, a manifest or sizes that exclude each other.
-        MegapackError, OSError: data that cannot be read.
-        SystemExit: the script's own parser refuses its arguments.
+    Raises ConfigError for flags, a manifest or sizes that exclude each other, MegapackError or
+    OSError for data that cannot be read, and SystemExit if the script's parser refuses its
+    arguments.
     """
     report = RankReport()
 

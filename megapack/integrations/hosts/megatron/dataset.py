@@ -54,21 +54,16 @@ class PackedSources:
 class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # no stubs
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
-    The constructor is MegatronDataset's. ``dataset_path`` is a prefix, a manifest file or JSON
-    (``megapack.integrations.rows.open_rows``).
+    The constructor is MegatronDataset's, with a GPTDatasetConfig of any release from 0.16. Raises
+    ConfigError if a block is not a multiple of a micro step, Megatron blends several data paths, or
+    options exclude each other.
 
     Args:
-        dataset: ``build_low_level_dataset(dataset_path, config)``.
-        dataset_path: for bookkeeping.
+        dataset: ``build_low_level_dataset(dataset_path, config)``; the path is a prefix, a manifest
+            file or JSON (``megapack.integrations.rows.open_rows``).
         indices: the split, consecutive units of ``SPLIT_UNITS``; None: all of it.
         num_samples: number of rows; None: one epoch, and for validation and test
             (``--full-validation``) every document once, then rows without loss.
-        index_split: train, valid or test.
-        config: GPTDatasetConfig of any release from 0.16.
-
-    Raises:
-        ConfigError: a block is not a multiple of a micro step, Megatron blends several data paths,
-            or options exclude each other.
     """
 
     dialect: ClassVar[Dialect] = MEGATRON
@@ -169,12 +164,9 @@ def row_options(
 
 
 def context_parallel_alignment(config: Any) -> int:
-    """Return the alignment of segments in tokens: 2 x context_parallel_size, 1 without.
-
-    Raises:
-        ConfigError: with inter-document masking, where Megatron splits whole rows over ranks, but
-            its RoPE assumes that it splits every segment.
-    """
+    """Return the alignment of segments in tokens: 2 x context_parallel_size, 1 without. Raises
+    ConfigError with inter-document masking, where Megatron splits whole rows over ranks, but its
+    RoPE assumes that it splits every segment."""
     cp_size = getattr(config, "context_parallel_size", None) or 1
     if cp_size == 1:
         return 1
@@ -251,11 +243,8 @@ Blend = tuple[Sequence[str], Sequence[float] | None]
 
 
 class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]  # no stubs
-    """BlendedMegatronDatasetBuilder that folds blends of packed datasets into one manifest.
-
-    Raises:
-        ConfigError: flags of Megatron-LM's script with which training would misread rows.
-    """
+    """BlendedMegatronDatasetBuilder that folds blends of packed datasets into one manifest. Raises
+    ConfigError for flags with which training would misread rows."""
 
     needs_boundary_flag: ClassVar[bool] = False
     """Whether Megatron's own get_batch must read the boundaries; ``install()`` sets it."""
@@ -337,9 +326,7 @@ def _has_middle_stages(args: Any) -> bool:
 
 def fold_blends(config: Any) -> Any:
     """Return a copy of a dataset config in which every blend of several prefixes is one manifest.
-
-    Several validation sets (``multiple_validation_sets``) stay separate.
-    """
+    Several validation sets (``multiple_validation_sets``) stay separate."""
     folded = copy.copy(config)
     if config.blend is not None:
         folded.blend = _fold(config.blend)

@@ -51,10 +51,8 @@ class BatchSizes:
 
 
 def batch_sizes(*, evaluation: bool = False) -> BatchSizes | None:
-    """Return the batch sizes of training, or of validation and test (own sizes from 0.18 on).
-
-    None: unknown, because megatron-core runs without its micro batch calculator.
-    """
+    """Return the batch sizes of training, or of validation and test (own sizes from 0.18 on). None:
+    unknown, because megatron-core runs without its micro batch calculator."""
     args = script_arguments()
     if evaluation and getattr(args, "eval_micro_batch_size", None) is not None:
         return _from_arguments(args, "eval_")

@@ -72,13 +72,9 @@ def probing(get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
 
 
 def probe_step(schedule: Schedule, step: dict[str, Any]) -> dict[str, Any]:
-    """Probe the model of a step; return the arguments for the step itself.
-
-    Every rank calls it with the arguments of its schedule.
-
-    Raises:
-        ConfigError: on all ranks, if documents see each other on one (``megapack.attention``).
-    """
+    """Probe the model of a step; return the arguments for the step itself. Every rank calls it with
+    the arguments of its schedule. Raises ConfigError, on all ranks, if documents see each other on
+    one (``megapack.attention``)."""
     model = step["model"] if isinstance(step["model"], list) else [step["model"]]
     config = get_model_config(model[0])
     group = parallel_state.get_model_parallel_group()
@@ -217,11 +213,8 @@ def _losses(
     host_batch: dict[str, Any],
     batch: dict[str, Any],
 ) -> Tensor:
-    """Return the loss of every token in a batch, 0 where the script masks it.
-
-    Args:
-        host_batch: the batch that the script read; ``batch`` has other tokens, labels, boundaries.
-    """
+    """Return the loss of every token in a batch, 0 where the script masks it. ``host_batch`` is the
+    batch that the script read; ``batch`` has other tokens, labels, boundaries."""
     renamed = {key: batch[name] for key, name in _BRIDGE.items() if key in host_batch}
     host_batch = {key: {**batch, **renamed}[key] for key in host_batch}
     data_iterator = step["data_iterator"]

@@ -34,20 +34,18 @@ HOLDERS = tuple(
 class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ignore[misc]  # no stubs
     """A .bin/.idx pair with megatron-core's constructor; see ``megapack.IndexedDataset``.
 
+    Raises FormatError if the .idx is damaged, disagrees with sequences_per_dataset, or .bin is
+    short, and OSError if a file is missing or cannot be read.
+
     Args:
         path_prefix: common name of the files. Object storage (``s3://``, ``msc://``) gives
             megatron-core's own reader.
         multimodal: the .idx has a mode per sequence; items are then ``(tokens, mode)``.
-        mmap: accepted; local files are always mapped.
+        mmap, fast_cache_load: ignored; local files are always mapped, and opening reads one header.
         object_storage_config, s3_config: for object storage.
-        fast_cache_load: accepted; opening reads one header.
         sequences_per_dataset: (sequences, document indices) that the .idx must have.
         dtype_code: ignored; the header has it (megatron-core guesses it from the vocabulary size,
             wrongly between 65,500 and 65,536).
-
-    Raises:
-        FormatError: the .idx is damaged, disagrees with sequences_per_dataset, or .bin is short.
-        OSError: a file is missing or cannot be read.
     """
 
     def __new__(cls, path_prefix: str = "", *args: Any, **kwargs: Any) -> Any:
@@ -139,13 +137,8 @@ class _Index:
 
 class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetBuilder):  # type: ignore[misc]  # no stubs
     """Writer of a .bin/.idx pair with megatron-core's calls (``megapack.IndexedDatasetBuilder``).
-
-    Args:
-        bin_path: the .bin file. It gets this name when ``finalize(idx_path)`` returns, and replaces
-            an existing file, as in megatron-core.
-        dtype: dtype of the tokens; signed ones allow negative ids.
-        multimodal: store a mode per sequence.
-    """
+    The .bin file gets its name when ``finalize(idx_path)`` returns, and replaces an existing file,
+    as in megatron-core. Signed dtypes allow negative ids."""
 
     def __init__(
         self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False
@@ -177,16 +170,14 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
         eod_token: int | None = None,
         chunk_size: int = 1_000_000,
     ) -> None:
-        """Add many documents of one sequence each (megatron-core 0.20).
+        """Add many documents of one sequence each (megatron-core 0.20). Raises DataError for an id
+        outside of the dtype, and a wrong number of modes.
 
         Args:
             documents: ``awkward.Array`` of token ids, or a sequence of lists of them.
             modes: mode of every document, if multimodal; default 0.
             eod_token: appended to every document.
             chunk_size: documents to join in memory at once.
-
-        Raises:
-            DataError: an id outside of the dtype, or a wrong number of modes.
         """
         if modes is not None and len(modes) != len(documents):
             raise DataError(

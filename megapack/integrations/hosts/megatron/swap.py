@@ -45,6 +45,9 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     """Replace Megatron's dataset classes by megapack's. A second call changes nothing.
 
+    Raises ConfigError if own_get_batch is invalid, or not for this release, or if this release
+    lacks a name to replace.
+
     Args:
         own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
             otherwise it requires the flag with which Megatron's own reads boundaries. ``no`` leaves
@@ -52,10 +55,6 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
         probe: probe the model on its first micro batch before training
             (``megapack.integrations.hosts.megatron.probe``): six forwards; the log has their
             duration.
-
-    Raises:
-        ConfigError: own_get_batch is invalid, or not for this release; or this release lacks a name
-            to replace.
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
@@ -98,16 +97,9 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
 
 def install_bridge(*, probe: bool = True) -> None:
     """Do the same for Megatron-Bridge's recipes; call it before ``pretrain(config, forward_step)``.
-
     A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows with
-    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage.
-
-    Args:
-        probe: see ``install``.
-
-    Raises:
-        ConfigError: Megatron-Bridge is not installed.
-    """
+    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage. Raises ConfigError if
+    Megatron-Bridge is not installed."""
     data = _import_if_present("megatron.bridge.data.utils")  # also imports subclasses of datasets
     if data is None:
         raise ConfigError("megatron.bridge is missing: install Megatron-Bridge, or call install()")
