@@ -184,7 +184,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
         ("boundary", "see another document"),
         ("no boundary", "see another document"),
         ("labels", "against the loss mask of the batch"),
-        ("loader", "'labels' of the first micro batch is not what megapack told"),
+        ("loader", "'labels' of the first micro batch differs from what megapack gave"),
         ("window", "attention windows"),
     ],
 )

@@ -166,7 +166,7 @@ def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
 
 def test_whole_sets_without_a_loss_mask_are_refused() -> None:
     for host in (gpt_neox, megatron_deepspeed):
-        with pytest.raises(ConfigError, match="full_validation is True and varlen False"):
+        with pytest.raises(ConfigError, match="full_validation is True and varlen is False"):
             host.install(varlen=False, full_validation=True)
 
 
@@ -202,7 +202,7 @@ def test_neox_weighs_losses_once_however_often_it_builds_loaders(
     monkeypatch.setitem(sys.modules, "megatron.training", training)
     monkeypatch.setattr(gpt_neox, "_rebinding", Rebinding("GPT-NeoX"))
     for _ in range(2):
-        gpt_neox._weigh_losses()
+        gpt_neox._weight_losses()
     assert float(training.evaluate()["lm_loss"]) == pytest.approx(39.5)
 
 
