@@ -136,7 +136,9 @@ def test_every_pipeline_stage_has_boundaries_and_only_the_ends_have_tokens(free_
     assert [has_tokens for has_tokens, _, _ in stages] == [True, False, True]
     for _, boundaries, (without_data, of_two_rows) in stages:
         assert boundaries == [0, 3, 8, 16]
-        assert "read on all stages" in without_data and "--micro-batch-size 1" in of_two_rows
+        assert (
+            "all stages read packed rows" in without_data and "--micro-batch-size 1" in of_two_rows
+        )
 
 
 def aligned_row(lengths: list[int], align: int) -> dict[str, Tensor]:
