@@ -1,10 +1,9 @@
 """megapack: documents to training batches.
 
-``IndexedDataset`` and ``IndexedDatasetBuilder`` hold documents on disk (Megatron's .bin/.idx),
+``IndexedDataset`` and ``IndexedDatasetBuilder`` read and write documents (Megatron's .bin/.idx),
 ``pack`` turns document lengths into a ``SampleIndex``, and ``PackedDataset`` with
-``BucketBatchSampler`` turns both into batches; ``plan_step`` deals documents to the ranks of any
-trainer. Every name is imported on first use, so that data
-is built on machines without torch and ``import megapack`` costs nothing.
+``BucketBatchSampler`` turns both into batches; ``plan_step`` assigns documents to the ranks of any
+trainer. Names are imported on first use, so ``import megapack`` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ except ImportError as error:
         "`pip install .` (or `pip install -e .` in a checkout; a C++17 compiler is needed)."
     ) from error
 
-# public name -> the module that has it
+# public name -> module
 _HOME = {
     "BucketBatchSampler": "megapack.data",
     "IndexedDataset": "megapack.storage",

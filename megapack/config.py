@@ -1,10 +1,9 @@
-"""Frozen dataclasses from YAML: one way to read, override, check and print a configuration.
+"""Configurations: frozen dataclasses that are read from YAML, overridden, checked and printed.
 
 A configuration class is ``@dataclass(frozen=True, kw_only=True)``; nested classes nest in the
-YAML. An unknown key is an error that names the nearest known one, a key that comes twice is an
-error, and a value of the wrong type is an error that names the field, the value and the type it
-must have. Numbers are finite, integers fit 64 bits, and booleans are no integers; ranges are
-checked by ``check_range``.
+YAML. Errors are an unknown key (the message names the nearest known one), a duplicate key, a value
+of a wrong type, a number that is not finite, and an integer beyond 64 bits. Booleans do not count
+as integers. ``check_range`` checks ranges.
 
     from_dict(LearningRateConfig, {"kind": "wsd", "warmup_step": 2}, where="learning_rate")
     # -> ConfigError: learning_rate: unknown key 'warmup_step'; did you mean 'warmup_steps'? ...
@@ -49,10 +48,10 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     Args:
         cls: a frozen dataclass.
         path: the YAML file.
-        overrides: ``"a.b=value"`` strings, applied in order; values are parsed as YAML.
+        overrides: ``"a.b=value"`` strings, applied in order; values are YAML.
 
     Raises:
-        ConfigError: not YAML, unknown key, wrong type, or a value ``cls`` refuses.
+        ConfigError: invalid YAML, an unknown key, a wrong type, or a value that ``cls`` refuses.
         OSError: the file cannot be read.
     """
     try:
@@ -66,7 +65,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of ``tree`` with every ``"a.b=value"`` set (the path is created where missing)."""
+    """Return a copy of ``tree`` with every ``"a.b=value"`` set; missing mappings are created."""
     result = _copy_mapping(tree)
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -83,16 +82,16 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                raise ConfigError(f"override {item!r}: {parent} is a value, it has no keys")
+                raise ConfigError(f"override {item!r}: {parent} is a value without keys; set it")
             node = child
         node[leaf] = value
     return result
 
 
 def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
-    """Build ``cls`` from nested mappings. Raises ConfigError (see ``load_config``).
+    """Build ``cls`` from nested mappings. Raises ConfigError as in ``load_config``.
 
-    A field with ``metadata={"formerly": "x"}`` is what the error for an unknown key x suggests.
+    The error for an unknown key x suggests the field with ``metadata={"formerly": "x"}``.
     """
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
@@ -108,7 +107,7 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         if required and name not in values:
-            raise ConfigError(f"{where}: missing key {name!r}; it has no default")
+            raise ConfigError(f"{where}: missing key {name!r}; it has no default, so add it")
     try:
         return cls(**values)
     except ConfigError:
@@ -118,7 +117,7 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The inverse of ``from_dict``: plain dicts, lists and scalars, ready for YAML or JSON."""
+    """Convert a configuration to dicts, lists and scalars, as ``from_dict`` reads them."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
@@ -143,13 +142,13 @@ MAX_NODES = 1_000_000  # of a YAML file after its aliases are expanded
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuse a key that comes twice (the second would win silently; checked before ``<<`` merges),
-    values nested too deeply, and aliases that contain themselves or expand to too many values."""
+    """Loader that refuses duplicate keys (before ``<<`` merges; YAML would take the second), values
+    nested too deeply, and aliases that contain themselves or expand to too many values."""
 
     depth = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        # The scanner reads 1,024 characters ahead, in quadratic time: refuse brackets there.
+        # The scanner reads 1,024 characters ahead, in quadratic time: check brackets already here.
         if self.flow_level >= MAX_DEPTH:
             self._too_deep(self.get_mark())
         super().fetch_flow_collection_start(token)
@@ -204,10 +203,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML of any origin. Raises yaml.YAMLError, also for hostile nesting and aliases."""
+    """Parse untrusted YAML. Raises yaml.YAMLError, also for hostile nesting and aliases."""
     try:
         return yaml.load(text, _Loader)
-    except (ValueError, OverflowError) as error:  # a date or a number that cannot be
+    except (ValueError, OverflowError) as error:  # an impossible date or number
         raise yaml.YAMLError(str(error)) from error
 
 
@@ -216,10 +215,13 @@ def _one_line(error: Exception) -> str:
 
 
 def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
-    """``"; did you mean 'x'?"`` where a known name is, or was, like ``name``, else nothing."""
-    spelled = {**{one: one for one in known}, **(formerly or {})}
-    close = difflib.get_close_matches(name, spelled, n=1, cutoff=0.5)
-    return f"; did you mean {spelled[close[0]]!r}?" if close else ""
+    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string.
+
+    ``formerly`` maps old names to known ones.
+    """
+    names = {**{one: one for one in known}, **(formerly or {})}
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def check_known(
@@ -229,23 +231,23 @@ def check_known(
     known: Iterable[str],
     formerly: Mapping[str, str] | None = None,
 ) -> None:
-    """Names that must be among the known ones.
+    """Check that names are known.
 
     Args:
-        where: what has them, which the message begins with.
-        what: what each of them is, as in "key".
-        names: to check.
-        known: what there is.
-        formerly: another name, as people may remember it -> its known one.
+        where: origin of the names; the message begins with it.
+        what: kind of the names, as in "key".
+        names: names to check.
+        known: all known names.
+        formerly: old name -> known name.
 
     Raises:
-        ConfigError: naming the first unknown one, the nearest known one, and all known ones.
+        ConfigError: names the first unknown one, the nearest known one, and all known ones.
     """
     known = list(known)
     for name in names:
         if name not in known:
-            hint, there = nearest(str(name), known, formerly), ", ".join(sorted(known))
-            raise ConfigError(f"{where}: unknown {what} {name!r}{hint} (known: {there})")
+            hint, listed = nearest(str(name), known, formerly), ", ".join(sorted(known))
+            raise ConfigError(f"{where}: unknown {what} {name!r}{hint} (known: {listed})")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -323,13 +325,13 @@ def check_range(
     at_most: float | None = None,
     **values: float | None,
 ) -> None:
-    """Numbers of a section that must be finite and in a range; None is a value that is not given.
+    """Check that numbers are finite and in a range; None values are not checked.
 
     Args:
-        section: what has them, which the message begins with.
-        above, at_least: the lower bound, without and with itself.
-        below, at_most: the upper bound, without and with itself.
-        values: the numbers by name.
+        section: origin of the numbers; the message begins with it.
+        above, at_least: lower bound, exclusive or inclusive.
+        below, at_most: upper bound, exclusive or inclusive.
+        values: name -> number.
 
     Raises:
         ConfigError: "section: name is VALUE; it must be ...".
@@ -351,18 +353,20 @@ def check_range(
 
 
 def check_positive(section: str, **values: float | Sequence[float] | None) -> None:
-    """``check_range`` of numbers, or of several, that make no sense at 0 or below."""
+    """Check with ``check_range`` that numbers, or all numbers of sequences, are above 0."""
     for name, value in values.items():
         for each in value if isinstance(value, (list, tuple)) else (value,):
             check_range(section, above=0, **{name: each})
 
 
 def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> None:
-    """``check_range`` of fields of a frozen dataclass that count; they become Python's own integers
-    (JSON takes no numpy.int64). Raises ConfigError also where one is no whole number."""
-    given = {name: getattr(config, name) for name in names}
-    check_range(section, **bounds, **given)
-    for name, value in given.items():
+    """Check fields of a frozen dataclass with ``check_range`` and convert them to int.
+
+    JSON does not accept numpy.int64. Raises ConfigError also if a field is not a whole number.
+    """
+    values = {name: getattr(config, name) for name in names}
+    check_range(section, **bounds, **values)
+    for name, value in values.items():
         try:
             object.__setattr__(config, name, None if value is None else operator.index(value))
         except TypeError:

@@ -1,8 +1,8 @@
-"""Accelerators by name, and how much arithmetic training is: one home for every estimate.
+"""Peak speed of accelerators, and arithmetic of training, for all estimates.
 
-``PEAK_FLOPS`` and ``peak_flops`` what a device can do; ``FLOPS_PER_WEIGHT`` and ``attention_flops``
-what a token and a segment cost. A matrix multiplication of m x k and k x n counts 2 m k n
-operations, and the backward twice the forward.
+- ``PEAK_FLOPS``, ``peak_flops``: speed of a device
+- ``FLOPS_PER_WEIGHT``, ``attention_flops``: operations per token and per segment; a matrix product
+  of m x k and k x n counts 2 m k n operations, and the backward twice the forward
 
     peak_flops("NVIDIA H100 80GB HBM3")   # -> 989e12
     peak_flops("NVIDIA H100 PCIe")        # -> 756e12
@@ -16,7 +16,7 @@ import re
 
 __all__ = ["FLOPS_PER_WEIGHT", "PEAK_FLOPS", "attention_flops", "peak_flops"]
 
-# Dense 16-bit tensor operations per second, from the makers' data sheets.
+# Dense 16-bit tensor operations per second, from data sheets.
 PEAK_FLOPS: dict[str, float] = {
     "v100": 125e12,
     "a10": 125e12,
@@ -41,23 +41,23 @@ FLOPS_PER_WEIGHT = 6.0
 
 
 def peak_flops(name: str) -> float | None:
-    """The peak of the device whose driver calls it so, as in "NVIDIA H100 80GB HBM3", or of a key
-    of ``PEAK_FLOPS``; None: it is not known."""
+    """Return the peak of a device by its driver's name ("NVIDIA H100 80GB HBM3") or its key in
+    ``PEAK_FLOPS``; None if it is unknown."""
     words = name.lower().replace("-", " ")
-    # Another digit behind it makes another device: an A1000 is no A100.
+    # No digit may follow: an A1000 is not an A100.
     known = [key for key in PEAK_FLOPS if re.search(rf"{key.replace('-', ' ')}(?!\d)", words)]
     return PEAK_FLOPS[max(known, key=len)] if known else None  # "h100-pcie" before "h100"
 
 
 def attention_flops(num_layers: int, width: int, *, recomputed: bool = False) -> float:
-    """Operations of causal attention in training, per squared token of a segment.
+    """Return the operations of causal attention in training, per squared token of a segment.
 
-    Two products forward and four backward of ``2 width`` operations each, half of the pairs.
+    Two products forward and four backward of ``2 width`` operations each, for half of the pairs.
 
     Args:
-        num_layers: with attention.
+        num_layers: layers with attention.
         width: of all query heads together.
-        recomputed: count the product that FlashAttention computes again in the backward, as time
-            does and model FLOPs (PaLM's MFU) do not.
+        recomputed: also count the product that FlashAttention recomputes in the backward, for time;
+            model FLOPs (PaLM's MFU) leave it out.
     """
     return (7.0 if recomputed else 6.0) * num_layers * width

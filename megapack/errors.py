@@ -1,4 +1,4 @@
-"""Every exception megapack raises on purpose, and how text reaches a terminal.
+"""Exceptions of megapack, and functions that make text safe to print.
 
     printable("a\x1b[2Jb")  # -> "a\\u001b[2Jb": text of a corpus cannot clear the screen
 
@@ -16,14 +16,9 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# ---- Packages that only some inputs need: imported where used, with an error that says what to do
-
 
 def require(module: str, why: str) -> Any:
-    """Import an optional package.
-
-    Args:
-        why: what needs it, for the message.
+    """Import an optional package; ``why`` says in the message what needs it.
 
     Raises:
         MegapackError: it cannot be imported; the message says what to install.
@@ -38,44 +33,45 @@ def require(module: str, why: str) -> Any:
 
 
 class MegapackError(Exception):
-    """Base of every error below; catching it catches them all."""
+    """Base class of all errors below."""
 
 
 class ConfigError(MegapackError, ValueError):
-    """A configuration or a command line asks for something that cannot be."""
+    """A configuration or a command line is wrong."""
 
 
 class FormatError(MegapackError, ValueError):
-    """A file is truncated, damaged, or not of the format its name promises."""
+    """A file is truncated, damaged, or of another format than expected."""
 
 
 class DataError(MegapackError, ValueError):
-    """Input documents that may not be stored or packed (bad JSON, token id out of range, ...)."""
+    """Input documents cannot be stored or packed (bad JSON, token id out of range, ...)."""
 
 
 class IndexMismatchError(MegapackError, ValueError):
-    """A .samples file was built from another dataset than the one it is opened with."""
+    """A .samples file is opened with a dataset from which it was not built."""
 
 
 class LockedError(MegapackError, RuntimeError):
-    """Another process writes what was to be written; the message names its host and pid."""
+    """Another process is writing the same file; the message names its host and pid."""
 
 
 class ResumeError(MegapackError, RuntimeError):
-    """A checkpoint and a configuration disagree about the order of samples."""
+    """A checkpoint and a configuration determine different orders of samples."""
 
 
 class RankMismatchError(MegapackError, RuntimeError):
-    """Ranks of one job do not agree on what this step contains."""
+    """Ranks of one job compute different contents of a step."""
 
 
 class MegapackWarning(UserWarning):
-    """Something the user asked for is done differently, or costs more than it needs to."""
+    """A request is fulfilled in another way, or costs more than necessary."""
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Return whether an exception comes from another library, and not from megapack, the system or
-    the user. Rust libraries raise a PanicException, which is a BaseException, not an Exception.
+    """Return whether an exception comes from another library, not from megapack, system or user.
+
+    Rust libraries raise a PanicException, which is a BaseException, not an Exception.
     """
     ours = (MegapackError, OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
     return not isinstance(error, ours)
@@ -87,7 +83,7 @@ def first_line(error: BaseException) -> str:
 
 
 def exit_code(error: Exception) -> int:
-    """Exit code of a command: 2 for its command line or configuration, 1 for anything else."""
+    """Return the exit code of a command: 2 for its command line or configuration, else 1."""
     return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -96,7 +92,7 @@ _QUERY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://?[^\s?#]*[?#])[^\s)]+")
 
 
 def redacted(text: object) -> str:
-    """A text without what addresses in it may hide: user and password, query and fragment."""
+    """Remove user, password, query and fragment from the addresses in a text."""
     return _QUERY.sub(r"\1...", _USER.sub(r"\1...@", str(text)))
 
 
@@ -119,12 +115,9 @@ def _escaped(character: str) -> str:
 
 
 class PrintableStream:
-    """Output stream that writes ``printable(text)`` to another stream.
+    """Stream that writes ``printable(text)`` to another one, ``unfiltered``.
 
     A carriage return at the start of a write stays: progress bars of libraries begin with one.
-
-    Attributes:
-        unfiltered: the other stream, for text with styles that was made printable before.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -145,7 +138,7 @@ class PrintableStream:
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Make everything printable that the block writes to stdout and stderr, also logs."""
+    """Make text printable that the block writes to stdout and stderr, also by logging."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(PrintableStream, before)
     try:

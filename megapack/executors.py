@@ -1,8 +1,8 @@
-"""Shards built by whom one chose: this process, several of this machine, or a Ray cluster.
+"""Execution of shards in this process, in several processes, or on a Ray cluster.
 
-- Worker: builds shards one by one, and reports what it does as Counted
-- run_shards: the records of shards, by the executor that was chosen
-- prepare_processes: starts what will fork the workers, while there is other work
+- Worker: builds shards one by one, and reports its work as Counted
+- run_shards: run a worker on shards and return its records
+- prepare_processes: start the server that forks the workers, in the background
 
     class Squares:
         threads = 1
@@ -41,7 +41,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Counted(NamedTuple):
-    """Work that was done."""
+    """Amounts of finished work."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -51,18 +51,18 @@ class Counted(NamedTuple):
         return Counted(*(a + b for a, b in zip(self, more, strict=True)))
 
 
-Report = Callable[[Counted], None]  # is told what was done since it was last called
+Report = Callable[[Counted], None]  # called with the work since the last call
 
 
 class Worker(Protocol[R_co]):
-    """Can be pickled; a process or task has one, and builds many shards with it."""
+    """Builder of shards. It must be picklable: every process or task gets one copy."""
 
     @property
     def threads(self) -> int:
-        """That one shard is worked at with."""
+        """Threads that build one shard."""
 
     def build(self, index: int, report: Report) -> R_co:
-        """Build a shard, or find it finished; its record."""
+        """Build a shard, unless it is finished already, and return its record."""
 
 
 def run_shards(
@@ -75,19 +75,19 @@ def run_shards(
     ray_address: str | None = None,
     remedy: str = "fewer --workers",
 ) -> list[R]:
-    """Records of the shards, in the order of ``indices``.
+    """Build shards and return their records, in the order of ``indices``.
 
     Args:
-        executor: processes of this machine, or one task per shard of a Ray cluster.
-        num_processes: of this machine; 1: this one.
-        ray_address: as ``ray.init`` takes it; None is Ray's own rule (RAY_ADDRESS, or a cluster of
-            this machine alone). A connection that exists already is used.
-        remedy: what takes less memory, for the message.
+        executor: processes of this machine, or one task per shard on a Ray cluster.
+        num_processes: of this machine; 1: only this one.
+        ray_address: as for ``ray.init``; None is Ray's own rule (RAY_ADDRESS, or a cluster on this
+            machine). An existing connection is reused.
+        remedy: how to use less memory, for the message.
 
     Raises:
-        MegapackError: a worker, or the server that forks them, was killed (out of memory, as a
-            rule), or ray is not installed.
-        DataError, OSError: what a worker raised; the others stop at their next shard.
+        MegapackError: a worker, or the server that forks them, was killed (usually out of memory),
+            or ray is not installed.
+        DataError, OSError: raised by a worker; the other workers stop at their next shard.
         KeyboardInterrupt: worker processes are killed in the middle of their shards.
     """
     if executor == "ray":
@@ -97,8 +97,8 @@ def run_shards(
     return _run_processes(worker, indices, report, num_processes, remedy)
 
 
-# ---- Worker processes of this machine -----------------------------------------------------------
-# Shards go to whoever is free, so that one with long documents holds nobody up.
+# ---- Worker processes on this machine ------------------------------------------------------------
+# An idle process takes the next shard, so a shard with long documents delays no other.
 
 _POLL_SECONDS = 0.2
 
@@ -108,33 +108,35 @@ def _run_processes(
 ) -> list[R]:
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
-    alive, here = context.Pipe(duplex=False)  # nobody writes: it ends with this process
-    start = (_start_worker, (worker, counters, alive))
-    with here, ProcessPoolExecutor(num_processes, context, *start) as pool:
+    # Nothing is written to the pipe: its end tells the workers that this process has ended.
+    reader, writer = context.Pipe(duplex=False)
+    start = (_start_worker, (worker, counters, reader))
+    with writer, ProcessPoolExecutor(num_processes, context, *start) as pool:
         try:
             try:
                 with _uninterrupted():
                     forkserver.ensure_running()
                     futures = [pool.submit(_work, index) for index in indices]  # starts workers
-            except (EOFError, ConnectionError) as error:  # of the server that forks them
+            except (EOFError, ConnectionError) as error:  # from the server that forks workers
                 raise BrokenProcessPool("the server of the workers was killed") from error
             _watch(futures, counters, report)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise MegapackError(
                 f"a worker process was killed; the usual reason is memory: use {remedy}. Finished "
-                "shards are kept; run the same command to go on"
+                "shards are kept; run the same command to resume"
             ) from error
         except KeyboardInterrupt:
-            here.close()  # which ends the workers: shards may take minutes
+            writer.close()  # ends the workers, whose shards may take minutes
             raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def prepare_processes(modules: Sequence[str]) -> None:
-    """Start what will fork the workers: a server without threads that imports what they need, while
-    the build is still being planned. It leaves with this process.
+    """Start the server that forks workers, while the build is still being planned.
+
+    It has no threads, imports the modules that workers need, and ends with this process.
     """
     forkserver.set_forkserver_preload([__name__, *modules])
     with _uninterrupted():
@@ -143,46 +145,47 @@ def prepare_processes(modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, and never reaches the processes that it starts: their
-    parent decides what becomes of them.
+    """Delay Ctrl-C to the end of the block, and block it in the processes that it starts.
+
+    Their parent ends them.
     """
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+    if threading.current_thread() is not threading.main_thread():  # only the main one gets signals
         yield
         return
-    resource_tracker.ensure_running()  # first: its start ends by letting signals through
-    met: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    resource_tracker.ensure_running()  # first, because its start unblocks signals
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by processes
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if met:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 def _watch(futures: Sequence[Future[R]], counters: Any, report: Report) -> None:
-    """Report what is counted until all shards are done. Raises what a worker raised."""
+    """Report the counters until all shards are done. Raises the errors of workers."""
     done: queue.SimpleQueue[Future[R]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
     num_pending, lock = len(futures), counters.get_lock()
-    reported, is_told = Counted(), True
-    while num_pending or not is_told:
+    reported, is_current = Counted(), True
+    while num_pending or not is_current:
         with contextlib.suppress(queue.Empty):
             done.get(timeout=_POLL_SECONDS if num_pending else 0).result()
             num_pending -= 1
-        is_told = lock.acquire(timeout=_POLL_SECONDS)  # a worker that was killed may hold it
-        if is_told:
+        is_current = lock.acquire(timeout=_POLL_SECONDS)  # a killed worker may hold it
+        if is_current:
             now = Counted(*counters)
             lock.release()
             report(Counted(*(a - b for a, b in zip(now, reported, strict=True))))
             reported = now
 
 
-# The worker process, and what it counts. What the worker needs is loaded by the first task: an
-# error there reaches the parent, unlike one at the start.
+# State of a worker process. The first task loads what the worker needs, because an error in a task
+# reaches the parent, unlike one at the start.
 _worker: Worker[Any]
 _counters: Any
 
@@ -204,18 +207,18 @@ def _count(counted: Counted) -> None:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process when the one that holds the other end of the pipe ends, in whatever way.
+    """End this process when the one with the other end of the pipe ends, for any reason.
 
-    Linux ends it at once, whatever it is busy with: a thread would have to wait for the
-    interpreter's lock. PR_SET_PDEATHSIG would follow the server that forked this process instead.
+    Linux kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would
+    refer to the server that forked this process instead.
     """
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):  # no /proc
-            # The workers share one open file, and an open file signals one process: open it again.
-            own = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
-            fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+            # The workers share one open file, which signals only one process: open it again.
+            pipe = os.open(f"/proc/self/fd/{parent.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
     def wait_for_end() -> None:
         multiprocessing.connection.wait([parent])
@@ -224,10 +227,10 @@ def _end_with(parent: Connection) -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
 
 
-# ---- Shards on a Ray cluster: one task each, tried again where a node dies ----------------------
+# ---- Shards on a Ray cluster: one task each, retried if a node dies ------------------------------
 # Every node must see the inputs and the output directory under the same paths.
 
-_RETRIES = 10  # of a task whose process or node died; an error in the data is not tried again
+_RETRIES = 10  # of a task whose process or node died; an error in the data is not retried
 
 
 def _run_ray(
@@ -239,7 +242,7 @@ def _run_ray(
         ray.init(address=address, log_to_driver=False)
     pending: list[Any] = []
     try:
-        # A task that asks for more than any node has would wait for ever.
+        # A task that requests more cores than any node has would wait forever.
         most = max((int(node["Resources"].get("CPU", 0)) for node in ray.nodes()), default=0)
         task = ray.remote(num_cpus=min(worker.threads, most) or 1, max_retries=_RETRIES)(_build)
         everywhere = ray.put(worker)
@@ -254,8 +257,8 @@ def _run_ray(
         raise (cause if isinstance(cause, Exception) else error) from None
     except ray.exceptions.RayError as error:
         raise MegapackError(
-            f"{error} It was tried {1 + _RETRIES} times; the usual reason is memory: `ray start` "
-            "with fewer --num-cpus. Finished shards are kept; run the same command to go on"
+            f"{error} It ran {1 + _RETRIES} times; the usual reason is memory: use fewer "
+            "--num-cpus with `ray start`. Finished shards are kept; run the same command to resume"
         ) from error
     finally:
         for reference in pending:
@@ -264,16 +267,16 @@ def _run_ray(
             ray.shutdown()
 
 
-# Of a process, which Ray uses for many tasks.
+# Ray uses one process for many tasks; it keeps its worker.
 _ray_worker: Worker[Any] | None = None
 
 
 def _build(worker: Worker[R], index: int, folder: Path) -> tuple[R, Counted]:
-    """The record, and what was done."""
-    global _ray_worker  # noqa: PLW0603 (a task has no other place that outlives it)
-    with contextlib.suppress(OSError):  # a node need not have it where all paths are absolute
-        os.chdir(folder)  # of the command, to which paths are relative
-    _ray_worker = _ray_worker if _ray_worker == worker else worker  # its tokenizer is loaded
+    """Build a shard; return its record and the work."""
+    global _ray_worker  # noqa: PLW0603 (no other state outlives a task)
+    with contextlib.suppress(OSError):  # a node may lack the folder if all paths are absolute
+        os.chdir(folder)  # relative paths refer to the folder of the command
+    _ray_worker = _ray_worker if _ray_worker == worker else worker  # with its tokenizer loaded
     done = [Counted()]
     try:
         record = _ray_worker.build(index, lambda more: done.append(done.pop().plus(more)))

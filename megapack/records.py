@@ -1,12 +1,12 @@
-"""JSON records on disk: read, check and name what is wrong in one wording.
+"""JSON records on disk, read with one set of checks and messages.
 
 A record is a frozen keyword-only dataclass with typed fields. Reading it checks the JSON, the
 version (a field such as ``version: Literal[1] = 1``), unknown and missing keys, and the type of
-every value, nested ones included.
+every value, also of nested ones.
 
-- ``parse_json``: any JSON text
-- ``read_record``: the same as a dataclass
-- ``check_inside``: a relative name that stays inside its folder
+- ``parse_json``: parse a JSON text
+- ``read_record``: read a file as a dataclass
+- ``check_inside``: check a relative name, which must stay inside its folder
 
     @dataclass(frozen=True, kw_only=True)
     class Manifest:
@@ -37,8 +37,8 @@ def parse_json(
 
     Args:
         text: bytes are UTF-8.
-        where: the text's origin (a path), which begins the message.
-        remedy: what to do about damaged text; ends the message.
+        where: origin of the text (a path); the message begins with it.
+        remedy: what to do about damaged text; the message ends with it.
         error: class of the error.
 
     Raises:
@@ -56,7 +56,7 @@ def read_record(
     """Read a JSON file as ``cls``; arguments as of ``parse_json``.
 
     Raises:
-        error: damaged JSON, a wrong version, an unknown or missing key, a value of another type.
+        error: damaged JSON, a wrong version, an unknown or missing key, a value of a wrong type.
         OSError: the file cannot be read.
     """
     content = parse_json(path.read_bytes(), path, remedy=remedy, error=error)
@@ -70,7 +70,7 @@ def check_inside(where: str, name: str) -> None:
     """Refuse a file name that leaves its folder: absolute, with ``..``, or empty.
 
     Raises:
-        ValueError: naming it.
+        ValueError: the message names it.
     """
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in name or "\0" in name:

@@ -1,11 +1,11 @@
-"""Numbers as people write and read them: sizes, counts, shares; read and printed in one place.
+"""Parsing and printing of sizes, counts and shares.
 
-A size is a number of bytes, or of K, M, G, T, which are powers of 1024: on the command line, in the
-environment and in YAML alike. ``size`` prints what ``parse_size`` reads::
+A size is a number of bytes, or of K, M, G, T, which are powers of 1024, on the command line, in the
+environment and in YAML. Counts of documents and tokens use powers of 1000.
 
     parse_size("64M")  # -> 67108864
     size(67108864)  # -> "64 MiB"
-    short(67108864)  # -> "67.1 M": counts, of documents and tokens, go by 1000
+    short(67108864)  # -> "67.1 M"
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _THOUSANDS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes of a size: ``64M``, ``1.5G``, ``64 MiB``, ``4096`` or a whole number.
+    """Return the bytes of a size: ``64M``, ``1.5G``, ``64 MiB``, ``4096`` or a whole number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a size.
     """
     match = _SIZE.fullmatch(str(value).strip().upper())
     if match is None or isinstance(value, bool):
@@ -50,7 +50,7 @@ def checked_integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def size(num_bytes: int) -> str:
-    """512 -> 512 B; 1234567 -> 1.18 MiB"""
+    """Format bytes: 512 -> 512 B; 1234567 -> 1.18 MiB."""
     for power in "TGMK":
         unit = 1024 ** _POWERS[power]
         if num_bytes >= unit:
@@ -59,30 +59,30 @@ def size(num_bytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """1234567 -> 1,234,567"""
+    """Format a number: 1234567 -> 1,234,567."""
     return f"{number:,}"
 
 
 def counted(number: int, noun: str) -> str:
-    """1, "shard" -> 1 shard; 1234, "shard" -> 1,234 shards"""
+    """Format a number with its noun: 1 shard; 1,234 shards."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short(number: float) -> str:
-    """1234567 -> 1.23 M"""
+    """Format a count with three digits: 1234567 -> 1.23 M."""
     for limit, unit in _THOUSANDS:
-        if abs(number) >= 0.9995 * limit:  # three digits of 999,700 are those of a million
+        if abs(number) >= 0.9995 * limit:  # 999,700 is 1 M with three digits
             return f"{_three_digits(number / limit)}{unit}"
     return _three_digits(number)
 
 
 def percent(fraction: float, digits: int | None = 2) -> str:
-    """0.00123 -> 0.12 %; with None three significant digits, 0.123 %"""
+    """Format a share: 0.00123 -> 0.12 %; with None three significant digits, 0.123 %."""
     if digits is not None:
         return f"{100 * fraction:.{digits}f} %"
     return f"{_three_digits(100 * fraction)} %" if fraction < 0.9995 else f"{100 * fraction:.0f} %"
 
 
 def _three_digits(number: float) -> str:
-    """All of those before the point: 1023.9 -> 1024."""
+    """Format three significant digits, but all before the point: 1023.9 -> 1024."""
     return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:.3g}"

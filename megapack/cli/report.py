@@ -1,13 +1,13 @@
-"""A run on one page: one HTML file that needs nothing else, also while the run goes on.
+"""Write one self-contained HTML page about a run, finished or still running.
 
-Losses of sources and buckets, validation, mixture, what the run decided itself, branches, speed,
-waiting, stragglers, memory, and above all of it what must be looked at before the run is trusted.
-It is made of the run's directory (config.yaml, starts.jsonl, log.jsonl, evaluation.jsonl,
-decisions.json, checkpoints/); what is not there is left out. Needs matplotlib, and no torch.
+The page begins with checks of the run, then shows losses by source and bucket, validation, mixture,
+decisions of the run itself, branches, speed, waiting, stragglers and memory. It reads the run
+directory (config.yaml, starts.jsonl, log.jsonl, evaluation.jsonl, decisions.json, checkpoints/) and
+leaves out what is missing. It needs matplotlib, but not torch.
 
 examples:
   megapack-build report runs/a                     # runs/a/report.html
-  watch -n 60 megapack-build report runs/a         # anew every minute, while it trains
+  watch -n 60 megapack-build report runs/a         # renew the page every minute
   megapack-build report runs/a --output a.html
 """
 
@@ -37,44 +37,43 @@ from megapack.training.monitoring.slowdowns import slowdowns
 from megapack.units import count, counted, percent, short
 
 ROWS = 40  # of a table; the files have all
-SILENT = 300.0  # seconds, or ten log lines, after which a run that says nothing is doubted
+SILENT = 300.0  # seconds without a log line (or ten log intervals) before a warning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run")
-    add_shared(parser, "--output", help="RUN_DIR/report.html unless given")
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of the run")
+    add_shared(parser, "--output", help="an HTML page (default: RUN_DIR/report.html)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     page = run_page(read_run(args.run))
     target = Path(args.output or Path(args.run) / "report.html")
     with atomic_write(target, "w") as file:
         file.write(printable(page))
     print(f"report: {target}")
-    return 0
 
 
 def run_page(facts: RunFacts) -> str:
-    """The page. Raises ConfigError: matplotlib is not installed."""
-    found = list(checks(facts))
+    """Return the page. Raises ConfigError if matplotlib is not installed."""
+    listed = sorted(checks(facts), key=lambda check: -check.level)
     reason = facts.end.get("reason", "unknown")
-    worst = max((check.level for check in found), default=0)
+    worst = max((check.level for check in listed), default=0)
     mood = "bad" if worst == 2 else "good" if reason == "done" and worst == 0 else ""
-    done, of = _done(facts), facts.num_steps
-    share = min(1.0, done / of) if of else 0.0
+    done, total = _num_done(facts), facts.num_steps
+    share = min(1.0, done / total) if total else 0.0
     name = escape(facts.run.path.resolve().name)
     body = template("run.html").substitute(
         name=name,
         facts=_facts(facts),
         mood=mood,
         state=STATES.get(reason, "how it ended is not recorded"),
-        progress=f"step {count(done)}{f' of {count(of)}' if of else ''}",
-        bar=f"<div class='bar'><i style='width:{100 * share:.1f}%'></i></div>" if of else "",
+        progress=f"step {count(done)}{f' of {count(total)}' if total else ''}",
+        bar=f"<div class='bar'><i style='width:{100 * share:.1f}%'></i></div>" if total else "",
         tiles=tiles_of(tiles(facts)),
         checks="".join(
             f"<li class='{('ok', 'look', 'bad')[check.level]}'><b>{escape(check.what)}</b>: "
             f"{escape(check.sentence)}</li>"
-            for check in sorted(found, key=lambda check: -check.level)
+            for check in listed
         ),
         sections="".join(sections(facts)),
         version=__version__,
@@ -93,19 +92,19 @@ STATES = {
 }
 
 
-def _done(facts: RunFacts) -> int:
+def _num_done(facts: RunFacts) -> int:
     return int(facts.log.column("step")[-1]) + 1
 
 
 def _facts(facts: RunFacts) -> str:
-    """One line under the name: what is trained, where, since when."""
-    said = [(short(facts.log.column("tokens_seen")[-1]), "tokens seen")]
+    """Return the line below the name: size, tokens, ranks and start of the run."""
+    items = [(short(facts.log.column("tokens_seen")[-1]), "tokens seen")]
     if facts.starts:
         last = facts.starts[-1]
-        said.insert(0, (short(last["parameters"]), "parameters"))
-        said += [(counted(last["world_size"], "rank"), f"on {last['device']}")]
-        said += [(_date(facts.starts[0]["time"]), "UTC started")]
-    return " ".join(f"<b>{escape(value)}</b> {escape(words)}" for value, words in said)
+        items.insert(0, (short(last["parameters"]), "parameters"))
+        items += [(counted(last["world_size"], "rank"), f"on {last['device']}")]
+        items += [(_date(facts.starts[0]["time"]), "UTC started")]
+    return " ".join(f"<b>{escape(value)}</b> {escape(text)}" for value, text in items)
 
 
 def _date(seconds: float) -> str:
@@ -116,11 +115,11 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-# ---- At one look
+# ---- Tiles and checks at the top -----------------------------------------------------------------
 
 
 def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and unit; means are over the last tenth of the steps."""
+    """Yield (name, value, unit); means are over the last tenth of the steps."""
     log = facts.log
     loss = f"{log.recent('loss'):.4f}".replace("nan", "no number")
     yield "training loss", loss, "mean of the last tenth"
@@ -128,8 +127,8 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
         last = facts.evaluations[-1]
         yield "validation perplexity", f"{last['perplexity']:.4g}", f"after step {last['step'] - 1}"
     ranks = facts.starts[-1]["world_size"] if facts.starts else None
-    of = f"per second, {counted(ranks, 'rank')}" if ranks else "per second"
-    yield "useful tokens", short(log.recent("useful_tokens_per_second")), of
+    unit = f"per second, {counted(ranks, 'rank')}" if ranks else "per second"
+    yield "useful tokens", short(log.recent("useful_tokens_per_second")), unit
     if math.isnan(log.recent("mfu")):
         yield "padding", percent(log.recent("padding"), None), "of the positions"
     else:
@@ -142,51 +141,50 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     yield "memory", f"{np.nanmax(log.column('memory_gib')):.3g} GiB", "most ever, first rank"
     spent = float(log.column("seconds").sum())
     if facts.num_steps and facts.end.get("reason") == "running":
-        left = (facts.num_steps - _done(facts)) * log.recent("seconds")
-        yield "left", _duration(left), f"after {_duration(spent)} of training"
+        remaining = (facts.num_steps - _num_done(facts)) * log.recent("seconds")
+        yield "left", _duration(remaining), f"after {_duration(spent)} of training"
     else:
         yield "trained for", _duration(spent), "without what was taken back"
 
 
 class Check(NamedTuple):
-    """One thing to know before the run is trusted."""
+    """Result of one check of the run."""
 
-    level: int
-    """0 as it should be, 1 look at it, 2 it is wrong."""
+    level: int  # 0: good; 1: needs a look; 2: wrong
     what: str
     sentence: str
 
 
 def checks(facts: RunFacts) -> Iterator[Check]:
-    """All there are."""
+    """Yield all checks."""
     if facts.end.get("reason") == "error":
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
     log = facts.log
-    bad, said = log.lost, "all finite"
-    if bad:
-        said = f"no number at {counted(len(bad), 'step')}, first {bad[0]:,}"
+    text = "all finite"
+    if log.not_finite:
+        text = f"no number at {counted(len(log.not_finite), 'step')}, first {log.not_finite[0]:,}"
     if log.skipped:
-        said += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
+        text += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     unscored = [
         line["step"] - 1
         for line in facts.evaluations
         if not all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
     ]
     if unscored:
-        said += f"; held-out documents have no number after step {unscored[0]:,}"
-    yield Check(2 if bad or unscored else int(bool(log.skipped)), "losses", said)
+        text += f"; held-out documents have no number after step {unscored[0]:,}"
+    yield Check(2 if log.not_finite or unscored else int(bool(log.skipped)), "losses", text)
     yield _autopilot(facts)
     yield from _data_order(facts)
     yield _saved(facts)
     if log.latest and any(line["step"] > 0 for line in log.latest):
-        found = slowdowns([line for line in log.latest if line["step"] > 0])
-        for one in found:
-            if one.passes:
-                yield Check(1, one.what, one.sentence)
-        if not any(one.passes for one in found):
-            said = ", ".join(f"{one.what} {one.value:.2f} of {one.limit:g}" for one in found)
-            yield Check(0, "speed", f"within its limits in the last log line ({said})")
+        measured = slowdowns([line for line in log.latest if line["step"] > 0])
+        for slowdown in measured:
+            if slowdown.passes:
+                yield Check(1, slowdown.what, slowdown.sentence)
+        if not any(slowdown.passes for slowdown in measured):
+            values = ", ".join(f"{s.what} {s.value:.2f} of {s.limit:g}" for s in measured)
+            yield Check(0, "speed", f"within its limits in the last log line ({values})")
 
 
 def _alive(facts: RunFacts) -> Iterator[Check]:
@@ -195,28 +193,29 @@ def _alive(facts: RunFacts) -> Iterator[Check]:
     age = max(0.0, time.time() - facts.run.log.stat().st_mtime)
     every = facts.config.get("logging", {}).get("every", 10)
     limit = max(SILENT, 10 * every * facts.log.recent("seconds"))
-    said = f"last line of the log {_duration(age)} ago"
+    text = f"last line of the log {_duration(age)} ago"
     if age > limit:
-        said += f"; a run that was killed says running, too (process {facts.end.get('pid')} on "
-        yield Check(1, "running?", f"{said}{facts.end.get('host')})")
+        process = f"process {facts.end.get('pid')} on {facts.end.get('host')}"
+        yield Check(1, "running?", f"{text}; the run may have been killed ({process})")
     else:
-        yield Check(0, "running", said)
+        yield Check(0, "running", text)
 
 
 def _autopilot(facts: RunFacts) -> Check:
     section = facts.config.get("autopilot", {})
-    made = [d for d in facts.decisions.decisions if d.by == "autopilot"] if facts.decisions else []
+    decided = facts.decisions.decisions if facts.decisions else ()
+    rollbacks = [decision for decision in decided if decision.by == "autopilot"]
     if not section.get("spikes"):
-        return Check(0, "autopilot", "off: only a loss that is no number ends the run")
-    if not made:
-        return Check(0, "autopilot", "on, and nothing left its band")
-    passed = sum(d.stage.skip_steps for d in made if not d.void)
+        return Check(0, "autopilot", "off: only a loss that is not finite ends the run")
+    if not rollbacks:
+        return Check(0, "autopilot", "on, and the loss stayed in its band")
+    skipped = sum(d.stage.skip_steps for d in rollbacks if not d.void)
     allowed = section.get("max_rollbacks", 0)
     return Check(
         1,
         "autopilot",
-        f"went back {len(made)} of {allowed} times and skipped {counted(passed, 'step')}; look at "
-        "them with megapack-build trace RUN_DIR/config.yaml --skipped",
+        f"went back {len(rollbacks)} of {allowed} times and skipped {counted(skipped, 'step')}; "
+        "megapack-build trace RUN_DIR/config.yaml --skipped shows them",
     )
 
 
@@ -226,56 +225,54 @@ def _data_order(facts: RunFacts) -> Iterator[Check]:
         return
     changes = [change for start in starts for change in start.get("data_order_changes", [])]
     same = all(start.get("fingerprints") == starts[0].get("fingerprints") for start in starts)
-    said = f"{counted(len(starts), 'start')}, documents and samples with the same fingerprints"
-    yield Check(
-        int(bool(changes) or not same),
-        "data order",
-        "; ".join(changes) if changes else said if same else "fingerprints of the data changed",
-    )
+    text = f"{counted(len(starts), 'start')}, documents and samples with the same fingerprints"
+    if changes or not same:
+        text = "; ".join(changes) or "fingerprints of the data changed"
+    yield Check(int(bool(changes) or not same), "data order", text)
     commits = [start.get("git") or {} for start in starts]
     dirty = any(commit.get("dirty") for commit in commits)
     ids = list(dict.fromkeys(str(commit.get("commit"))[:12] for commit in commits if commit))
     if ids:
-        said = f"commit {', then '.join(ids)}"
-        more = ", with changes that are in no commit" if dirty else ""
-        yield Check(int(dirty or len(ids) > 1), "code", said + more)
+        uncommitted = ", with uncommitted changes" if dirty else ""
+        text = f"commit {', then '.join(ids)}{uncommitted}"
+        yield Check(int(dirty or len(ids) > 1), "code", text)
 
 
 def _saved(facts: RunFacts) -> Check:
     section, steps = facts.config.get("checkpoint", {}), facts.checkpoints
     mirror = section.get("mirror")
-    far = f"; mirrored at {mirror}" if mirror else ""
+    mirrored = f"; mirrored at {mirror}" if mirror else ""
     if not steps:
-        return Check(1, "checkpoints", f"none yet{far}")
-    behind = _done(facts) - steps[-1]
+        return Check(1, "checkpoints", f"none yet{mirrored}")
+    since = _num_done(facts) - steps[-1]
     kept = f"; kept: {', '.join(map(count, steps[-12:]))}" if len(steps) > 1 else ""
-    ahead = f", {counted(behind, 'step')} ago" if behind > 0 else ""
-    return Check(0, "checkpoints", f"newest after {count(steps[-1])} steps{ahead}{kept}{far}")
+    ago = f", {counted(since, 'step')} ago" if since > 0 else ""
+    return Check(0, "checkpoints", f"newest after {count(steps[-1])} steps{ago}{kept}{mirrored}")
 
 
-# ---- Sections
+# ---- Sections ------------------------------------------------------------------------------------
 
 
 def sections(facts: RunFacts) -> Iterator[str]:
-    """HTML of all that the run has something for."""
+    """Yield the HTML of the sections for which the run has data."""
     log = facts.log
-    of_losses: list[tuple[str, Draw]] = []
+    losses: list[tuple[str, Draw]] = []
     if log.sources:
-        of_losses.append(("By source", report_charts.loss_by_source))
+        losses.append(("By source", report_charts.loss_by_source))
     if len(report_charts.buckets(facts)) > 1:
-        one = facts.config.get("data", {}).get("mix") != "micro_step"
-        title = "By bucket" if one else "By the first bucket of the step, which has several"
-        of_losses.append((title, report_charts.loss_by_bucket))
+        is_mixed = facts.config.get("data", {}).get("mix") == "micro_step"
+        title = "By the first bucket of the step, which has several" if is_mixed else "By bucket"
+        losses.append((title, report_charts.loss_by_bucket))
     if len(facts.evaluations) > 1:
-        of_losses.append(("Validation", report_charts.validation))
+        losses.append(("Validation", report_charts.validation))
     if log.sources:
-        of_losses.append(("What was drawn", report_charts.mixture))
+        losses.append(("What was drawn", report_charts.mixture))
     yield _section(
         "Loss",
-        "Per label token of a step, over all ranks. Triangles say where the run was changed, by "
-        "itself or by hand; the figures show under the mouse.",
+        "Per label token of a step, over all ranks. Triangles mark changes of the run, by itself "
+        "or by its user; the mouse shows values.",
         f"<figure>{draw(report_charts.loss, facts)}</figure>",
-        _pair(facts, of_losses),
+        _pair(facts, losses),
     )
     yield from _program(facts)
     yield from _branches(facts)
@@ -307,7 +304,7 @@ def _section(title: str, words: str, *parts: str) -> str:
 
 
 def _pair(facts: RunFacts, plots: Sequence[tuple[str, Draw]]) -> str:
-    """Small charts side by side, or one below the other where there is no room."""
+    """Return small charts side by side; the stylesheet stacks them on narrow screens."""
     shown = (
         f"<figure><figcaption>{title}</figcaption>{draw(plot, facts)}</figure>"
         for title, plot in plots
@@ -316,13 +313,13 @@ def _pair(facts: RunFacts, plots: Sequence[tuple[str, Draw]]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) -> str:
-    """Rows of text; the last ``left`` columns are prose. A row that begins with ~ is void."""
+    """Return a table; the last ``left`` columns are prose. A row that begins with ~ is void."""
     head = "".join(f"<th>{name}</th>" for name in heads)
     body = []
     for first, *cells in rows:
         css = " class='void'" if first.startswith("~") else ""
-        places = ["" if i < len(cells) - left else " class='words'" for i in range(len(cells))]
-        tail = "".join(f"<td{c}>{escape(x)}</td>" for c, x in zip(places, cells, strict=True))
+        classes = [""] * (len(cells) - left) + [" class='words'"] * left
+        tail = "".join(f"<td{c}>{escape(x)}</td>" for c, x in zip(classes, cells, strict=True))
         body.append(f"<tr{css}><th>{escape(first.lstrip('~'))}</th>{tail}</tr>")
     return (
         f"<div class='scroll'><table><thead><tr>{head}</tr></thead>"
@@ -331,37 +328,35 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0
 
 
 def _program(facts: RunFacts) -> Iterator[str]:
-    """Stages that were written by hand, and what the run decided itself."""
+    """Yield the section on written stages and on decisions of the run itself."""
     order = facts.starts[-1].get("data_order", {}) if facts.starts else {}
     names = facts.starts[-1].get("sources", []) if facts.starts else []
-    made = facts.decisions.decisions if facts.decisions else ()
-    decided = {d.begin for d in made if not d.void}
+    decisions = facts.decisions.decisions if facts.decisions else ()
+    decided = {decision.begin for decision in decisions if not decision.void}
     rows: list[tuple[int, list[str]]] = []
     before: Mapping[str, Any] = order
     for stage in order.get("stages", ()):
         if stage["from_step"] not in decided:
             rows.append((stage["from_step"], ["written", _changes(before, stage, names), ""]))
         before = stage
-    for decision in made:
+    for decision in decisions:
         weights = decision.stage.weights
-        said = (
-            f"skips {counted(decision.stage.skip_steps, 'step')}"
-            if weights is None
-            else (_weights(list(weights), list(weights.values())))
-        )
+        change = f"skips {counted(decision.stage.skip_steps, 'step')}"
+        if weights is not None:
+            change = _weights(list(weights), list(weights.values()))
         by = f"{decision.by}{' (taken back)' if decision.void else ''}"
         why = f"losses: {decision.reason}" if decision.by == "mixing" else decision.reason
-        rows.append((decision.begin, [by, said, why]))
+        rows.append((decision.begin, [by, change, why]))
     if not rows:
         return
     rows.sort(key=lambda row: row[0])
     begin = escape(_weights(names, order.get("weights") or []))
-    more = f" Of {len(rows):,} the last {ROWS}." if len(rows) > ROWS else ""
-    shown = [[f"{'~' * by.endswith(')')}{count(s)}", by, *rest] for s, (by, *rest) in rows[-ROWS:]]
+    more = f" The last {ROWS} of {len(rows):,}." if len(rows) > ROWS else ""
+    shown = [[f"{'~' * by.endswith(')')}{count(s)}", by, *why] for s, (by, *why) in rows[-ROWS:]]
     yield _section(
         "Stages and decisions",
-        f"{begin} from step 0 on; then what the manifest says, and what the run decided itself by "
-        f"its rules (decisions.json), in the order in which they take effect.{more}",
+        f"{begin} from step 0 on; then the stages of the manifest and the decisions of the run "
+        f"itself (decisions.json), in the order in which they take effect.{more}",
         _table(("from step", "by", "what", "why"), shown, left=2),
     )
 
@@ -377,24 +372,24 @@ def _weights(names: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(shown[:12]) + more if shown else "All documents"
 
 
-_USUAL = {"loss_weights": 1.0, "fim_rates": 0.0}  # of sources for which a stage says nothing
+_DEFAULTS = {"loss_weights": 1.0, "fim_rates": 0.0}  # of sources that a stage does not name
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]) -> str:
-    """What a stage does otherwise than the one before it."""
-    said: list[str] = []
-    was: Any
-    for key in dict.fromkeys((*after, *_USUAL, "attention_window")):
-        value, was = after.get(key), 0 if key == "skip_steps" else before.get(key)
-        if key in _USUAL:  # of sources that are drawn
-            pairs = zip_longest(value or (), was or (), fillvalue=_USUAL[key])
+    """Return the settings in which a stage differs from the one before it."""
+    changes: list[str] = []
+    previous: Any
+    for key in dict.fromkeys((*after, *_DEFAULTS, "attention_window")):
+        value, previous = after.get(key), 0 if key == "skip_steps" else before.get(key)
+        if key in _DEFAULTS:  # per source; only sources that are drawn matter
+            pairs = zip_longest(value or (), previous or (), fillvalue=_DEFAULTS[key])
             rows = zip(names, pairs, after["weights"], strict=False)
-            found = [f"{name} {now:g}" for name, (now, then), w in rows if w != 0 and now != then]
-            said += [f"{key} {', '.join(found)}"] if found else []
-        elif key not in ("from_step", "skipped") and value != was:
-            shown = f"{key} {value or 'none'}"
-            said.append(_weights(names, value or ()) if key == "weights" else shown)
-    return ", ".join(said) or "nothing that is drawn otherwise"
+            named = [f"{name} {now:g}" for name, (now, then), w in rows if w != 0 and now != then]
+            changes += [f"{key} {', '.join(named)}"] if named else []
+        elif key not in ("from_step", "skipped") and value != previous:
+            text = f"{key} {value or 'none'}"
+            changes.append(_weights(names, value or ()) if key == "weights" else text)
+    return ", ".join(changes) or "no change of the drawn samples"
 
 
 def _branches(facts: RunFacts) -> Iterator[str]:
@@ -423,7 +418,7 @@ def _branches(facts: RunFacts) -> Iterator[str]:
 
 
 def _ranks(facts: RunFacts) -> str:
-    """Which ranks were the slowest, and which waited longest, over all log lines."""
+    """Return the table of ranks that were slowest, or waited longest, in most log lines."""
     number = len(facts.log.ranks)
     if number == 0 or not facts.starts or max(s["world_size"] for s in facts.starts) < 2:
         return ""

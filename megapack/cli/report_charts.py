@@ -1,11 +1,10 @@
-"""A run as its directory tells it, and the charts of its page: RunFacts -> Chart.
+"""Facts of a run, read from its directory, and the charts of its page: RunFacts -> Chart.
 
-``read_run`` reads what is there (a run that goes on, or one without validation, decisions or
-branches, has less); ``RunLog`` holds ``log.jsonl`` as columns. A chart draws at most ``NUM_BINS``
-groups of consecutive steps, so a page does not grow with the run:
+``read_run`` reads the files that exist; ``RunLog`` holds ``log.jsonl`` as columns. A chart draws at
+most ``NUM_BINS`` groups of consecutive steps, so the page does not grow with the run:
 
     log = RunLog([{"step": 0, "loss": 4.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}])
-    Bins(log.column("step"), 1).mean(log.column("loss"))  # -> [3.0]; what is no number is left out
+    Bins(log.column("step"), 1).mean(log.column("loss"))  # -> [3.0]; missing values are left out
 """
 
 from __future__ import annotations
@@ -38,39 +37,42 @@ Floats = NDArray[np.float64]
 Line = Mapping[str, Any]
 
 NUM_BINS = 240
-SHOWN = 8  # sources, buckets and branches that have a colour
+SHOWN = 8  # sources, buckets and branches that get a colour
 VIOLET, RED = LIGHT["violet"], LIGHT["red"]
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, LIGHT["blue2"], GREY, LIGHT["blue6"])
 WIDE, NARROW = 9.6, 4.9  # inches
 
-_OF_TIME = ["tokens_per_second", "useful_tokens_per_second", "data_wait_share", "mfu", "naive_mfu"]
+_TIME_MEANS = [
+    "tokens_per_second",
+    "useful_tokens_per_second",
+    "data_wait_share",
+    "mfu",
+    "naive_mfu",
+]
 _FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
     *("imbalance", "padding", "memory_gib"),
-    *_OF_TIME,
+    *_TIME_MEANS,
 )
 
 
 class RunLog:
     """Lines of ``log.jsonl`` as columns.
 
-    Args:
-        lines: in order.
-
     Attributes:
-        sources: name -> (rows, losses, label tokens), those with the most label tokens first.
-        ranks: of every line that was shown, its step and what it says of ranks.
+        sources: name -> (rows, losses, label tokens), by falling number of label tokens.
+        ranks: per printed log line: step, forward and waiting times of ranks.
         skipped: steps whose update was skipped.
-        lost: steps whose loss is no number.
-        latest: lines of the last log line, as ``slowdowns`` takes them; may be empty.
+        not_finite: steps whose loss is not finite.
+        latest: steps of the last printed log line, for ``slowdowns``; may be empty.
     """
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._columns = {name: array("d") for name in _FIELDS}
-        found: dict[str, tuple[array[Any], ...]] = {}
+        by_source: dict[str, tuple[array[Any], ...]] = {}
         self.ranks: list[tuple[int, Line, Line]] = []
         self.skipped: list[int] = []
-        self.lost: list[int] = []
+        self.not_finite: list[int] = []
         self.latest: list[Line] = []
         since: deque[Line] = deque(maxlen=1000)
         for row, line in enumerate(lines):
@@ -78,38 +80,37 @@ class RunLog:
                 value = line.get(name)
                 column.append(np.nan if value is None else value)
             for name, loss in line.get("source_loss", {}).items():
-                of_source = found.setdefault(name, (array("q"), array("d"), array("d")))
+                columns = by_source.setdefault(name, (array("q"), array("d"), array("d")))
                 values = (row, np.nan if loss is None else loss, line["source_label_tokens"][name])
-                for part, number in zip(of_source, values, strict=True):
+                for part, number in zip(columns, values, strict=True):
                     part.append(number)
             if line.get("skipped"):
                 self.skipped.append(line["step"])
             if is_lost(line):
-                self.lost.append(line["step"])
+                self.not_finite.append(line["step"])
             since.append(line)
             if "rank_forward" in line:
                 self.ranks.append((line["step"], line["rank_forward"], line["rank_data_wait"]))
                 self.latest = list(since)
                 since.clear()
-        falling = sorted(found, key=lambda name: -sum(found[name][2]))
         self.sources = {
-            name: tuple(np.frombuffer(part, part.typecode) for part in found[name])
-            for name in falling
+            name: tuple(np.frombuffer(part, part.typecode) for part in by_source[name])
+            for name in sorted(by_source, key=lambda name: -sum(by_source[name][2]))
         }
 
     def __len__(self) -> int:
         return len(self._columns["step"])
 
     def column(self, name: str) -> Floats:
-        """(N,) float64, nan where the log says nothing."""
+        """Return (N,) float64, nan where the log has no value."""
         return np.frombuffer(self._columns[name])
 
     def weights(self, name: str) -> Floats:
-        """(N,) what steps weigh in a mean of a column: their seconds where it is over time."""
-        return self.column("seconds") if name in _OF_TIME else np.ones(len(self))
+        """Return (N,) weights of steps in the mean of a column: seconds for rates over time."""
+        return self.column("seconds") if name in _TIME_MEANS else np.ones(len(self))
 
     def recent(self, name: str, share: float = 0.1) -> float:
-        """Mean over the last steps; nan where the log says nothing."""
+        """Return the mean over the last steps; nan if the log has no value."""
         size = max(1, int(share * len(self)))
         last, weights = self.column(name)[-size:], self.weights(name)[-size:]
         known = ~np.isnan(last)
@@ -117,14 +118,14 @@ class RunLog:
 
 
 class Bins:
-    """Consecutive steps in groups, each of which is one point of a curve.
+    """Groups of consecutive steps; each group is one point of a curve.
 
     Args:
         steps: (N,) rising.
-        at_most: groups; fewer where they would have less than four steps.
+        at_most: number of groups; fewer if they would have less than four steps.
 
     Attributes:
-        steps: (B,) the middle of every group.
+        steps: (B,) middle of every group.
     """
 
     def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
@@ -135,12 +136,12 @@ class Bins:
         self.steps = np.add.reduceat(steps, self._starts) / np.diff([*self._starts, len(steps)])
 
     def of(self, steps: Floats) -> NDArray[np.int64]:
-        """Which group steps belong to."""
+        """Return the group of each step."""
         groups = (steps - self._first) * self.num // self._span
         return np.asarray(groups, np.int64)
 
     def mean(self, values: Floats, weights: Floats | None = None) -> Floats:
-        """(B,) by weight, without what is nan; nan where nothing is left."""
+        """Return (B,) weighted means without nan values; nan for a group without values."""
         known = np.where(np.isnan(values), 0.0, 1.0 if weights is None else weights)
         sums = np.add.reduceat(np.nan_to_num(values) * known, self._starts)
         with np.errstate(invalid="ignore"):
@@ -150,14 +151,14 @@ class Bins:
         return np.asarray(np.add.reduceat(values, self._starts))
 
     def range(self, values: Floats) -> tuple[Floats, Floats]:
-        """The least and the most of every group."""
+        """Return the minimum and maximum of every group."""
         low, high = (ufunc.reduceat(values, self._starts) for ufunc in (np.fmin, np.fmax))
         return low, high
 
 
 @dataclass
 class Branch:
-    """A run that began at a checkpoint of this one."""
+    """Run that began at a checkpoint of this one."""
 
     path: Path
     from_step: int
@@ -167,7 +168,7 @@ class Branch:
 
 @dataclass
 class RunFacts:
-    """Everything a run's directory says of it, as far as it is there."""
+    """Content of a run directory; missing files are empty or None."""
 
     run: RunDirectory
     log: RunLog
@@ -181,27 +182,29 @@ class RunFacts:
 
     @property
     def num_steps(self) -> int | None:
-        """Of the whole run, where that is known."""
+        """Steps of the whole run, if known."""
         last = self.starts[-1] if self.starts else {}
         known = last.get("num_steps") or self.config.get("num_steps")
         return None if known is None else int(known)
 
 
 def read_run(path: str | Path) -> RunFacts:
-    """What a run's directory says.
+    """Read a run directory.
 
     Raises:
-        DataError: there are no steps yet.
+        DataError: the run has no steps yet.
         FormatError: a log is damaged.
-        ConfigError: it is no directory of a run, or of one that has not begun.
+        ConfigError: the path is not a run directory, or the run has not started.
         OSError: the log cannot be read.
     """
     run = RunDirectory(path)
     if not run.log.exists():
-        raise ConfigError(f"{path} is no run's directory (beside config.yaml), or has no log yet")
+        raise ConfigError(
+            f"{path} is not a run directory with {run.log.name}; give one whose run has started"
+        )
     log = RunLog(read_jsonl(run.log))
     if not len(log):
-        raise DataError(f"{run.log} has no steps yet")
+        raise DataError(f"{run.log} has no steps yet; wait for the first step")
     return RunFacts(
         run=run,
         log=log,
@@ -222,40 +225,40 @@ def _end(run: RunDirectory) -> dict[str, Any]:
 
 
 def _branches(run: RunDirectory) -> list[Branch]:
-    """Runs beside this one that began at one of its checkpoints, as far as they can be read."""
-    here = run.path.resolve()
+    """Return the readable runs in the same folder that began at a checkpoint of this one."""
+    directory = run.path.resolve()
     others: list[Path] = []
-    found: list[Branch] = []
-    with suppress(OSError):  # runs may lie in a folder that is not ours to list
-        others = sorted(path for path in here.parent.iterdir() if path != here)
+    branches: list[Branch] = []
+    with suppress(OSError):  # listing the folder of the runs may be forbidden
+        others = sorted(path for path in directory.parent.iterdir() if path != directory)
     for path in others:
         other = RunDirectory(path)
         section = other.settings().get("checkpoint")
         origin = section.get("branch_from") if isinstance(section, dict) else None
-        if origin is None or Path(origin).parent.parent.name != here.name:
+        if origin is None or Path(origin).parent.parent.name != directory.name:
             continue
-        lines = None
-        if len(found) < SHOWN:
-            with suppress(OSError, FormatError):  # none yet, or damaged: its own page says so
-                lines = RunLog(read_jsonl(other.log))
+        log = None
+        if len(branches) < SHOWN:
+            with suppress(OSError, FormatError):  # missing or damaged; its own page reports it
+                log = RunLog(read_jsonl(other.log))
         step = step_of(Path(origin).name)
-        found.append(Branch(path, step, lines, _end(other).get("reason", "unknown")))
-    return found
+        branches.append(Branch(path, step, log, _end(other).get("reason", "unknown")))
+    return branches
 
 
-# ---- Charts
+# ---- Charts --------------------------------------------------------------------------------------
 
 
 def curve(
     chart: Chart, bins: Bins, values: Floats, colour: str, weights: Floats | None = None
 ) -> None:
-    """The mean of every group; a group without a number leaves a gap. One alone is a dot."""
+    """Draw the mean of every group, with gaps for groups without values; one group is a dot."""
     look = "o-" if bins.num == 1 else "-"
     chart.axes.plot(bins.steps, bins.mean(values, weights), look, color=colour, lw=1.4, ms=4)
 
 
 def over_steps(facts: RunFacts, height: float, width: float) -> Chart:
-    """An empty chart whose horizontal axis is the run."""
+    """Return an empty chart with the steps of the run on the horizontal axis."""
     chart = Chart(height, width=width)
     steps = facts.log.column("step")
     chart.axes.set_xlim(steps[0] - 0.5, max(steps[-1] + 0.5, steps[0] + 1))
@@ -270,7 +273,7 @@ def over_steps(facts: RunFacts, height: float, width: float) -> Chart:
 def mark(
     chart: Chart, facts: RunFacts, places: Iterable[tuple[float, str]], colour: str, at: float
 ) -> None:
-    """Triangles at a height of the chart (0 to 1), one of several that fall together."""
+    """Draw triangles at a height of the chart (0 to 1), at most one per group of steps."""
     steps = facts.log.column("step")
     bins = Bins(steps)
     shown: dict[int, tuple[float, str]] = {}
@@ -278,15 +281,15 @@ def mark(
         if steps[0] <= step <= steps[-1] + 1:
             shown[int(bins.of(np.array([step], np.float64))[0])] = (step, words)
     for step, words in shown.values():
-        (made,) = chart.axes.plot(
+        (marker,) = chart.axes.plot(
             *(step, at, "^" if at < 0.5 else "v"),
             transform=chart.axes.get_xaxis_transform(), color=colour, ms=6, mew=0, zorder=5,
         )  # fmt: skip
-        chart.tip(made, words)
+        chart.tip(marker, words)
 
 
 def loss(facts: RunFacts) -> Chart:
-    """Training loss of every step, validation loss, and where the run was changed."""
+    """Training loss of every step, validation loss, and changes of the run."""
     log, chart = facts.log, over_steps(facts, 3.4, WIDE)
     steps, losses = log.column("step"), log.column("loss")
     bins = Bins(steps)
@@ -303,8 +306,10 @@ def loss(facts: RunFacts) -> Chart:
     if valid:
         entries.append((ORANGE, "validation loss"))
         for line in valid[:: -(-len(valid) // NUM_BINS)]:
-            (made,) = chart.axes.plot(line["step"] - 0.5, line["loss"], "o", color=ORANGE, ms=4)
-            chart.tip(made, f"after step {line['step'] - 1:,}: validation loss {line['loss']:.4f}")
+            (marker,) = chart.axes.plot(line["step"] - 0.5, line["loss"], "o", color=ORANGE, ms=4)
+            chart.tip(
+                marker, f"after step {line['step'] - 1:,}: validation loss {line['loss']:.4f}"
+            )
         top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
     room = 0.08 * (top - bottom or 1.0)
     chart.axes.set_ylim(bottom - room, top + room)
@@ -321,19 +326,22 @@ def loss(facts: RunFacts) -> Chart:
 
 
 def _mark_changes(chart: Chart, facts: RunFacts) -> list[tuple[str, str]]:
-    """Decisions, starts and skipped updates; entries of the legend for those there are."""
-    made = [d for d in (facts.decisions.decisions if facts.decisions else ()) if not d.void]
-    kinds: tuple[tuple[str, str, float, list[tuple[float, str]]], ...] = (
-        (RED, "autopilot skips", 0.97, [(d.begin, d.reason) for d in made if d.by == "autopilot"]),
-        (VIOLET, "new mixture", 0.03, [(d.begin, d.reason) for d in made if d.by == "mixing"]),
-        (
-            *(GREY, "resumed", 0.03),
-            [
-                (start["step"], f"started at step {start['step']:,} by {start['world_size']} ranks")
-                for start in facts.starts[1:]
-            ],
-        ),
-        (INK, "update skipped", 0.97, [(s, f"update {s:,} skipped") for s in facts.log.skipped]),
+    """Mark decisions, starts and skipped updates; return the entries of the legend."""
+    decisions = facts.decisions.decisions if facts.decisions else ()
+    reasons = {
+        by: [(d.begin, d.reason) for d in decisions if d.by == by and not d.void]
+        for by in ("autopilot", "mixing")
+    }
+    starts = [
+        (start["step"], f"started at step {start['step']:,} by {start['world_size']} ranks")
+        for start in facts.starts[1:]
+    ]
+    skipped = [(step, f"update {step:,} skipped") for step in facts.log.skipped]
+    kinds: tuple[tuple[str, str, float, Sequence[tuple[float, str]]], ...] = (
+        (RED, "autopilot skips", 0.97, reasons["autopilot"]),
+        (VIOLET, "new mixture", 0.03, reasons["mixing"]),
+        (GREY, "resumed", 0.03, starts),
+        (INK, "update skipped", 0.97, skipped),
     )
     for colour, _, at, places in kinds:
         mark(chart, facts, places, colour, at)
@@ -349,16 +357,17 @@ def loss_by_bucket(facts: RunFacts) -> Chart:
     """Training loss of every bucket."""
     capacities, losses = facts.log.column("capacity"), facts.log.column("loss")
     rows = {capacity: np.flatnonzero(capacities == capacity) for capacity in buckets(facts)}
-    return _by_name(facts, {count(int(c)): (of, losses[of]) for c, of in rows.items()})
+    curves = {count(int(capacity)): (at, losses[at]) for capacity, at in rows.items()}
+    return _by_name(facts, curves)
 
 
 def buckets(facts: RunFacts) -> list[float]:
-    """Capacities of the steps, the smallest first."""
+    """Return the capacities of the steps, ascending."""
     return sorted(set(facts.log.column("capacity").tolist()))
 
 
 def _by_name(facts: RunFacts, curves: Mapping[str, Sequence[NDArray[Any]]]) -> Chart:
-    """A curve per name: rows of the log, and values."""
+    """Draw a curve per name: (rows of the log, values)."""
     chart, steps = over_steps(facts, 2.9, NARROW), facts.log.column("step")
     entries = []
     for (name, (rows, values)), colour in zip(curves.items(), COLOURS, strict=False):
@@ -370,7 +379,7 @@ def _by_name(facts: RunFacts, curves: Mapping[str, Sequence[NDArray[Any]]]) -> C
 
 
 def _limit(chart: Chart, steps: Floats) -> None:
-    """Leave the first steps out of the vertical range: they would squeeze all others."""
+    """Leave the first steps out of the vertical range: they would compress all others."""
     lines = chart.axes.get_lines()
     values = np.concatenate(
         [y[x >= steps[0] + 0.02 * (steps[-1] - steps[0])] for x, y in (a.get_data() for a in lines)]
@@ -392,7 +401,7 @@ def _named(chart: Chart, entries: list[tuple[str, str]], number: int) -> Chart:
 
 
 def mixture(facts: RunFacts) -> Chart:
-    """Shares of the label tokens that came from every source."""
+    """Share of the label tokens of every source."""
     chart, log = over_steps(facts, 2.9, NARROW), facts.log
     steps = log.column("step")
     bins, names = Bins(steps, NUM_BINS // 2), list(log.sources)
@@ -415,7 +424,7 @@ def mixture(facts: RunFacts) -> Chart:
 
 
 def validation(facts: RunFacts) -> Chart:
-    """Validation perplexity, of all held-out documents and of every source's."""
+    """Validation perplexity, of all held-out documents and by source."""
     chart = over_steps(facts, 2.9, NARROW)
     lines = facts.evaluations[:: -(-len(facts.evaluations) // NUM_BINS)]
     names = list(lines[-1].get("source_perplexity", {}))
@@ -430,7 +439,7 @@ def validation(facts: RunFacts) -> Chart:
 
 
 def _columns(facts: RunFacts, unit: str, words: Mapping[str, str], factor: float = 1.0) -> Chart:
-    """Columns of the log and what they are, from 0 on."""
+    """Draw columns of the log (name -> text of the legend) on an axis from 0."""
     chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
     bins = Bins(steps, NUM_BINS // 2)
     for name, colour in zip(words, COLOURS, strict=False):
@@ -450,7 +459,7 @@ def throughput(facts: RunFacts) -> Chart:
 
 
 def waste(facts: RunFacts) -> Chart:
-    """Padding, and the time that the first rank waited for batches."""
+    """Padding, and the time in which the first rank waited for batches."""
     names = {"data_wait_share": "waited for data", "padding": "padding"}
     return _columns(facts, "%", names, 100.0)
 
@@ -462,7 +471,7 @@ def utilization(facts: RunFacts) -> Chart:
 
 
 def memory(facts: RunFacts) -> Chart:
-    """Memory of the first rank, the most ever held."""
+    """Peak memory of the first rank."""
     return _columns(facts, "GiB", {"memory_gib": "most ever held"})
 
 
@@ -491,14 +500,14 @@ def stragglers(facts: RunFacts) -> Chart:
     """The slowest rank over the median, and the busiest over the mean."""
     chart, steps = over_steps(facts, 2.5, NARROW), facts.log.column("step")
     curve(chart, Bins(steps, NUM_BINS // 2), facts.log.column("imbalance"), GREEN)
-    found = [(step, f["most"] / f["median"]) for step, f, _ in facts.log.ranks if f["median"]]
-    if found:
-        at, ratio = np.array(found).T
+    ratios = [(step, f["most"] / f["median"]) for step, f, _ in facts.log.ranks if f["median"]]
+    if ratios:
+        at, ratio = np.array(ratios).T
         curve(chart, Bins(at, NUM_BINS // 2), ratio, ORANGE)
     chart.axes.set_ylim(bottom=min(0.98, chart.axes.get_ylim()[0]))
     chart.axes.set_ylabel("times")
     entries = [(GREEN, "attention work, busiest over mean")]
-    entries += [(ORANGE, "forward, slowest over median")] * bool(found)
+    entries += [(ORANGE, "forward, slowest over median")] * bool(ratios)
     chart.legend(entries, columns=2)
     return chart
 
@@ -528,8 +537,8 @@ def branches(facts: RunFacts) -> Chart:
 
 
 def slowest(log: RunLog, which: int) -> Counter[tuple[int, str]]:
-    """How often a rank was the one that took most: forward (0), waiting for batches (1)."""
-    return Counter((said[which]["rank"], said[which]["host"]) for _, *said in log.ranks)
+    """Count how often each rank took longest: forward (which=0), waiting for batches (1)."""
+    return Counter((times[which]["rank"], times[which]["host"]) for _, *times in log.ranks)
 
 
 Draw = Callable[[RunFacts], Chart]

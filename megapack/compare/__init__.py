@@ -1,7 +1,6 @@
-"""Many strategies on the same lengths: what each does, what it costs, which one to take.
+"""Comparison of packing strategies on the same lengths: metrics, cost, recommendation.
 
-Lengths and cases in, a Comparison out; ``page.comparison_page`` writes it as a page. Imports
-packing and planning.
+``compare`` returns a Comparison; ``page.comparison_page`` writes it as a page.
 """
 
 from megapack.compare.comparison import Comparison, Corpus, PlannedWork, compare, measure_plans

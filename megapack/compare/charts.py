@@ -1,12 +1,10 @@
-"""The plots of the comparison page, one function each: Comparison -> SVG.
+"""Plots of the comparison page, one function each: Comparison -> SVG.
 
-matplotlib draws; ``draw`` turns what it made (a ``Chart``) into an element of the page: colours
-become the page's (``PALETTE``: light, dark), text stays text, and exact values show under the
-mouse. The page of a run (``megapack.cli.report``) is drawn by the same two.
+``draw`` turns a ``Chart`` of matplotlib into an element of the page: its colours become those of
+the page (``PALETTE``: light, dark), text stays text, and the mouse shows exact values. The page of
+a run (``megapack.cli.report``) uses both, too.
 
     draw(trade_off, comparison)  # -> '<svg viewBox="0 0 691.2 316.8" role="img" ...>...</svg>'
-
-Every plot has the strategies in the same order, and axes with units.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from megapack.compare.evaluation import Evaluation, money
 from megapack.errors import ConfigError, printable
 from megapack.units import count, percent, short
 
-# What the stylesheet calls a colour, its value in light and in dark; no two are equal in light.
+# Name in the stylesheet, value in light and in dark; the values in light differ from each other.
 _COLOURS = """
 paper #ffffff #12161c    ink #1c2430 #e6eaf0      soft #5b6675 #9aa6b5    rule #e3e7ec #2a323d
 card #f5f7fa #1a2029     grey #9aa5b1 #66717f     pale #b9c0c9 #4b5563    green #16877a #35b5a4
@@ -41,7 +39,7 @@ PAPER, INK, SOFT, RULE = (LIGHT[name] for name in ("paper", "ink", "soft", "rule
 GREY, BLUE, GREEN, ORANGE = (LIGHT[name] for name in ("grey", "blue", "green", "orange"))
 BLUES = list(LIGHT.values())[-8:]  # from light to dark
 
-# Parts of the bill, in stacking order: attribute of Breakdown, words, colour.
+# Parts of the GPU hours, in stacking order: attribute of Breakdown, text, colour.
 PARTS = (
     ("tokens", "document tokens", BLUE),
     ("attention", "attention inside segments", GREEN),
@@ -51,10 +49,10 @@ PARTS = (
     ("waiting", "waiting for the busiest rank", LIGHT["red"]),
 )
 WIDTH, ROW = 9.6, 0.265  # inches
-LONGEST_LABEL = 44  # characters; what is longer ends in dots
+LONGEST_LABEL = 44  # characters; longer labels end in dots
 _STYLE = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # names may have dollars
+    "text.parse_math": False,  # names may contain dollar signs
     "svg.hashsalt": "megapack",
     "font.size": 8.5,
     "text.color": INK,
@@ -78,11 +76,11 @@ _STYLE = {
 
 
 class Chart:
-    """A figure of one or several panels side by side; ``tips`` says what shows under the mouse.
+    """Figure of panels side by side, which share the vertical axis; ``tips``: texts at the mouse.
 
     Args:
         height, width: inches.
-        panels: how many; they share the vertical axis.
+        panels: number of panels.
     """
 
     def __init__(self, height: float, panels: int = 1, width: float = WIDTH) -> None:
@@ -90,8 +88,9 @@ class Chart:
 
         self.tips: list[str] = []
         self.figure: Any = Figure(figsize=(width, height), layout="constrained")
-        found = self.figure.subplots(1, panels, squeeze=False, sharey=True)[0]
-        self.panels: list[Any] = list(found)
+        self.panels: list[Any] = list(
+            self.figure.subplots(1, panels, squeeze=False, sharey=True)[0]
+        )
         self.axes: Any = self.panels[0]
 
     def tip(self, artist: Any, words: str) -> None:
@@ -99,21 +98,21 @@ class Chart:
         self.tips.append(words)
 
     def legend(self, entries: Sequence[tuple[str, str]], columns: int = 7) -> None:
-        """(colour, words) under the plot, in fewer columns where words are long."""
+        """Draw entries (colour, text) below the plot, in fewer columns if texts are long."""
         from matplotlib.patches import Patch  # noqa: PLC0415
 
         handles = [Patch(color=colour, label="-") for colour, _ in entries]
-        room = int(11 * self.figure.get_figwidth())  # characters of a line
-        half = room // 2 - 4
+        line = int(11 * self.figure.get_figwidth())  # characters
+        half = line // 2 - 4
         texts = [w if len(w) <= 2 * half else f"{w[:half]}...{w[-half:]}" for _, w in entries]
-        ncols = max(1, min(len(texts), columns, room // (max(map(len, texts), default=0) + 4)))
-        made = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
-        for text, words in zip(made.get_texts(), texts, strict=True):
-            text.set_text(words)  # as a label, a name that begins with _ would be left out
+        ncols = max(1, min(len(texts), columns, line // (max(map(len, texts), default=0) + 4)))
+        legend = self.figure.legend(handles=handles, loc="outside lower left", ncols=ncols)
+        for text, words in zip(legend.get_texts(), texts, strict=True):
+            text.set_text(words)  # matplotlib leaves out labels that begin with _
 
 
 class Plot(Chart):
-    """Of a comparison."""
+    """Chart of a comparison."""
 
     def __init__(self, comparison: Comparison, height: float, panels: int = 1) -> None:
         super().__init__(height, panels)
@@ -122,10 +121,12 @@ class Plot(Chart):
 
     @classmethod
     def of_rows(cls, comparison: Comparison, panels: int = 1) -> Plot:
-        """A row per strategy, named at the left; the recommended one stands out."""
+        """Return a plot with a named row per strategy; the recommended one is highlighted."""
         rows = len(comparison.evaluations)
         plot = cls(comparison, rows * ROW + 0.95, panels)
-        names = [_shown(evaluation.label) for evaluation in comparison.evaluations]
+        labels = [evaluation.label for evaluation in comparison.evaluations]
+        cut = LONGEST_LABEL - 3
+        names = [n if len(n) <= LONGEST_LABEL else f"{n[:cut]}..." for n in labels]
         plot.axes.set_yticks(range(rows), names)
         plot.axes.set_ylim(rows - 0.4, -0.6)
         for row, label in enumerate(plot.axes.get_yticklabels()):
@@ -135,28 +136,27 @@ class Plot(Chart):
             axes.grid(visible=False, axis="y")
         return plot
 
-    def bar(self, row: float, left: float, width: float, colour: str, tip: str, **how: Any) -> None:
-        made = self.axes.barh(row, width, left=left, color=colour, **{"height": 0.7, **how})
-        self.tip(made[0], tip)
+    def bar(self, row: float, left: float, width: float, colour: str, tip: str, **kw: Any) -> None:
+        bars = self.axes.barh(row, width, left=left, color=colour, **{"height": 0.7, **kw})
+        self.tip(bars[0], tip)
 
-    def dot(self, x: float, row: float, size: float, colour: str, tip: str, **how: Any) -> None:
-        (made,) = self.axes.plot(x, row, "o", ms=size, color=colour, mew=0, **how)
-        self.tip(made, tip)
+    def dot(self, x: float, row: float, size: float, colour: str, tip: str, **kw: Any) -> None:
+        (marker,) = self.axes.plot(x, row, "o", ms=size, color=colour, mew=0, **kw)
+        self.tip(marker, tip)
 
-    def words(self, x: float, row: float, text: str, **how: Any) -> None:
-        """Right of a place, at its height."""
+    def text_right_of(self, x: float, row: float, text: str, **kw: Any) -> None:
         place: dict[str, Any] = {"textcoords": "offset points", "va": "center_baseline"}
-        self.axes.annotate(text, (x, row), (5.5, 0), **place, **how)
+        self.axes.annotate(text, (x, row), (5.5, 0), **place, **kw)
 
 
 def check_matplotlib() -> None:
-    """Refuse (ConfigError) a page that nobody can draw, before anything is packed for it."""
+    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "the page is drawn by matplotlib, which is not installed: pip install matplotlib, or "
-            "do without the page"
+            "matplotlib draws the page, and is not installed: pip install matplotlib, or do "
+            "without the page"
         ) from error
 
 
@@ -164,11 +164,11 @@ Subject = TypeVar("Subject")
 
 
 def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
-    """What a function draws as an ``<svg>`` that needs nothing else; always the same bytes.
+    """Return a plot as a self-contained ``<svg>``, always with the same bytes.
 
     Args:
-        plot: as those below; the first line of its docstring is what the picture is called.
-        subject: its argument, a Comparison of those below.
+        plot: a function as below; the first line of its docstring labels the picture.
+        subject: its argument.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -179,14 +179,14 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
 
     file = io.StringIO()
     with matplotlib.rc_context(_STYLE):
-        made = plot(subject)
-        for artist in made.figure.findobj():
-            artist.set_clip_on(False)  # nothing is drawn outside, and clips are references
+        chart = plot(subject)
+        for artist in chart.figure.findobj():
+            artist.set_clip_on(False)  # clips would be references to ids; they are not needed
             if isinstance(artist, Text) and artist.get_text():
                 # Names come from files: matplotlib fails on lone surrogates and half formulas.
                 artist.set_text(printable(artist.get_text()))
                 artist.set_parse_math(False)
-        made.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        chart.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
@@ -194,7 +194,7 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
     assert box is not None
     label = escape((plot.__doc__ or "").strip().split("\n")[0], quote=True)
     text = re.sub(r"^<svg[^>]*>", f'<svg {box[0]} role="img" aria-label="{label}">', text)
-    for number, words in enumerate(made.tips):
+    for number, words in enumerate(chart.tips):
         text = text.replace(f'<g id="tip-{number}">', f"<g><title>{escape(words)}</title>", 1)
     text = re.sub(r' id="(?!m[0-9a-f]{9})[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1system-ui, sans-serif", text)
@@ -204,7 +204,7 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
 
 
 def length_histogram(comparison: Comparison) -> Plot:
-    """Share of documents and of tokens by document length, capacities marked."""
+    """Share of documents and of tokens by document length; lines mark capacities."""
     corpus, plot = comparison.corpus, Plot(comparison, 3.3)
     axes = plot.axes
     documents = corpus.documents_per_interval / corpus.num_documents
@@ -219,8 +219,8 @@ def length_histogram(comparison: Comparison) -> Plot:
     bars = axes.bar(edges[:-1], 100 * documents, np.diff(edges), align="edge", color=BLUE)
     for bar, low, high, d, t in zip(bars, edges, edges[1:], documents, tokens, strict=False):
         bar.set(edgecolor=PAPER, linewidth=0.7)
-        of = f"{percent(d, None)} of documents, {percent(t, None)} of tokens"
-        plot.tip(bar, f"{low:,.0f} to {high:,.0f} tokens: {of}")
+        shares = f"{percent(d, None)} of documents, {percent(t, None)} of tokens"
+        plot.tip(bar, f"{low:,.0f} to {high:,.0f} tokens: {shares}")
     axes.stairs(100 * tokens, edges, color=ORANGE, linewidth=1.6)
     axes.set_xscale("log", base=2)
     axes.set_xlim(edges[0], edges[-1])
@@ -237,18 +237,13 @@ def length_histogram(comparison: Comparison) -> Plot:
             axes.axvline(capacity, color=SOFT, linewidth=0.7, dashes=(3, 4))
             axes.text(capacity, 1.02 * top, count(capacity), ha="center", color=SOFT)
     axes.set_xlabel("document length (tokens, log scale)")
-    plot.legend(
-        [
-            (BLUE, "share of documents"),
-            (ORANGE, "share of tokens"),
-            (GREY, "dashed: capacities compared"),
-        ]
-    )
+    entries = [(BLUE, "share of documents"), (ORANGE, "share of tokens")]
+    plot.legend([*entries, (GREY, "dashed: capacities compared")])
     return plot
 
 
 def tokens_per_bucket(comparison: Comparison) -> Plot:
-    """Where the token positions of each strategy lie, by bucket."""
+    """Share of the token positions of each strategy, by bucket."""
     plot = Plot.of_rows(comparison)
     capacities = sorted({bucket.capacity for e in plot.evaluations for bucket in e.work})
     for row, evaluation in enumerate(plot.evaluations):
@@ -305,7 +300,7 @@ def trade_off(comparison: Comparison) -> Plot:
             axes.plot([low, at], [row, row], color=RULE, linewidth=1.5)
             colour = BLUE if row == comparison.recommendation.best else GREY
             plot.dot(at, row, 6.5, colour, f"{evaluation.label}: {title} {value:.6g} {unit}")
-            plot.words(at, row, _brief(value))
+            plot.text_right_of(at, row, _format(value))
     return plot
 
 
@@ -319,7 +314,7 @@ def attention_cost(comparison: Comparison) -> Plot:
         ):
             tip = f"{evaluation.label}, {words}: {value:,.1f} tokens"
             plot.bar(row + below, 0, value, colour, tip, height=0.34)
-            plot.words(value, row + below, f"{value:,.0f}", size=7, color=SOFT)
+            plot.text_right_of(value, row + below, f"{value:,.0f}", size=7, color=SOFT)
     plot.axes.xaxis.set_major_formatter("{x:,g}")
     plot.axes.set_xlabel("mean of squared length per position (tokens)")
     plot.axes.margins(x=0.08)
@@ -352,21 +347,16 @@ def rank_imbalance(comparison: Comparison) -> Plot:
             plot.dot(means[way], row, 7, colour, f"{evaluation.label}: {words} {means[way]:.3f}")
     plot.axes.set(xlim=(0.98, max(1.5, 1.04 * highest)))
     plot.axes.set_xlabel("attention work of the busiest rank / mean of the ranks")
-    plot.legend(
-        [
-            (ORANGE, "random assignment"),
-            (GREEN, "longest first to the least loaded"),
-            (GREY, "small dots: single buckets"),
-        ]
-    )
+    entries = [(ORANGE, "random assignment"), (GREEN, "longest first to the least loaded")]
+    plot.legend([*entries, (GREY, "small dots: single buckets")])
     return plot
 
 
 def training_time(comparison: Comparison) -> Plot:
-    """GPU hours by what they are spent on; the price at the end of each bar."""
+    """GPU hours by cause, with the price at the end of each bar."""
     plot = Plot.of_rows(comparison)
     hours = [evaluation.breakdown.gpu_hours for evaluation in plot.evaluations]
-    # A strategy that pads ten times over would squeeze all others into nothing: cut its bar.
+    # Cut the bar of a strategy with very much padding, so that the other bars remain visible.
     longest = min(max(hours), 1.6 * min(hours))
     for row, evaluation in enumerate(plot.evaluations):
         bill, left = evaluation.breakdown, 0.0
@@ -380,23 +370,14 @@ def training_time(comparison: Comparison) -> Plot:
             left += max(width, 0.0)
         if bill.gpu_hours > longest:
             plot.axes.text(0.985 * left, row, "//", weight="bold", **_MIDDLE)
-        plot.words(left, row, f"{short(bill.gpu_hours)} h, {money(bill.cost)}")
+        plot.text_right_of(left, row, f"{short(bill.gpu_hours)} h, {money(bill.cost)}")
     plot.axes.set(xlim=(0, 1.16 * longest), xlabel="GPU hours")
-    plot.legend(
-        [
-            (colour, words)
-            for attribute, words, colour in PARTS
-            if any(getattr(e.breakdown, attribute) > 0 for e in plot.evaluations)
-        ]
-    )
+    bills = [evaluation.breakdown for evaluation in plot.evaluations]
+    plot.legend([(c, text) for name, text, c in PARTS if any(getattr(b, name) > 0 for b in bills)])
     return plot
 
 
-def _shown(label: str) -> str:
-    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 3] + "..."
-
-
-def _brief(value: float) -> str:
+def _format(value: float) -> str:
     if value < 0.001:
         return "<0.001" if value > 0 else "0"
     return f"{value:.0f}" if value >= 99.95 else f"{value:.2g}" if value < 1 else f"{value:.3g}"

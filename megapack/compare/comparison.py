@@ -1,9 +1,11 @@
-"""Pack the same lengths with many strategies and keep what can be said about each.
+"""Comparison of strategies that pack the same lengths.
 
-* ``compare(lengths, cases, run=...)``: every case on the same lengths -> ``Comparison``;
-* ``Corpus``: the lengths, summarised; ``measure_plans``: steps planned by documents instead.
+* ``compare(lengths, cases, run=...)``: every case on the same lengths -> ``Comparison``
+* ``Corpus``: summary of the lengths; ``measure_plans``: steps planned by documents instead
 
-An index lives only while its numbers are taken, so memory is that of one strategy at a time.
+    compare(lengths, default_cases(buckets=[1024, 4096], capacities=[4096])[0], run=run)
+
+Each index is measured and discarded before the next one is made.
 """
 
 from __future__ import annotations
@@ -29,18 +31,15 @@ from megapack.planning.assignments import cut_documents
 Numbers = NDArray[np.integer[Any]]
 Lengths = NDArray[np.int64]
 
-# ---- The lengths that are compared on, summarised for a report ----------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The lengths that were compared on, summarised.
+    """Summary of the lengths.
 
     Attributes:
-        name: where they come from.
-        num_documents, num_tokens, longest: of the lengths used.
-        mean, median: tokens per document.
-        sampled_from: documents of the whole dataset when only a sample was used, else None.
+        name: origin of the lengths.
+        longest, mean, median: tokens per document.
+        sampled_from: documents of the whole dataset if the lengths are a sample of it, else None.
         edges: float64 (K + 1,), tokens; histogram interval k is [edges[k], edges[k + 1]).
         documents_per_interval, tokens_per_interval: int64 (K,).
     """
@@ -58,9 +57,9 @@ class Corpus:
 
     @classmethod
     def of(cls, lengths: Numbers, *, name: str, sampled_from: int | None = None) -> Corpus:
-        """Summary with four histogram intervals per doubling of the length."""
+        """Return the summary, with four histogram intervals per doubling of the length."""
         if len(lengths) == 0 or int(lengths.max()) == 0:
-            raise DataError(f"{name} holds no document with a token in it; nothing to compare")
+            raise DataError(f"{name} holds no document with a token; give a corpus that has tokens")
         longest = int(lengths.max())
         edges = 2.0 ** (np.arange(0, 4 * np.ceil(np.log2(longest + 1)) + 1) / 4)
         documents = np.zeros(len(edges) - 1, np.int64)
@@ -86,28 +85,29 @@ class Corpus:
         )
 
 
-# ---- What planning each step by its documents would give, beside the strategies' samples ---------
-# ``plan_step`` deals the documents of a step themselves to ranks and micro batches: as trainers of
-# SFT and RL do (no document shared), or with dynamic context parallelism. What it leaves of unequal
-# work is estimated as in ``measure_work``: by drawing steps, seeded, of documents in random order.
+# ---- Steps planned by documents, without samples -------------------------------------------------
+# ``plan_step`` assigns the documents of a step to ranks and micro batches: without sharing, as
+# trainers of SFT and RL do, or with dynamic context parallelism. The remaining imbalance is
+# estimated as in ``measure_work``, from seeded draws of documents.
 
 _SEED = 20_241
-_MOST_DOCUMENTS = 1 << 20  # of all steps together: fewer steps where one holds many
+_MOST_DOCUMENTS = 1 << 20  # of all steps together
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWork:
-    """Steps planned with groups of at most so many ranks; figures are means over the steps.
+    """Means over steps that were planned by their documents.
 
     Attributes:
         max_context_parallel_size: ranks that may share a document.
-        micro_batch_tokens: of one rank.
-        num_steps: drawn.
+        micro_batch_tokens: tokens of one rank.
+        num_steps: drawn steps.
         split_ratio: share of all documents that are longer than ``max_context_parallel_size x
             micro_batch_tokens`` and were cut there.
-        shared_ratio: tokens of documents that more than one rank holds, of all: communication.
-        micro_batches: of a step.
-        extra_micro_batches: of these, beyond what the tokens need.
+        shared_ratio: share of the tokens whose document is on more than one rank, which costs
+            communication.
+        micro_batches, extra_micro_batches: per step, and those beyond the number that the tokens
+            need.
         attention, model: critical path over the ideal, of attention alone and of the whole model.
     """
 
@@ -131,15 +131,17 @@ def measure_plans(
     linear_cost_tokens: float,
     num_steps: int = NUM_STEPS,
 ) -> list[PlannedWork]:
-    """Plan the same steps without sharing, with the fewest ranks that hold the longest document,
-    and with the largest power of two of ranks.
+    """Plan the same steps with three limits of context parallelism.
+
+    The limits are 1, the fewest ranks that hold the longest document, and the largest power of two
+    of ranks.
 
     Args:
         lengths: tokens per document; empty documents are left out.
         num_ranks: ranks of a step.
-        tokens_per_rank, micro_batch_tokens: of one rank, in a step and in a micro batch.
+        tokens_per_rank, micro_batch_tokens: tokens of one rank, per step and per micro batch.
         linear_cost_tokens: of the model (``Model.linear_cost_tokens``).
-        num_steps: at most; fewer where all together would hold more than a million documents.
+        num_steps: at most; fewer if all steps would hold more than a million documents.
 
     Raises:
         ConfigError: a number below 1, or a micro batch of more tokens than the step.
@@ -195,13 +197,14 @@ def measure_plans(
 
 
 def draw_steps(lengths: Numbers, *, tokens: int, longest: int, num_steps: int) -> list[Lengths]:
-    """Documents drawn at random, with replacement: as many as ``tokens`` hold, and the next step.
+    """Draw documents at random, with replacement, for up to ``num_steps`` steps of ``tokens``.
 
-    Those longer than ``longest`` (at most ``tokens``) are cut there. Raises DataError: no tokens.
+    Documents longer than ``longest`` (at most ``tokens``) are cut there. Raises DataError if no
+    document has a token.
     """
     mean = float(lengths.mean()) if len(lengths) else 0.0
     if mean == 0:
-        raise DataError("no document has a token; there are no steps to plan")
+        raise DataError("no document has a token; give a corpus that has tokens")
     generator = np.random.default_rng((_SEED, tokens))
     count = math.ceil(tokens / mean)
     steps = []
@@ -221,17 +224,17 @@ def _mean(paths: list[CriticalPath]) -> CriticalPath:
     )
 
 
-# ---- Strategy after strategy --------------------------------------------------------------------
+# ---- Comparison ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The whole answer: what was compared, under which assumptions, and what is recommended.
+    """Evaluations of all strategies, their assumptions and the recommendation.
 
     Attributes:
-        planned: steps planned by documents instead; empty if they were not asked for.
+        planned: steps planned by documents; empty if they were not requested.
         left_out: label -> why it was not compared.
-        grouped_by: what named the groups of documents; None: there are none.
+        grouped_by: value of --groups; None: no groups.
     """
 
     corpus: Corpus
@@ -263,27 +266,24 @@ def compare(
     grouped_by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Run every case on the same lengths.
+    """Pack the same lengths in every case, and evaluate the results.
 
     Args:
         lengths: int32 or int64 (num_documents,), tokens per document.
-        cases: what to run, in the order of the tables.
-        run: model, hardware and habits of the cost estimate.
-        name: where the lengths come from, for the report.
-        sampled_from: documents of the whole dataset if ``lengths`` is a sample of it.
-        num_ranks: data-parallel ranks of the imbalance estimate; None is ``run.num_gpus``.
+        cases: strategies, in the order of the tables.
+        run: model, hardware and assumptions of the cost estimate.
+        name, sampled_from: as in ``Corpus``.
+        num_ranks: data-parallel ranks of the imbalance estimate; None: ``run.num_gpus``.
         tokens_per_rank: tokens of one rank in one step.
-        micro_batch_tokens: of one rank in one micro batch, to plan steps by documents, too; None:
-            they are not.
-        seed, threads: passed to ``pack``.
-        left_out: cases that were refused (``default_cases``), for the report.
-        groups: (num_documents,) the group of every document, passed to ``pack``.
-        grouped_by: what names them, for the report.
+        micro_batch_tokens: tokens of one rank in one micro batch, to plan steps by documents, too;
+            None: do not plan them.
+        seed, threads, groups: passed to ``pack``.
+        left_out, grouped_by: as in ``Comparison``.
         progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
-        ConfigError: no case, or numbers that do not fit.
-        DataError: no token, or none that a case places.
+        ConfigError: no case, or inconsistent numbers.
+        DataError: the lengths have no token, or no case places one.
     """
     if not cases:
         raise ConfigError("no strategy to compare; name at least one")
@@ -299,7 +299,7 @@ def compare(
             linear_cost_tokens=run.model.linear_cost_tokens,
         )
     evaluations = []
-    without = dict(left_out or {})
+    excluded = dict(left_out or {})
     for position, case in enumerate(cases):
         begin = time.perf_counter()
         index = pack(
@@ -311,12 +311,12 @@ def compare(
             seed=seed,
             threads=threads,
             groups=groups,
-            progress=progress and partial(_share_of, progress, position, len(cases)),
+            progress=progress and partial(_report_case, progress, position, len(cases)),
             **case.parameters,
         )
         seconds = time.perf_counter() - begin
         if index.num_samples == 0:
-            without[case.label] = "it drops every token"
+            excluded[case.label] = "it drops every token"
             continue
         work = measure_work(index, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
         metrics = index.metrics()
@@ -331,9 +331,9 @@ def compare(
                 seconds=seconds,
             )
         )
-        del index  # before the next one is made
+        del index  # free its memory before the next one is made
     if not evaluations:
-        raise DataError(f"no strategy places a token of {name} in buckets of this size")
+        raise DataError(f"no strategy places a token of {name} in these buckets; give larger ones")
     return Comparison(
         corpus=corpus,
         run=run,
@@ -342,14 +342,14 @@ def compare(
         seed=seed,
         evaluations=evaluations,
         planned=planned,
-        left_out=without,
+        left_out=excluded,
         recommendation=recommend(evaluations, run.attention),
         grouped_by=grouped_by,
     )
 
 
-def _share_of(
+def _report_case(
     progress: Callable[[int, int], None], position: int, num_cases: int, done: int, total: int
 ) -> None:
-    """Progress of one case as progress of all, in thousandths of a case."""
+    """Report the progress of one case as progress of all, in thousandths of a case."""
     progress(1000 * position + 1000 * done // max(1, total), 1000 * num_cases)

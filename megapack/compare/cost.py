@@ -1,17 +1,17 @@
-"""What an index costs to train on: floating-point operations, then hours and money.
+"""Cost of training on an index: floating-point operations, hours and money.
 
-Only arithmetic that can be done by hand, so that a person can check it:
+The arithmetic is simple enough to check by hand:
 
 * a token costs ``6 N`` operations (2 forward, 4 backward per parameter that multiplies it);
 * causal attention over a segment of s tokens costs ``7 layers width s^2``: 2 matrix products
   forward and 5 backward (FlashAttention recomputes the scores), each ``2 width s^2`` operations,
   halved by causality;
 * a step lasts as long as its busiest rank;
-* ``seconds = operations / (GPUs x peak x utilization)``; communication, input and optimizer are
-  inside `utilization`.
+* ``seconds = operations / (GPUs x peak x utilization)``; utilization includes communication, input
+  and optimizer.
 
-The ratio of attention to the rest reproduces the speeds by sequence length that BucketLLM measured
-on 64 A800 (Table 3) within 3 %; `make bench-composition` prints both.
+The ratio of attention to all other work reproduces the speeds by sequence length that BucketLLM
+measured on 64 A800 (Table 3) within 3 %; `make bench-composition` prints both.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megapack.devices import FLOPS_PER_WEIGHT, PEAK_FLOPS, attention_flops
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 
-# ---- Attention work of an index, and how unequal it falls on the ranks of a step ----------------
-# With attention inside documents the work of a sample is the sum of its squared segment lengths,
-# its padding being a segment too. All ranks of a step take samples of one bucket and equally many
-# tokens, so attention is the only thing that can differ between them. How much it differs is
-# estimated here by drawing steps and dealing them as training does (``megapack.data.sampler``).
+# ---- Attention work of an index, and its imbalance over the ranks of a step ----------------------
+# With attention inside documents, the work of a sample is the sum of its squared segment lengths;
+# padding is a segment, too. All ranks of a step get samples of one bucket and equally many tokens,
+# so only attention work differs between them. The estimate draws steps and assigns their samples as
+# training does (``megapack.data.sampler``).
 
 AttentionScope = Literal["document", "sample"]
 Dealing = Literal["balanced", "random"]
 
 NUM_STEPS = 32  # drawn per bucket
 _SEED = 20_240
-_MOST_DEALT = 64  # samples per rank; with more, longest first leaves less than 0.1 %
+_MOST_ASSIGNED = 64  # samples per rank; with more, the imbalance of longest first is below 0.1 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,11 @@ class BucketWork:
 
     Attributes:
         capacity: tokens per sample.
-        num_samples: samples in the bucket.
-        segment_squares: sum of squared segment lengths, padding left out.
+        segment_squares: sum of squared segment lengths without padding.
         work: the same with the padding of each sample as one more segment.
         samples_per_rank: samples of one rank in one step.
         imbalance_random, imbalance_balanced: expected attention work of the busiest rank over the
-            mean of all ranks, samples dealt at random and longest first.
+            mean of all ranks, for random assignment and longest first.
     """
 
     capacity: int
@@ -67,16 +66,16 @@ class BucketWork:
 
     @property
     def num_positions(self) -> int:
-        """Token positions that are computed, padding included."""
+        """Computed token positions, with padding."""
         return self.num_samples * self.capacity
 
     @property
     def sample_squares(self) -> int:
-        """Attention work when every sample attends to all of itself."""
+        """Attention work if attention covers whole samples."""
         return self.num_samples * self.capacity**2
 
     def imbalance(self, dealing: Dealing) -> float:
-        """Busiest rank over mean rank under one way of dealing."""
+        """Return the work of the busiest rank over the mean, for one assignment."""
         return self.imbalance_balanced if dealing == "balanced" else self.imbalance_random
 
 
@@ -87,15 +86,15 @@ def measure_work(
     tokens_per_rank: int = 49_152,
     num_steps: int = NUM_STEPS,
 ) -> list[BucketWork]:
-    """Work of every non-empty bucket.
+    """Return the work of every non-empty bucket.
 
     Args:
-        index: any packing; no sample of it is empty.
-        num_ranks: data-parallel ranks that share a step.
+        index: any packing without empty samples.
+        num_ranks: data-parallel ranks of a step.
         tokens_per_rank: tokens of one rank in one step; a bucket of capacity L gives each rank
             ``max(1, tokens_per_rank // L)`` samples (BucketLLM, Table 3: 49,152 tokens).
-        num_steps: steps drawn for the estimate, samples with replacement, seeded. Where a rank
-            takes more than 64 samples, the dealing longest first is tried with 64.
+        num_steps: steps drawn for the estimate, with replacement, seeded. Longest first is
+            measured with at most 64 samples per rank.
     """
     if num_ranks < 1 or tokens_per_rank < 1 or num_steps < 1:
         raise ConfigError(
@@ -128,38 +127,38 @@ def measure_work(
                 samples_per_rank=per_rank,
                 imbalance_random=_imbalance([row.reshape(num_ranks, -1).sum(1) for row in drawn]),
                 imbalance_balanced=_imbalance(
-                    [_deal(row[: num_ranks * _MOST_DEALT], num_ranks) for row in drawn]
+                    [_rank_loads(row[: num_ranks * _MOST_ASSIGNED], num_ranks) for row in drawn]
                 ),
             )
         )
     return result
 
 
-def _deal(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Loads ``(num_ranks,)`` as training deals a step: longest first to the least loaded rank."""
+def _rank_loads(work: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """Return loads ``(num_ranks,)`` as in training: longest first to the least loaded rank."""
     places = np.full(num_ranks, len(work) // num_ranks, np.int64)
     loads: NDArray[np.int64] = work[_core.assign_evenly(work, places)].reshape(num_ranks, -1).sum(1)
     return loads
 
 
 def _imbalance(steps: list[NDArray[np.int64]]) -> float:
-    """Expected busiest rank over expected mean rank (steps last as long as their busiest rank)."""
+    """Return the expected load of the busiest rank over the expected mean load."""
     busiest = float(np.mean([loads.max() for loads in steps]))
     return busiest / float(np.mean([loads.mean() for loads in steps]))
 
 
 def _is_positive(number: float) -> bool:
-    """And finite: not nan either."""
+    """Return whether a number is positive and finite."""
     return 0 < number < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder as far as its cost goes.
+    """Sizes of a decoder that determine its cost.
 
     Attributes:
-        parameters: parameters that multiply every token (embedding tables excluded, output head
-            included).
+        parameters: parameters that multiply every token: without embedding tables, with the output
+            head.
         num_layers: attention layers.
         attention_width: heads x head size (the hidden size in most models).
     """
@@ -178,7 +177,7 @@ class Model:
 
     @property
     def flops_per_token(self) -> float:
-        """Training operations of one token without its attention: 6 N."""
+        """Training operations of one token without attention: 6 N."""
         return FLOPS_PER_WEIGHT * self.parameters
 
     @property
@@ -188,13 +187,13 @@ class Model:
 
     @property
     def linear_cost_tokens(self) -> float:
-        """Tokens of the segment whose attention costs as much as all else (``StepPlan.cost``)."""
+        """Length of a segment whose attention costs as much as all its other work, in tokens."""
         return self.flops_per_token / self.flops_per_square
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """An accelerator: name and dense 16-bit peak in operations per second (makers' figures)."""
+    """Accelerator: name and dense 16-bit peak in operations per second (data sheets)."""
 
     name: str
     peak_flops: float
@@ -223,14 +222,14 @@ GPUS: dict[str, Gpu] = {name: Gpu(name=name, peak_flops=peak) for name, peak in 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """Assumptions of the estimate about the training.
+    """Assumptions about the training.
 
     Attributes:
-        utilization: share of the peak that training reaches, 0 ... 1 (MFU, attention included).
+        utilization: share of the peak that training reaches, 0 to 1 (MFU with attention).
         price_per_gpu_hour: in any currency; the report prints dollars.
-        attention: `document` (no token sees another document) or `sample` (causal over the whole
-            sample, padding too).
-        dealing: how samples are dealt to the ranks of a step: `balanced` (longest first) or
+        attention: `document` (inside each document) or `sample` (causal over the whole sample with
+            its padding).
+        dealing: assignment of samples to the ranks of a step: `balanced` (longest first) or
             `random`.
         train_tokens: document tokens to train on; None: as many as the documents have. A strategy
             that drops tokens needs more than one pass for them.
@@ -257,24 +256,23 @@ class TrainingRun:
 
     @property
     def flops_per_gpu_hour(self) -> float:
-        """Operations that one GPU really does in an hour."""
+        """Operations of one GPU per hour, at the assumed utilization."""
         return 3600.0 * self.gpu.peak_flops * self.utilization
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """GPU-hours by what they were spent on; their sum is the bill.
+    """GPU hours by cause.
 
     Attributes:
         tokens: document tokens, each counted once.
-        repeated: tokens that the strategy places a second time.
+        repeated: tokens that the strategy places again.
         padding: padding tokens.
-        attention: attention among tokens of one segment.
+        attention: attention inside segments.
         cross_attention: attention across segments and padding (attention over whole samples), or
             inside the padding (attention inside documents).
         waiting: ranks that wait for the busiest one.
         num_passes: passes over the data that `train_tokens` needs.
-        num_gpus, price_per_gpu_hour: as in the run.
     """
 
     tokens: float
@@ -289,7 +287,7 @@ class Breakdown:
 
     @property
     def gpu_hours(self) -> float:
-        """The sum of the parts."""
+        """Sum of the parts."""
         return (
             self.tokens
             + self.repeated
@@ -301,7 +299,7 @@ class Breakdown:
 
     @property
     def critical_path(self) -> float:
-        """The bill over what it would be if no rank waited."""
+        """GPU hours over those without waiting."""
         return self.gpu_hours / (self.gpu_hours - self.waiting)
 
     @property
@@ -311,7 +309,7 @@ class Breakdown:
 
     @property
     def cost(self) -> float:
-        """GPU-hours x price."""
+        """GPU hours x price."""
         return self.gpu_hours * self.price_per_gpu_hour
 
 
@@ -323,20 +321,20 @@ def estimate_cost(
     repeated_tokens: int,
     run: TrainingRun,
 ) -> Breakdown:
-    """GPU-hours to train on an index.
+    """Return the GPU hours to train on an index.
 
     Args:
         buckets: work of every bucket (``measure_work``).
-        num_tokens: tokens of all documents.
-        dropped_tokens, repeated_tokens: those that the index leaves out, and places again.
-        run: model, hardware and habits.
+        num_tokens, dropped_tokens, repeated_tokens: tokens of all documents, tokens that the index
+            leaves out, and tokens that it places again.
+        run: model, hardware and assumptions.
 
     Raises:
         ConfigError: the index holds no token, so no number of passes reaches `train_tokens`.
     """
     distinct_tokens = num_tokens - dropped_tokens
     if distinct_tokens <= 0:
-        raise ConfigError("the index holds no document token; there is nothing to train on")
+        raise ConfigError("the index holds no document token; pack at least one token")
     target = num_tokens if run.train_tokens is None else run.train_tokens
     num_passes = target / distinct_tokens
     hours = num_passes / run.flops_per_gpu_hour

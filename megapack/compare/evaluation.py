@@ -1,12 +1,11 @@
-"""What is compared, everything that is said of it on one corpus, and which of all to take.
+"""Cases of a comparison, their evaluation on one corpus, and the recommendation.
 
-* ``Case``: a strategy with its capacities; ``parse_case``, ``default_cases`` make them::
+* ``Case``: a strategy with its capacities; ``parse_case``, ``default_cases`` make them
+* ``Evaluation``: metrics, attention work and cost of one case; ``COLUMNS``: columns of its tables
+* ``recommend``: the best strategy, with reasons
 
     parse_case("concat@4096:shuffle=false", buckets=[], capacities=[])[0].label
     # -> "concat@4096 shuffle=False"
-
-* ``Evaluation``: metrics, attention work and bill of one case; ``COLUMNS`` are its tables' cells.
-* ``recommend``: one strategy out of many, and the sentences that say why.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, check_packing, find_strategy
 from megapack.units import count, percent, short
 
-# ---- What is compared: one strategy, from words on a command line --------------------------------
+# ---- Cases: strategies as the command line names them --------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One strategy with its capacities and the parameters that differ from the defaults.
+    """Strategy with its capacities and the parameters that differ from the defaults.
 
     Attributes:
         label: name in tables: ``concat@4096``, ``bucket``, ``seamless@2048 r_max=0.3``.
         strategy: name in ``STRATEGIES``.
         buckets: capacities, ascending.
-        parameters: keywords of ``pack``; ``preset`` is one of them.
+        parameters: keywords of ``pack``, also ``preset``.
         alignment, fim_room: as in ``pack``.
     """
 
@@ -47,7 +46,7 @@ class Case:
     fim_room: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what ``pack`` would refuse, before anything else of a comparison has run."""
+        """Raise ConfigError where ``pack`` would, before the comparison starts."""
         values = dict(self.parameters)
         check_packing(
             self.strategy,
@@ -59,7 +58,7 @@ class Case:
         )
 
     def command(self, prefix: str, seed: int, groups: str | None = None) -> str:
-        """The command that packs the dataset at ``prefix`` like this; ``groups``: its --groups."""
+        """Return the command that packs the dataset at ``prefix``, with ``--groups groups``."""
         words = ["megapack-build", "pack", prefix, "--strategy", self.strategy]
         words += ["--buckets", ",".join(map(str, self.buckets))]
         for name, value in self.parameters.items():
@@ -76,7 +75,7 @@ class Case:
 
     @property
     def is_fixed_length(self) -> bool:
-        """One shape for all samples."""
+        """Whether all samples have one shape."""
         return len(self.buckets) == 1
 
 
@@ -87,13 +86,13 @@ def parse_case(
 
     Args:
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
-        buckets: capacities of a bucket strategy that names none.
-        capacities: a fixed-length strategy that names none becomes one case for each of these.
+        buckets: default capacities of a bucket strategy.
+        capacities: default capacities of a fixed-length strategy, which makes one case of each.
         rooms: alignment and fim_room, as in ``pack``.
 
     Raises:
-        ConfigError: the text is not of this form, names no strategy or no parameter of it, or the
-            strategy cannot serve these capacities.
+        ConfigError: the text does not have this form, the strategy or a parameter is unknown, or
+            the strategy does not support these capacities.
     """
     head, _, tail = text.partition(":")
     name, at, places = head.partition("@")
@@ -103,7 +102,7 @@ def parse_case(
     if at:
         if not all(place.strip().isdecimal() for place in places.split("+")):
             raise ConfigError(
-                f"strategy {text!r}: {places!r} is no capacity; write @4096, or @1024+2048 for "
+                f"strategy {text!r}: {places!r} is not a capacity; write @4096, or @1024+2048 for "
                 "buckets"
             )
         chosen = [(head, tuple(sorted(map(int, places.split("+")))))]
@@ -111,8 +110,8 @@ def parse_case(
         chosen = [(name, tuple(sorted(buckets)))]
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    more: dict[str, Any] = {"strategy": name, "parameters": parameters, **rooms}
-    return [Case(label=label + suffix, buckets=given, **more) for label, given in chosen]
+    common: dict[str, Any] = {"strategy": name, "parameters": parameters, **rooms}
+    return [Case(label=label + suffix, buckets=found, **common) for label, found in chosen]
 
 
 def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
@@ -122,23 +121,26 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
         if not equals or not key.strip():
             raise ConfigError(f"strategy {whole!r}: {item!r} is not of the form key=value")
         try:
-            # YAML reads on and off as booleans; a parameter that has them means the words.
+            # YAML reads on and off as booleans; parameters use them as words.
             parameters[key.strip()] = value if value in ("on", "off") else read_yaml(value)
         except yaml.YAMLError:
-            raise ConfigError(f"strategy {whole!r}: {value!r} is no value of {key}") from None
+            raise ConfigError(
+                f"strategy {whole!r}: {value!r} is not a value of {key}; write a number, word, "
+                "true or false"
+            ) from None
     return parameters
 
 
 def default_cases(
     *, buckets: Sequence[int], capacities: Sequence[int], **rooms: int
 ) -> tuple[list[Case], dict[str, str]]:
-    """Every strategy of the registry with its default parameters; arguments of ``parse_case``.
+    """Return every strategy with its default parameters; arguments of ``parse_case``.
 
     Returns:
-        The cases, and for each strategy that cannot serve these capacities why: name -> sentence.
+        The cases, and strategies that do not support these capacities: name -> reason.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: no strategy supports them.
     """
     cases: list[Case] = []
     left_out: dict[str, str] = {}
@@ -148,20 +150,20 @@ def default_cases(
         except ConfigError as error:
             left_out[name] = str(error)
     if not cases:
-        raise ConfigError(f"no strategy can serve: {next(iter(left_out.values()))}")
+        raise ConfigError(f"no strategy supports this: {next(iter(left_out.values()))}")
     return cases, left_out
 
 
-# ---- What is said of it -------------------------------------------------------------------------
+# ---- Evaluation of a case ------------------------------------------------------------------------
 
 
 def money(amount: float) -> str:
-    """Dollars, short: 1234567 -> $1.23 M."""
+    """Format dollars: 1234567 -> $1.23 M."""
     return f"${amount:,.2f}" if amount < 1000 else f"${short(amount)}"
 
 
 def duration(hours: float) -> str:
-    """Hours as a person says them: 0.09 -> 5.4 minutes."""
+    """Format hours: 0.09 -> 5.4 minutes."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
@@ -169,14 +171,14 @@ def duration(hours: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Everything known about one case.
+    """Results of one case.
 
     Attributes:
-        metrics: ``SampleIndex.metrics()``, unchanged.
-        decisions: what the strategy decided by itself, and why.
-        work: per non-empty bucket, ascending capacity.
-        breakdown: GPU-hours and money.
-        seconds: time to pack (not to measure), with as many threads as were asked for.
+        metrics: ``SampleIndex.metrics()``.
+        decisions: choices of the strategy and their reasons.
+        work: per non-empty bucket, by ascending capacity.
+        breakdown: GPU hours and cost.
+        seconds: time to pack, without measuring.
     """
 
     case: Case
@@ -193,27 +195,27 @@ class Evaluation:
 
     @property
     def num_positions(self) -> int:
-        """Token positions that are computed, padding included."""
+        """Computed token positions, with padding."""
         return sum(bucket.num_positions for bucket in self.work)
 
     @property
     def mean_context(self) -> float:
-        """Attention inside documents: mean squared segment length per position, in tokens."""
+        """Mean squared segment length per position (attention inside documents), in tokens."""
         return sum(bucket.work for bucket in self.work) / self.num_positions
 
     @property
     def mean_sample_context(self) -> float:
-        """Attention over whole samples: mean squared capacity per position, in tokens."""
+        """Mean squared capacity per position (attention over whole samples), in tokens."""
         return sum(bucket.sample_squares for bucket in self.work) / self.num_positions
 
     def imbalance(self, dealing: Dealing) -> float:
-        """Busiest rank over mean rank, buckets weighted by their attention work."""
+        """Return the work of the busiest rank over the mean; buckets weigh by attention work."""
         total = sum(bucket.work for bucket in self.work)
         return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
 
 
 def _share(name: str) -> Callable[[Evaluation], str]:
-    """A metric that is a fraction, in percent with at most three decimals."""
+    """Return a cell that prints a metric in percent, with at most three decimals."""
 
     def cell(evaluation: Evaluation) -> str:
         value = 100.0 * float(evaluation.metrics[name])
@@ -250,17 +252,16 @@ COLUMNS = (
 )
 
 
-# ---- One strategy out of many, and the sentence that says why -----------------------------------
-# The rule is short enough to disagree with:
+# ---- Recommendation ------------------------------------------------------------------------------
+# The rule:
 #
-# 1. a strategy that loses tokens, or that splits more than one document in a hundred beyond those
-#    longer than the largest capacity of the comparison, is out (if that leaves none, losing counts
-#    alone, and those that split the fewest stay);
-# 2. of the rest, the least estimated training time wins;
-# 3. within half a percent of that time, fewer split documents win, then less padding, then the
-#    default strategy. Where attention crosses documents (``--attention sample``), fewer documents
-#    per sample come before these (2 % is no difference): others are context that has nothing to do
-#    with one. Behind masks they are not seen.
+# 1. exclude strategies that drop tokens, or that split more than one document in a hundred beyond
+#    those longer than the largest capacity of the comparison (if none remains, exclude only those
+#    that drop tokens, and keep those that split the fewest);
+# 2. of the others, take the least estimated training time;
+# 3. within half a percent of that time, prefer fewer split documents, then less padding, then the
+#    default strategy. If attention crosses documents (``--attention sample``), first prefer fewer
+#    documents per sample (2 % is no difference), since other documents are unrelated context.
 
 MAX_EXTRA_TRUNCATION = 0.01
 MAX_DROPPED = 0.001
@@ -271,13 +272,13 @@ MOST_NAMED = 3  # strategies in one sentence
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The choice and its reasons.
+    """Recommended strategy and the reasons.
 
     Attributes:
         best: index into the evaluations.
-        best_fixed: the best one with a single sample shape, or None if there is none.
+        best_fixed: the best one with a single sample shape, or None.
         reasons: sentences, most important first.
-        out: per evaluation, why rule 1 excludes it, or "" if it does not.
+        out: per evaluation, why rule 1 excludes it; "": it does not.
     """
 
     best: int
@@ -289,12 +290,7 @@ class Recommendation:
 def recommend(
     evaluations: Sequence[Evaluation], attention: Literal["document", "sample"] = "document"
 ) -> Recommendation:
-    """Apply the rule of this module's text to at least one evaluation.
-
-    Args:
-        evaluations: of the same documents.
-        attention: what a token attends to.
-    """
+    """Apply the rule above to evaluations (one or more) of the same documents."""
     crosses = attention == "sample"
     lower_bound = min(e.metrics["truncation_floor"] for e in evaluations)
     out = tuple(_why_out(e, lower_bound) for e in evaluations)
@@ -308,7 +304,7 @@ def recommend(
 def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
     metrics = evaluation.metrics
     if metrics["dropped_ratio"] > MAX_DROPPED:
-        return f"loses {percent(metrics['dropped_ratio'], None)} of the tokens"
+        return f"drops {percent(metrics['dropped_ratio'], None)} of the tokens"
     if metrics["truncation_ratio"] > lower_bound + MAX_EXTRA_TRUNCATION:
         return f"splits {percent(metrics['truncation_ratio'], None)} of the documents"
     return ""
@@ -317,10 +313,10 @@ def _why_out(evaluation: Evaluation, lower_bound: float) -> str:
 def _cheapest(
     evaluations: Sequence[Evaluation], among: Sequence[int], out: Sequence[str], crosses: bool
 ) -> int:
-    """Rules 1 to 3 on the evaluations with the given positions."""
+    """Apply rules 1 to 3 to the evaluations with the indices ``among``; return the best index."""
     kept = [i for i in among if not out[i]]
     if not kept:
-        kept = [i for i in among if not out[i].startswith("loses")] or list(among)
+        kept = [i for i in among if not out[i].startswith("drops")] or list(among)
         fewest = min(evaluations[i].metrics["truncation_ratio"] for i in kept)
         limit = fewest + MAX_EXTRA_TRUNCATION
         kept = [i for i in kept if evaluations[i].metrics["truncation_ratio"] <= limit]
@@ -367,7 +363,7 @@ def _reasons(
             "than the largest bucket and must be."
         )
     if out[best]:
-        reasons.insert(0, f"Every strategy would be out; this one {out[best]}.")
+        reasons.insert(0, f"The rule excludes every strategy; this one {out[best]}.")
     rivals = [i for i in range(len(evaluations)) if i != best and not out[i]]
     if rivals:
         runner_up = _cheapest(evaluations, rivals, out, crosses)
@@ -384,7 +380,7 @@ def _reasons(
     if cheaper:
         named = "; ".join(words for _, words in cheaper[:MOST_NAMED])
         more = len(cheaper) - MOST_NAMED
-        reasons.append(f"Cheaper, but out: {named}{f'; and {more} more' if more > 0 else ''}.")
+        reasons.append(f"Cheaper, but excluded: {named}{f'; and {more} more' if more > 0 else ''}.")
     return tuple(reasons)
 
 
@@ -393,15 +389,15 @@ def _against(chosen: Evaluation, rival: Evaluation, role: str, crosses: bool) ->
     if abs(more) > SAME_TIME:
         amount = f"{percent(abs(more), None)} {'more' if more > 0 else 'less'} time"
         return f"{rival.label}, {role}, would take {amount}."
-    but = _but(chosen.metrics, rival.metrics, crosses)
-    return f"{rival.label}, {role}, would take the same time{but}."
+    disadvantage = _disadvantage(chosen.metrics, rival.metrics, crosses)
+    return f"{rival.label}, {role}, would take the same time{disadvantage}."
 
 
-def _but(chosen: Mapping[str, Any], rival: Mapping[str, Any], crosses: bool) -> str:
-    """The first criterion of rule 3 on which the rival is worse."""
-    joined = rival["concatenation_ratio"]
-    if crosses and joined > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
-        return f" but concatenates {joined:.2f} documents per sample"
+def _disadvantage(chosen: Mapping[str, Any], rival: Mapping[str, Any], crosses: bool) -> str:
+    """Return the first criterion of rule 3 on which the rival is worse."""
+    ratio = rival["concatenation_ratio"]
+    if crosses and ratio > chosen["concatenation_ratio"] * (1 + SAME_CONCATENATION):
+        return f" but concatenates {ratio:.2f} documents per sample"
     if rival["num_truncated_documents"] > chosen["num_truncated_documents"]:
         return f" but splits {percent(rival['truncation_ratio'], None)} of the documents"
     if rival["padding_ratio"] > chosen["padding_ratio"]:

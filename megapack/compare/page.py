@@ -1,8 +1,10 @@
 """A comparison as one HTML page, and as JSON values.
 
-* ``comparison_page(comparison)``: one self-contained HTML file, without scripts or network;
-* ``to_json(comparison)``: dicts and lists, what ``--json`` prints;
-* ``document``, ``tiles_of``: the parts that the page of a run has, too.
+* ``comparison_page(comparison)``: one self-contained HTML file, without scripts or network
+* ``to_json(comparison)``: dicts and lists, as ``--json`` prints them
+* ``document``, ``tiles_of``: parts that the page of a run (``megapack.cli.report``) uses, too
+
+The text of the page is in templates/comparison.html.
 """
 
 from __future__ import annotations
@@ -30,15 +32,23 @@ from megapack.compare.evaluation import (
 from megapack.units import count, percent, short
 
 TEMPLATES = Path(__file__).with_name("templates")
+PLOTS = (
+    charts.length_histogram,
+    charts.trade_off,
+    charts.tokens_per_bucket,
+    charts.attention_cost,
+    charts.rank_imbalance,
+    charts.training_time,
+)
 
 
 def template(name: str) -> Template:
-    """Template of a page, from a file of megapack/compare/templates."""
+    """Return a template from a file of megapack/compare/templates."""
     return Template((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 def document(title: str, body: str, *styles: str) -> str:
-    """HTML page in one file; ``styles`` are the templates of its stylesheet, in their order."""
+    """Return an HTML page in one file; ``styles`` are its stylesheets in templates, in order."""
     light, dark = (
         " ".join(f"--{name}: {colours[theme]};" for name, colours in charts.PALETTE.items())
         for theme in (0, 1)
@@ -50,7 +60,7 @@ def document(title: str, body: str, *styles: str) -> str:
 
 
 def tiles_of(tiles: Iterable[tuple[str, str, str]]) -> str:
-    """Name, figure and unit of each."""
+    """Return the HTML of tiles (name, value, unit)."""
     return "".join(
         f"<div class='tile'><span>{name}</span><b>{escape(value)}</b>"
         f"<span>{escape(unit)}</span></div>"
@@ -58,73 +68,59 @@ def tiles_of(tiles: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
-PLOTS = (
-    charts.length_histogram,
-    charts.trade_off,
-    charts.tokens_per_bucket,
-    charts.attention_cost,
-    charts.rank_imbalance,
-    charts.training_time,
-)
-
-
 def comparison_page(comparison: Comparison) -> str:
-    """The page. Raises ConfigError: matplotlib is not installed."""
-    corpus, recommendation = comparison.corpus, comparison.recommendation
+    """Return the page. Raises ConfigError if matplotlib is not installed."""
+    corpus, run, recommendation = comparison.corpus, comparison.run, comparison.recommendation
     best = comparison.evaluations[recommendation.best]
+    metrics, bill = best.metrics, best.breakdown
     left_out = [f"{escape(label)}: {escape(why)}" for label, why in comparison.left_out.items()]
     reasons = [*recommendation.reasons, *(f"{n}: {words}" for n, words in best.decisions.items())]
+    rows = zip(comparison.evaluations, recommendation.out, strict=True)
     name = escape(corpus.name)
+    gpus = f"{run.num_gpus} x {run.gpu.name.upper()}"
+    tiles = (
+        ("padding", percent(metrics["padding_ratio"], None), "of positions"),
+        ("truncated", percent(metrics["truncation_ratio"], None), "of documents"),
+        ("concatenated", f"{metrics['concatenation_ratio']:.2f}", "documents per sample"),
+        ("estimate", money(bill.cost), f"{duration(bill.hours)} on {gpus}"),
+    )
     body = template("comparison.html").substitute(
         {plot.__name__: charts.draw(plot, comparison) for plot in PLOTS},
         name=name,
-        facts=(
-            f"<b>{count(corpus.num_documents)}</b> documents <b>{short(corpus.num_tokens)}</b> "
-            f"tokens mean <b>{corpus.mean:,.0f}</b> median <b>{corpus.median:,.0f}</b> longest "
-            f"<b>{count(corpus.longest)}</b>"
-        ),
+        num_documents=count(corpus.num_documents),
+        num_tokens=short(corpus.num_tokens),
+        mean=f"{corpus.mean:,.0f}",
+        median=f"{corpus.median:,.0f}",
+        longest=count(corpus.longest),
         sampled=""
         if corpus.sampled_from is None
         else f"<p class='note'>Measured on a random sample of {count(corpus.num_documents)} of "
         f"{count(corpus.sampled_from)} documents; every figure below is of the sample.</p>",
         best=escape(best.label),
         capacities=", ".join(map(count, best.case.buckets)),
-        tiles=tiles_of(_tiles(comparison, best)),
+        tiles=tiles_of(tiles),
         reasons="".join(f"<li>{escape(words)}</li>" for words in reasons),
         fixed=_fixed(comparison),
         left_out=f"<p>Left out: {'; '.join(left_out)}.</p>" if left_out else "",
-        heads="".join(f"<th>{name}<small>{unit}</small></th>" for _, name, unit, _ in COLUMNS),
-        rows="".join(_row(comparison, i) for i in range(len(comparison.evaluations))),
+        heads="".join(f"<th>{c.page_head}<small>{c.unit}</small></th>" for c in COLUMNS),
+        rows="".join(_row(evaluation, out, best) for evaluation, out in rows),
         num_ranks=comparison.num_ranks,
         tokens_per_rank=count(comparison.tokens_per_rank),
         num_steps=NUM_STEPS,
-        assumptions=_assumptions(comparison, best),
-        example=_example(comparison, best),
+        **_calculation(comparison, best),
+        gpus=gpus,
         max_dropped=percent(MAX_DROPPED, None),
         max_extra=percent(MAX_EXTRA_TRUNCATION, None),
         same_time=percent(SAME_TIME, None),
-        fewer_joined="fewer documents per sample, then "
-        if comparison.run.attention == "sample"
-        else "",
+        fewer_joined="fewer documents per sample, then " if run.attention == "sample" else "",
         version=__version__,
         seed=comparison.seed,
     )
     return document(f"Packing report: {name}", body, "page.css")
 
 
-def _tiles(comparison: Comparison, best: Evaluation) -> tuple[tuple[str, str, str], ...]:
-    """Name, figure and unit."""
-    metrics, bill, run = best.metrics, best.breakdown, comparison.run
-    on = f"{duration(bill.hours)} on {run.num_gpus} x {run.gpu.name.upper()}"
-    return (
-        ("padding", percent(metrics["padding_ratio"], None), "of positions"),
-        ("truncated", percent(metrics["truncation_ratio"], None), "of documents"),
-        ("concatenated", f"{metrics['concatenation_ratio']:.2f}", "documents per sample"),
-        ("estimate", money(bill.cost), on),
-    )
-
-
 def _fixed(comparison: Comparison) -> str:
+    """Return the sentence about the best strategy with one sample shape, if it is another one."""
     fixed = comparison.recommendation.best_fixed
     if fixed is None or fixed == comparison.recommendation.best:
         return ""
@@ -137,56 +133,55 @@ def _fixed(comparison: Comparison) -> str:
     )
 
 
-def _row(comparison: Comparison, i: int) -> str:
-    evaluation, out = comparison.evaluations[i], comparison.recommendation.out[i]
-    css = "chosen" if i == comparison.recommendation.best else "out" if out else ""
-    name, *cells = (escape(cell(evaluation)) for *_, cell in COLUMNS)
+def _row(evaluation: Evaluation, out: str, best: Evaluation) -> str:
+    css = "chosen" if evaluation is best else "out" if out else ""
+    name, *cells = (escape(column.cell(evaluation)) for column in COLUMNS)
     body = "".join(f"<td>{cell}</td>" for cell in cells)
     return f"<tr class='{css}'><th title='{escape(out, quote=True)}'>{name}</th>{body}</tr>"
 
 
-def _assumptions(comparison: Comparison, best: Evaluation) -> str:
-    run = comparison.run
+def _calculation(comparison: Comparison, best: Evaluation) -> dict[str, str]:
+    """Return the assumptions of the estimate, and its calculation for the recommended strategy."""
+    run, model, bill = comparison.run, comparison.run.model, best.breakdown
     amount = (
         f"as many document tokens as the data has ({short(comparison.corpus.num_tokens)})"
         if run.train_tokens is None
         else f"{short(run.train_tokens)} document tokens "
-        f"({best.breakdown.num_passes:.3g} passes over these lengths)"
+        f"({bill.num_passes:.3g} passes over these lengths)"
     )
     scope = "inside documents" if run.attention == "document" else "over whole samples"
     if run.dealing == "random":
         scope += ", samples dealt to the ranks at random"
-    return (
-        f"A model of {short(run.model.parameters)} parameters, {run.model.num_layers} "
-        f"layers, attention width {run.model.attention_width:,}; {amount}; attention {scope}; "
-        f"{run.num_gpus} x {run.gpu.name.upper()} at {run.utilization:.0%} of "
-        f"{run.gpu.peak_flops / 1e12:,.0f} TFLOP/s and ${run.price_per_gpu_hour:.2f} per GPU hour. "
-        "The bars say what the hours are spent on; a bar marked // is cut."
-    )
-
-
-def _example(comparison: Comparison, best: Evaluation) -> str:
-    run, bill = comparison.run, best.breakdown
-    model = run.model
     positions = best.num_positions * bill.num_passes
     squares = bill.num_passes * sum(
         b.sample_squares if run.attention == "sample" else b.work for b in best.work
     )
-    return (
-        f"For <b>{escape(best.label)}</b>: 6 &times; {short(model.parameters)} &times; "
-        f"{short(positions)} + 7 &times; {model.num_layers} &times; "
-        f"{model.attention_width:,} &times; {squares:.3g} = "
-        f"{model.flops_per_token * positions + model.flops_per_square * squares:.4g} operations; "
-        f"with {percent(bill.waiting / bill.gpu_hours)} of waiting, {short(bill.gpu_hours)} GPU "
-        f"hours = {duration(bill.hours)} on {run.num_gpus} GPUs = {money(bill.cost)}."
-    )
+    operations = model.flops_per_token * positions + model.flops_per_square * squares
+    return {
+        "parameters": short(model.parameters),
+        "num_layers": str(model.num_layers),
+        "width": f"{model.attention_width:,}",
+        "amount": amount,
+        "scope": scope,
+        "utilization": f"{run.utilization:.0%}",
+        "peak": f"{run.gpu.peak_flops / 1e12:,.0f}",
+        "price": f"{run.price_per_gpu_hour:.2f}",
+        "positions": short(positions),
+        "squares": f"{squares:.3g}",
+        "operations": f"{operations:.4g}",
+        "waiting": percent(bill.waiting / bill.gpu_hours),
+        "gpu_hours": short(bill.gpu_hours),
+        "duration": duration(bill.hours),
+        "num_gpus": str(run.num_gpus),
+        "cost": money(bill.cost),
+    }
 
 
 def to_json(comparison: Comparison, prefix: str = "PREFIX") -> dict[str, Any]:
-    """The comparison as JSON values; units are those of the dataclasses' documentation.
+    """Return the comparison as JSON values, in the units of the dataclasses.
 
     Args:
-        prefix: of the dataset, for the command that packs it as recommended.
+        prefix: dataset in the command that packs it as recommended.
     """
     corpus = dataclasses.asdict(comparison.corpus)
     for name in ("edges", "documents_per_interval", "tokens_per_interval"):

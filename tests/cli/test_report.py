@@ -217,7 +217,7 @@ def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
     text = words_of((tmp_path / "page.html").read_text())
     assert "step 3" in text and "how it ended is not recorded" in text
     assert main(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} is no run's directory" in capsys.readouterr().err
+    assert f"{tmp_path} is not a run directory" in capsys.readouterr().err
     (path / "log.jsonl").write_text("")
     assert main(["report", str(path)]) == 1
     assert "has no steps yet" in capsys.readouterr().err

@@ -76,9 +76,9 @@ def test_a_case_can_name_capacities_and_parameters() -> None:
     ("text", "message"),
     [
         ("bukket", "no packing strategy 'bukket'; did you mean 'bucket'"),
-        ("concat@12x", "'12x' is no capacity"),
+        ("concat@12x", "'12x' is not a capacity"),
         ("concat:last", "'last' is not of the form key=value"),
-        ("concat:last=[", "'\\[' is no value of last"),
+        ("concat:last=[", "'\\[' is not a value of last"),
         ("concat:lst=drop", "has no parameter 'lst'; did you mean 'last'"),
         ("concat:last=keep", "last is 'keep'; it must be one of"),
         ("concat@64+128", "has samples of one length; buckets is"),
@@ -202,9 +202,9 @@ def test_the_least_time_wins_among_those_that_keep_documents_whole() -> None:
     cheap_but_loses = made_up("loses", hours=5, dropped=0.01)
     result = recommend([cheap_but_splits, made_up("whole"), cheap_but_loses])
     assert result.best == 1
-    assert result.out == ("splits 40 % of the documents", "", "loses 1 % of the tokens")
-    cheaper = "loses loses 1 % of the tokens; splits splits 40 % of the documents"
-    assert f"Cheaper, but out: {cheaper}." in result.reasons
+    assert result.out == ("splits 40 % of the documents", "", "drops 1 % of the tokens")
+    cheaper = "loses drops 1 % of the tokens; splits splits 40 % of the documents"
+    assert f"Cheaper, but excluded: {cheaper}." in result.reasons
 
 
 def test_within_half_a_percent_of_time_fewer_cut_then_less_padding_wins() -> None:
@@ -232,7 +232,7 @@ def test_if_all_are_out_those_that_split_fewest_remain() -> None:
         ]
     )
     assert result.best == 1
-    assert result.reasons[0].endswith("would be out; this one splits 30 % of the documents.")
+    assert result.reasons[0].endswith("every strategy; this one splits 30 % of the documents.")
     assert choice(made_up("a", dropped=0.5, hours=2), made_up("b", dropped=0.4, hours=1)) == "b"
 
 

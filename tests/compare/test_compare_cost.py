@@ -149,7 +149,7 @@ def test_impossible_models_and_gpus_are_refused() -> None:
 
 
 def test_an_index_without_tokens_has_no_cost() -> None:
-    with pytest.raises(ValueError, match="nothing to train on"):
+    with pytest.raises(ValueError, match="pack at least one token"):
         bill(TrainingRun(model=UNIT, gpu=SLOW), tokens=5, dropped=5)
 
 
