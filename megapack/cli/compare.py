@@ -90,47 +90,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    options: tuple[tuple[str, Any, Any, str | None, str], ...] = (
-        # option, default, type or choices, metavar, help
-        ("--model", "1b", list(MODELS), None, "size of the model, in parameters"),
-        (
-            *("--model-shape", None, str, "PARAMETERS,LAYERS,WIDTH"),
-            "shape of another model, as in 2.6e9,26,2304; replaces --model",
-        ),
-        ("--gpu", "h100", list(GPUS), None, "type of the GPUs"),
-        (
-            *("--gpu-tflops", None, float, "X"),
-            "dense 16-bit peak of another type, in TFLOP/s; replaces --gpu",
-        ),
-        ("--num-gpus", 64, int, "N", "number of GPUs"),
-        ("--gpu-price", 2.0, float, "X", "dollars per GPU hour"),
-        ("--utilization", 0.4, float, "X", "share of the peak that training reaches, 0 to 1"),
-        (
-            *("--train-tokens", None, float, "N"),
-            "document tokens to train on (default: those of the data, once)",
-        ),
-        (
-            *("--attention", "document", ["document", "sample"], None),
-            "attend inside each document, or over the whole sample",
-        ),
-        (
-            *("--dealing", "balanced", ["balanced", "random"], None),
-            "assign the samples of a step to ranks longest first, each to the least loaded rank, "
-            "or at random",
-        ),
-        ("--num-ranks", None, int, "N", "data-parallel ranks (default: --num-gpus)"),
-        ("--tokens-per-rank", 49_152, int, "N", "tokens of one rank in one step"),
-        (
-            *("--micro-batch-tokens", None, positive, "N"),
-            "also plan each step by its documents (megapack.plan_step), in micro batches of N "
-            "tokens per rank: with plain data parallelism and with dynamic context parallelism "
-            "(default: do not)",
-        ),
+    options: tuple[tuple[str, Any, Any, str], ...] = (
+        # option and metavar, default, type or choices, help
+        ("--model", "1b", list(MODELS), "size of the model, in parameters"),
+        ("--model-shape PARAMETERS,LAYERS,WIDTH", None, str, "another model, as 2.6e9,26,2304"),
+        ("--gpu", "h100", list(GPUS), "type of the GPUs"),
+        ("--gpu-tflops X", None, float, "dense 16-bit peak of another type of GPU, in TFLOP/s"),
+        ("--num-gpus N", 64, int, "number of GPUs"),
+        ("--gpu-price X", 2.0, float, "dollars per GPU hour"),
+        ("--utilization X", 0.4, float, "share of the peak that training reaches, 0 to 1"),
+        ("--train-tokens N", None, float, "document tokens to train on (default: all, once)"),
+        ("--attention", "document", ["document", "sample"], "inside documents or over samples"),
+        ("--dealing", "balanced", ["balanced", "random"], _DEALING),
+        ("--num-ranks N", None, int, "data-parallel ranks (default: --num-gpus)"),
+        ("--tokens-per-rank N", 49_152, int, "tokens of one rank in one step"),
+        ("--micro-batch-tokens N", None, positive, _MICRO_BATCH_TOKENS),
     )
-    for name, default, kind, metavar, text in options:
+    for option, default, kind, text in options:
+        name, _, metavar = option.partition(" ")
         values = {"choices": kind} if isinstance(kind, list) else {"type": kind}
         shown = f"{text} (default: %(default)s)" if default is not None else text
-        group.add_argument(name, default=default, metavar=metavar, help=shown, **values)
+        group.add_argument(name, default=default, metavar=metavar or None, help=shown, **values)
+
+
+_DEALING = "assign the samples of a step to ranks longest first, to the least loaded, or at random"
+_MICRO_BATCH_TOKENS = (
+    "tokens of one rank in a micro batch; also plan each step by its documents "
+    "(megapack.plan_step), with plain and with dynamic context parallelism (default: do not)"
+)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from megapack.cli.arguments import Arguments, byte_count
+from megapack.cli.arguments import Arguments, byte_count, part_of, token_argument
 from megapack.tokenization.corpus.inputs import DATA_SUFFIXES
 from megapack.tokenization.pipeline.plan import OPTIONS, BuildConfig
 
@@ -17,6 +17,10 @@ __all__ = ["add_corpus_arguments", "add_fields", "values_of"]
 
 _HINTS = typing.get_type_hints(BuildConfig)
 _FIELDS = {field.name: field for field in dataclasses.fields(BuildConfig)}
+# Last word of a field's name -> metavar, and metavar -> conversion.
+_METAVARS = {"key": "KEY", "bytes": "SIZE", "memory": "SIZE", "words": "N", "token": "T"}
+_METAVARS |= {"fraction": "F", "address": "A", "split": "W,W,W", "part": "I/N"}
+_TYPES: dict[str, Any] = {"SIZE": byte_count, "I/N": part_of, "T": token_argument}
 
 
 def add_fields(group: Arguments, **texts: str | dict[str, Any]) -> None:
@@ -28,15 +32,16 @@ def add_fields(group: Arguments, **texts: str | dict[str, Any]) -> None:
             option["action"] = "store_true"
         else:
             # The strings of a Literal and the types of a union.
-            inner = [
-                arg for part in (hint, *typing.get_args(hint)) for arg in typing.get_args(part)
-            ]
+            hints = (hint, *typing.get_args(hint))
+            inner = [value for one in hints for value in typing.get_args(one)]
             default = _FIELDS[name].default
             if default is not dataclasses.MISSING:
                 option.setdefault("default", default)
+            if metavar := _METAVARS.get(name.rpartition("_")[2]):
+                option |= {"metavar": metavar, "type": _TYPES.get(metavar)}
             if choices := [value for value in inner if isinstance(value, str)]:
                 option.setdefault("choices", choices)
-            elif "type" not in option and {int, float} & {hint, *inner}:
+            elif option.get("type") is None and {int, float} & {hint, *inner}:
                 option["type"] = float if float in (hint, *inner) else int
         group.add_argument("--" + OPTIONS.get(name, name).replace("_", "-"), **option)
 
@@ -49,7 +54,6 @@ def values_of(args: Any) -> dict[str, Any]:
 
 def add_corpus_arguments(parser: Arguments) -> None:
     """Declare --input and the options that say how to read documents from it."""
-    size = {"type": byte_count, "metavar": "SIZE"}
     add_fields(
         parser.add_argument_group("corpus"),
         inputs={
@@ -67,20 +71,11 @@ def add_corpus_arguments(parser: Arguments) -> None:
             f"(default: {DATA_SUFFIXES})",
         },
         format="format of every file (default: by its suffix)",
-        json_key={
-            "metavar": "KEY",
-            "help": "JSON key or column of the text; data.text reaches into objects and structs "
-            "(default: text)",
-        },
-        max_input_bytes={
-            **size,
-            "help": "read whole files, in order, until they exceed this size in total; the first "
-            "file is always read (default: all)",
-        },
-        max_document_bytes={
-            **size,
-            "help": "longest line or file in bytes; a longer one is a fault (default: 1G)",
-        },
+        json_key="JSON key or column of the text; data.text reaches into objects and structs "
+        "(default: text)",
+        max_input_bytes="read whole files, in order, up to this size in total; the first file is "
+        "always read (default: all)",
+        max_document_bytes="longest line or file in bytes; a longer one is a fault (default: 1G)",
         on_error="at faults (malformed JSON, missing key, wrong type, invalid UTF-8): stop, or "
         "drop and count the document (default: fail)",
     )

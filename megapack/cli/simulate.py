@@ -84,14 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--set")
     cluster = parser.add_argument_group("cluster")
     for option, text in (
-        ("--data-parallel", "groups of ranks that hold different documents"),
-        ("--context", "ranks that may share a document, a power of two"),
-        ("--pipeline", "pipeline stages (schedule: one forward, one backward)"),
-        ("--virtual-stages", "parts of the model per pipeline stage, interleaved"),
+        ("--data-parallel", "groups of ranks that hold different documents (default: 1)"),
+        ("--context", "ranks that may share a document, a power of two (default: 1)"),
+        ("--pipeline", "pipeline stages; one forward, one backward (default: 1)"),
+        ("--virtual-stages", "interleaved parts of the model per pipeline stage (default: 1)"),
     ):
-        cluster.add_argument(
-            option, type=positive, default=1, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+        cluster.add_argument(option, type=positive, default=1, metavar="N", help=text)
     cluster.add_argument(
         "--barrier",
         choices=("micro_batch", "step"),
@@ -100,26 +98,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ZeRO-3), or once per step (default: %(default)s)",
     )
     steps = parser.add_argument_group("steps")
-    steps.add_argument(
-        "--max-tokens",
-        type=positive,
-        metavar="N",
-        help="limit of tokens per rank and micro batch (default: that of the run)",
-    )
-    steps.add_argument(
-        "--documents-per-step",
-        type=positive,
-        metavar="N",
-        help="documents per step of all ranks (default: as many as fill "
-        f"{MICRO_BATCHES} micro batches)",
-    )
-    steps.add_argument(
-        "--steps",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="number of steps to simulate, evenly spread (default: %(default)s)",
-    )
+    for option, default, text in (
+        ("--max-tokens", None, "tokens per rank and micro batch (default: those of the run)"),
+        (
+            "--documents-per-step",
+            None,
+            f"of all ranks (default: {MICRO_BATCHES} micro batches full)",
+        ),
+        ("--steps", 4, "number of steps to simulate, evenly spread (default: %(default)s)"),
+    ):
+        steps.add_argument(option, type=positive, default=default, metavar="N", help=text)
     work = parser.add_argument_group("work")
     work.add_argument(
         "--model",
@@ -146,14 +134,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    costs = {
-        "linear_cost_tokens": (
-            MODELS[args.model].linear_cost_tokens
-            if args.linear_cost_tokens is None
-            else args.linear_cost_tokens
-        ),
-        "exchange_cost_tokens": args.exchange_cost_tokens,
-    }
+    linear = args.linear_cost_tokens
+    if linear is None:
+        linear = MODELS[args.model].linear_cost_tokens
+    costs = {"linear_cost_tokens": linear, "exchange_cost_tokens": args.exchange_cost_tokens}
     for name, value in costs.items():
         if not 0 <= value < math.inf:
             raise ConfigError(

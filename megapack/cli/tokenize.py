@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megapack.cli.arguments import Arguments, add_shared, byte_count, part_of, token_argument
+from megapack.cli.arguments import Arguments, add_shared
 from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
 from megapack.cli.output import Work, note
 from megapack.errors import ConfigError
@@ -54,59 +54,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--output-prefix", "--overwrite", "--dry-run", "--json")
     add_fields(
         parser.add_argument_group("documents to keep"),
-        min_words={
-            "metavar": "N",
-            "help": "drop and count documents of fewer words (default: keep all)",
-        },
-        max_words={
-            "metavar": "N",
-            "help": "drop and count documents of more words (default: keep all)",
-        },
-        group_key={
-            "metavar": "KEY",
-            "help": "JSON key or column whose equal values group documents (a repository, a "
-            "thread); writes PREFIX.groups, for `pack --groups` (default: no groups)",
-        },
+        min_words="drop and count documents of fewer words (default: keep all)",
+        max_words="drop and count documents of more words (default: keep all)",
+        group_key="JSON key or column whose equal values group documents (a repository, a "
+        "thread); writes PREFIX.groups, for `pack --groups` (default: no groups)",
     )
     _add_tokens(parser.add_argument_group("tokens"))
     add_fields(
         parser.add_argument_group("loss weights"),
-        weights_key={
-            "metavar": "KEY",
-            "help": "JSON key or column with the loss weights of a text: a number per token, spans "
-            "[begin, end, weight] of its characters, or the path of a .npy; writes a second "
-            "dataset, PREFIX.weights (default: no weights)",
-        },
+        weights_key="JSON key or column with the loss weights of a text: a number per token, spans "
+        "[begin, end, weight] of its characters, or the path of a .npy; writes a second "
+        "dataset, PREFIX.weights (default: no weights)",
     )
     _add_chats(parser.add_argument_group("conversations"))
     add_fields(
         parser.add_argument_group("training, validation and test documents"),
-        split={
-            "metavar": "W,W,W",
-            "help": "relative sizes, as in 98,1,1, of PREFIX_train, PREFIX_valid and PREFIX_test "
-            "(default: one dataset)",
-        },
+        split="relative sizes, as in 98,1,1, of PREFIX_train, PREFIX_valid and PREFIX_test "
+        "(default: one dataset)",
         split_by="split consecutive documents, as Megatron does, or by a hash of each document "
         "(default: order)",
-        split_key={
-            "metavar": "KEY",
-            "help": "with --split-by hash, the JSON key or column to hash, as an id or a URL "
-            "(default: the text)",
-        },
+        split_key="with --split-by hash, the JSON key or column to hash, as an id or a URL "
+        "(default: the text)",
     )
     add_fields(
         parser.add_argument_group("shards (the same for all parts of a build)"),
-        shard_bytes={
-            "type": byte_count,
-            "metavar": "SIZE",
-            "help": "text per shard; another size gives the same documents, but cannot reuse the "
-            "shards of an unfinished build (default: 1M to 256M, about 64 shards)",
-        },
-        part={
-            "type": part_of,
-            "metavar": "I/N",
-            "help": "build only part I of N, counted from 0",
-        },
+        shard_bytes="text per shard; another size gives the same documents, but cannot reuse the "
+        "shards of an unfinished build (default: 1M to 256M, about 64 shards)",
+        part="build only part I of N, counted from 0",
         finish="join the parts that other machines have built",
         keep_shards="keep PREFIX.build/ when the dataset is complete",
     )
@@ -123,18 +97,11 @@ def _add_tokens(group: Arguments) -> None:
             "help": "library that runs the tokenizer; auto uses gigatoken if it gives the ids of "
             "the reference on a sample of this corpus (default: auto)",
         },
-        verify_fraction={
-            "metavar": "F",
-            "help": "fraction of the documents, 0 to 1, to encode again with the reference library "
-            "and compare (default: 0)",
-        },
+        verify_fraction="fraction of the documents, 0 to 1, to encode again with the reference "
+        "library and compare (default: 0)",
         append_eod="end every document with the EOD token",
         prepend_bos="begin every document with the BOS token",
-        bos_token={
-            "type": token_argument,
-            "metavar": "T",
-            "help": "token that begins documents (BOS), by name or by decimal id",
-        },
+        bos_token="token that begins documents (BOS), by name or by decimal id",
     )
     add_shared(group, "--eod-token", help="required if the tokenizer does not define it")
     add_fields(
@@ -154,21 +121,15 @@ def _add_tokens(group: Arguments) -> None:
 def _add_chats(group: Arguments) -> None:
     add_fields(
         group,
-        messages_key={
-            "metavar": "KEY",
-            "help": "JSON key or column with a list of {role, content}: documents are "
-            "conversations; writes a second dataset, PREFIX.labels, with -100 where a token has "
-            "no loss (default: documents are text)",
-        },
+        messages_key="JSON key or column with a list of {role, content}: documents are "
+        "conversations; writes a second dataset, PREFIX.labels, with -100 where a token has "
+        "no loss (default: documents are text)",
         chat_format="format conversations with the tokenizer's chat template, or with headers "
         "<|start_header_id|>role<|end_header_id|> (default: template)",
         chat_loss="compute loss on the assistant's content, or on the whole turn with its role "
         "header (default: content with a template, turn with headers)",
-        tools_key={
-            "metavar": "KEY",
-            "help": "key of the tool schemas of a conversation, passed to its template; '' passes "
-            "none (default: tools)",
-        },
+        tools_key="key of the tool schemas of a conversation, passed to its template; '' passes "
+        "none (default: tools)",
         template_variables={
             "nargs": "+",
             "metavar": "NAME[=JSON]",
@@ -183,20 +144,13 @@ def _add_chats(group: Arguments) -> None:
 
 def _add_execution(group: Arguments) -> None:
     add_shared(group, "--workers")
-    size = {"type": byte_count, "metavar": "SIZE"}
     add_fields(
         group,
-        block_bytes={**size, "help": "text per batch; a worker holds about ten (default: 4M)"},
-        worker_memory={
-            **size,
-            "help": "memory of a worker above which it clears the word cache of its tokenizer "
-            "(default: 2G)",
-        },
+        block_bytes="text per batch; a worker holds about ten (default: 4M)",
+        worker_memory="memory of a worker above which it clears the word cache of its tokenizer "
+        "(default: 2G)",
         executor="run processes on this machine, or one Ray task per shard (default: local)",
-        ray_address={
-            "metavar": "A",
-            "help": "address of a running Ray cluster (default: Ray's own rule)",
-        },
+        ray_address="address of a running Ray cluster (default: Ray's own rule)",
     )
 
 
