@@ -104,10 +104,10 @@ def expected_documents(
             own = documents[source][document].tolist()
             key = definition.key_of(SEED, epoch, document)
             whole = 1 < length == len(own) <= max(BUCKETS) - 4
-            told = own[begin : begin + length]
+            shown = own[begin : begin + length]
             if whole and definition.unit(key, 0) < rate:
-                told = [token for token, _ in definition.told(own, fim, key)]
-            found.append(told)
+                shown = [token for token, _ in definition.transform_document(own, fim, key)]
+            found.append(shown)
     return found
 
 

@@ -1,8 +1,8 @@
-"""The plain-Python definition of every packing strategy, written to be read.
+"""Plain-Python definitions of all packing strategies, written to be read.
 
 Each is ``definition(lengths, buckets, seed, **parameters) -> Packing``, with the names, parameters
-and defaults of ``megapack.packing.STRATEGIES``. The C++ core must give the same samples, segment by
-segment.
+and defaults of ``megapack.packing.STRATEGIES``. The C++ core must return the same samples, segment
+by segment.
 """
 
 from __future__ import annotations

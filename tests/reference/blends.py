@@ -1,9 +1,9 @@
-"""Which source every position of a blend comes from: the definition of ``_core.Blend``.
+"""Source of every position of a blend: the definition of ``_core.Blend``.
 
-The sources are the leaves of a Huffman tree of their whole-number weights (of equal weights the
-earlier source, of a source and a joined pair the source goes first). A pair's lighter half takes
-``floor(m a + 1/2 - 2^-64)`` of its first m positions, where a is its share of the pair, to the
-nearest 2^-64; the heavier half takes the others.
+The sources are the leaves of a Huffman tree of their integer weights (among equal weights the
+earlier source first, a source before a joined pair). The lighter half of a pair takes ``floor(m a +
+1/2 - 2^-64)`` of its first m positions, where a is its share of the pair, to the nearest 2^-64; the
+heavier half takes the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     light_share: Fraction
 
     def before(self, position: int) -> int:
-        """How many of the first ``position`` positions are of the lighter half."""
+        """Return how many of the first ``position`` positions belong to the lighter half."""
         return floor(position * self.light_share + HALF - UNIT)
 
 
@@ -41,7 +41,7 @@ def tree(weights: list[int]) -> Pair | int:
 
 
 def locate(root: Pair | int, position: int) -> tuple[int, int]:
-    """(source, how often it was taken before) of a position."""
+    """Return (source, number of earlier positions of the source) of a position."""
     node = root
     while isinstance(node, Pair):
         light = node.before(position)
@@ -53,7 +53,7 @@ def locate(root: Pair | int, position: int) -> tuple[int, int]:
 
 
 def taken(root: Pair | int, end: int) -> dict[int, int]:
-    """How often every source was taken in positions [0, end)."""
+    """Return how often every source is taken in positions [0, end)."""
     if not isinstance(root, Pair):
         return {root: end}
     light = root.before(end)

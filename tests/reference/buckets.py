@@ -1,4 +1,4 @@
-"""The bucket strategies that keep documents whole: bucket, bucket_v0, bucket_llm; decompose."""
+"""Bucket strategies that keep documents whole: bucket, bucket_v0, bucket_llm; decompose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Rules:
     padding_threshold: float = 0.0  # as a share of the capacity
     pairs: bool = False
     shuffle_segments: bool = False
-    max_segments: int | None = None  # in a sample of the largest bucket, others in proportion
+    # in a sample of the largest bucket; smaller buckets in proportion
+    max_segments: int | None = None
 
     def segment_limit(self, capacity: int) -> float:
         if self.max_segments is None:
@@ -36,7 +37,7 @@ class Rules:
 
 @dataclass
 class Pool:
-    """Documents in order of arrival. Of equally long ones the first to come is taken first."""
+    """Documents in order of arrival. Among equally long ones the first arrival is taken first."""
 
     rules: Rules
     chance: Random
@@ -44,7 +45,7 @@ class Pool:
     num_samples: int = 0
 
     def generate(self) -> tuple[int, Sample]:
-        """BucketLLM, Algorithm 2: one sample, and the capacity of its bucket."""
+        """Return one sample and the capacity of its bucket: BucketLLM, Algorithm 2."""
         chance = self.chance.child(self.num_samples)
         self.num_samples += 1
         longest = max(self.documents, key=lambda d: d.length)
@@ -78,7 +79,7 @@ class Pool:
         return capacity, sample
 
     def take_pattern(self, contents: dict[int, int]) -> Sample:
-        """The first to come of every length, longest first."""
+        """Take the first arrival of every length, longest first."""
         sample = []
         for length in sorted(contents, reverse=True):
             for _ in range(contents[length]):
@@ -87,7 +88,7 @@ class Pool:
         return sample
 
     def larger_bucket(self, sample: Sample) -> int | None:
-        """The smallest bucket with room for this sample and one more document."""
+        """Return the smallest bucket with room for this sample and one more document."""
         if not self.documents:
             return None
         needed = tokens(sample) + min(d.length for d in self.documents)
@@ -102,7 +103,8 @@ class Pool:
         if not others or not min(d.length for d in others) > rest > threshold:
             return None
         others.sort(key=lambda d: -d.length)  # stable: equally long ones in order of arrival
-        found, best = None, (single.length, space)  # a pair holds more than the single one
+        # a pair with more tokens than the single document
+        found, best = None, (single.length, space)
         for a, b in combinations(others, 2):
             both = a.length + b.length
             if both <= space and (both, a.length) > best:
@@ -110,14 +112,15 @@ class Pool:
         return found
 
     def take_head(self, document: Segment, count: int) -> Segment:
-        """The first tokens of a document; the rest of it comes back to the pool, as the last."""
+        """Take the first tokens of a document; the remainder returns to the pool as the last
+        arrival."""
         self.documents.remove(document)
         head, rest = head_and_rest(document, count)
         self.documents.append(rest)
         return head
 
 
-# (bucket's place, how many samples, length -> how many of it): what a refinement has decided.
+# (index of the bucket, number of samples, length -> number of documents): decided by a refinement.
 Pattern = tuple[int, int, dict[int, int]]
 
 
@@ -128,7 +131,7 @@ def drained(
     largest = rules.buckets[-1]
     buckets: dict[int, list[Sample]] = {capacity: [] for capacity in rules.buckets}
     for p, members in enumerate(dealt(len(lengths), num_pools, random_for(seed, POOLS))):
-        # Cutting the long documents first is what draining does anyway: they are the longest.
+        # Draining cuts the long documents first anyway: they are the longest.
         chunks, rests = cut(whole(lengths, members), largest)
         buckets[largest] += [[chunk] for chunk in chunks]
         pool = Pool(rules, random_for(seed, SEGMENTS).child(p), rests)
@@ -142,7 +145,7 @@ def drained(
 
 
 def streamed(lengths: list[int], rules: Rules, pool_size: int, seed: int) -> Packing:
-    """BucketLLM, Algorithm 1, and a drain of what it leaves in the pool."""
+    """Run BucketLLM, Algorithm 1, and drain the pool at the end."""
     buckets: dict[int, list[Sample]] = {capacity: [] for capacity in rules.buckets}
     pool = Pool(rules, random_for(seed, SEGMENTS))
     arriving = whole(lengths, shuffled(len(lengths), random_for(seed, DOCUMENTS)))
@@ -189,7 +192,8 @@ def bucket(
     assert not refine, "a linear program has no definition in plain Python; see `drained`"
     padding = Rules(buckets, "pad", max_segments=max_segments)
     promoting = Rules(buckets, "promote", padding_threshold, max_segments=max_segments)
-    if promote == "auto":  # one pool of everything, full chunks aside: is the padding worth saving?
+    # one pool of all documents without full chunks: is the padding worth saving?
+    if promote == "auto":
         _, rests = cut(whole(lengths), buckets[-1])
         shorter = [rest.length for rest in rests]
         off, slots = padding_of(drained(shorter, padding, len(shorter) or 1, seed))
@@ -199,7 +203,7 @@ def bucket(
 
 
 def padding_of(packing: Packing) -> tuple[int, int]:
-    """(padding tokens, all tokens) of a packing."""
+    """Return (padding tokens, all tokens) of a packing."""
     slots = sum(capacity * len(samples) for capacity, samples in packing.buckets.items())
     used = sum(tokens(sample) for samples in packing.buckets.values() for sample in samples)
     return slots - used, slots

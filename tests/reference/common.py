@@ -1,4 +1,4 @@
-"""What the definitions of all strategies share: segments, samples, cutting, joining."""
+"""Shared parts of the definitions of all strategies: segments, samples, cutting, joining."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sample = list[Segment]
 
 
 class Packing(NamedTuple):
-    """Bucket capacity -> its samples, in order; and what was lost or repeated on the way."""
+    """Bucket capacity -> its samples, in order; and the dropped and repeated tokens."""
 
     buckets: dict[int, list[Sample]]
     dropped: int = 0
@@ -25,7 +25,7 @@ class Packing(NamedTuple):
 
 
 def whole(lengths: list[int], order: Iterable[int] | None = None) -> list[Segment]:
-    """Documents, empty ones left out, in file order or the order given."""
+    """Return non-empty documents, in file order or in the given order."""
     order = range(len(lengths)) if order is None else order
     return [Segment(d, 0, lengths[d]) for d in order if lengths[d] > 0]
 
@@ -36,7 +36,7 @@ def head_and_rest(segment: Segment, tokens: int) -> tuple[Segment, Segment]:
 
 
 def cut(documents: list[Segment], capacity: int) -> tuple[list[Segment], list[Segment]]:
-    """Full chunks, and what is left of each document; both in the order of documents."""
+    """Return full chunks, and the remainder of each document; both in the order of documents."""
     chunks, rests = [], []
     for rest in documents:
         while rest.length >= capacity:
@@ -48,7 +48,7 @@ def cut(documents: list[Segment], capacity: int) -> tuple[list[Segment], list[Se
 
 
 def joined(segments: Iterable[Segment], capacity: int) -> list[Sample]:
-    """A stream cut every ``capacity`` tokens; the last sample may be short."""
+    """Cut a stream every ``capacity`` tokens; the last sample may be short."""
     samples: list[Sample] = []
     room = 0
     for rest in segments:
@@ -67,16 +67,16 @@ def tokens(sample: Sample) -> int:
 
 
 def without_partial(samples: list[Sample], capacity: int) -> tuple[list[Sample], int]:
-    """``last="drop"``: the samples without a short last one, and the tokens it had."""
+    """``last="drop"``: return the samples without a short last one, and its number of tokens."""
     if samples and tokens(samples[-1]) < capacity:
         return samples[:-1], tokens(samples[-1])
     return samples, 0
 
 
 def places(length: int, capacity: int, alignment: int, fim_room: int) -> list[int | None]:
-    """What a strategy is given of a document: its tokens, and room where there is None.
+    """Return the input of a strategy for a document: its tokens, and None for room.
 
-    The room for sentinels stands before the last token; what rounds it up, behind.
+    The room for sentinels is before the last token, the padding of the alignment at the end.
     """
     has_room = 1 < length <= capacity - fim_room
     room: list[int | None] = [None] * (fim_room if has_room else 0)
@@ -94,8 +94,8 @@ def aligned(
     fim_room: int = 0,
     **parameters: Any,
 ) -> Packing:
-    """With room for alignment and sentinels, of every strategy: the definition's samples of the
-    documents' places, of which each piece keeps the tokens; what has none is left out."""
+    """Apply a strategy with room for alignment and sentinels: pack the ``places`` of the documents,
+    and keep the tokens of each piece; pieces without tokens are dropped."""
     given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
     packing = definition([len(found) for found in given], buckets, seed, **parameters)
     samples: dict[int, list[Sample]] = {}

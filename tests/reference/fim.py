@@ -1,10 +1,10 @@
 """Fill-in-the-middle, in plain Python: the definition of csrc/core/gather/fim.hpp.
 
-A transformed document is a document like any other: ``told`` gives its tokens, and samples that
-hold it whole then hold these instead, so ``reference.gather`` says the rest.
+A transformed document is an ordinary document: ``transform_document`` returns its tokens, samples
+that hold it whole then hold these instead, and ``reference.gather`` defines the batch.
 
-    told("abcde" + eod, cuts 1 and 3)    PSM   PRE a SUF d e MID b c END eod
-                                         SPM   PRE SUF d e MID a b c END eod
+    transform_document("abcde" + eod, cuts 1 and 3)    PSM   PRE a SUF d e MID b c END eod
+                                                       SPM   PRE SUF d e MID a b c END eod
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from reference.random import fold_key, random_bits, unit
 
-PURPOSE = 6  # of the seed's numbers
+PURPOSE = 6  # number of this use of the seed
 
 Segment = tuple[int, int, int]  # document, begin, length
-Told = list[tuple[int, int]]  # token, and the token of the document that it weighs like
+Told = list[tuple[int, int]]  # token, and the token of the document with the same weight
 
 
 class Parts(NamedTuple):
-    """What stands for a token that is cut."""
+    """Parts of a token that is cut."""
 
     left: list[int]
     right: list[int]
@@ -32,9 +32,9 @@ class Fim:
     """Sentinels and rules.
 
     Attributes:
-        end, eod: None: there is none.
+        end, eod: None: no such token.
         text: bytes of every token, by id; None: documents are cut between tokens only.
-        parts: of a token and the number of bytes left of the cut; none where it is forbidden.
+        parts: of a token and the number of bytes left of the cut; missing if it is forbidden.
     """
 
     prefix: int
@@ -52,12 +52,12 @@ class Fim:
 
 
 def key_of(seed: int, epoch: int, document: int) -> int:
-    """Of a document's numbers."""
+    """Return the key of a document from its numbers."""
     return fold_key(seed, PURPOSE, epoch, document)
 
 
-def told(tokens: list[int], fim: Fim, key: int) -> Told:
-    """The transformed document."""
+def transform_document(tokens: list[int], fim: Fim, key: int) -> Told:
+    """Return the transformed document."""
     ends = tokens[-1] == fim.eod
     body = tokens[: len(tokens) - ends]
     first, second = cuts(body, fim, key)
@@ -69,7 +69,7 @@ def told(tokens: list[int], fim: Fim, key: int) -> Told:
         parts = [[fim.prefix], prefix, [fim.suffix], suffix, [fim.middle], middle]
     parts += [[fim.end]] if fim.end is not None else []
     parts += [[(tokens[-1], len(tokens) - 1)]] if ends else []
-    # A sentinel weighs like the token behind it, or the last one.
+    # A sentinel has the weight of the next token, or of the last one.
     result: Told = []
     at = next(one[-1][1] for one in reversed(parts) if one and isinstance(one[-1], tuple))
     for one in (one for part in reversed(parts) for one in reversed(part)):
@@ -78,20 +78,20 @@ def told(tokens: list[int], fim: Fim, key: int) -> Told:
     return result[::-1]
 
 
-Cut = tuple[int, int]  # in front of that token, or behind so many bytes of it
+Cut = tuple[int, int]  # before that token, or after so many of its bytes
 
 
 def cuts(body: list[int], fim: Fim, key: int) -> tuple[Cut, Cut]:
-    """Where the middle begins and ends."""
+    """Return the begin and the end of the middle."""
     if fim.text is None or fim.parts is None:
         first, second = sorted(int(unit(key, k) * (len(body) + 1)) for k in (2, 3))
         return (first, 0), (second, 0)
-    # Where characters begin, token by token: at the bytes that go on none; and behind the last.
+    # Begins of characters, token by token (bytes that continue none), and the end.
     begins = [begins_of(text_of(token, fim)) for token in body] + [[0]]
     most = max(len(begins_of(text)) for text in fim.text)
 
     def drawn(k: int) -> Cut:
-        """Uniform, by trial."""
+        """Draw a uniform number, by rejection."""
         for i in range(1024):
             token, c = divmod(random_bits(key, k + 2 * i) * len(begins) * most >> 64, most)
             if c < len(begins[token]):
@@ -135,7 +135,7 @@ class Transformed(NamedTuple):
     documents: list[list[int]]
     weights: list[list[float]] | None
     samples: list[list[Segment]]
-    which: list[tuple[int, int]]  # (sample, segment) of those that are transformed
+    which: list[tuple[int, int]]  # (sample, segment) of the transformed documents
 
 
 def transformed(
@@ -149,7 +149,7 @@ def transformed(
     weights: list[list[float]] | None = None,
     first_document: int = 0,
 ) -> Transformed:
-    """Samples of transformed documents, which stand behind the others.
+    """Return samples with transformed documents, which are appended to the others.
 
     Args:
         longest: tokens of the longest document that has room.
@@ -165,7 +165,7 @@ def transformed(
             if not whole or not unit(key, 0) < rates[i]:
                 result.samples[-1].append((d, begin, length))
                 continue
-            found = told(documents[d], fim, key)
+            found = transform_document(documents[d], fim, key)
             result.samples[-1].append((len(result.documents), 0, len(found)))
             result.which.append((i, s))
             result.documents.append([token for token, _ in found])

@@ -1,4 +1,4 @@
-"""first_fit_decreasing, best_fit_decreasing, and Seamless Packing, which stands on the first."""
+"""first_fit_decreasing, best_fit_decreasing, and Seamless Packing, which uses the first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reference.common import Packing, Sample, Segment, cut, joined, tokens, whol
 @dataclass
 class Bin:
     space: int
-    reached: int = 0  # when it came to have this space
+    reached: int = 0  # when it got this space
     segments: Sample = field(default_factory=list)
 
 
 def fitted(rests: list[Segment], capacity: int, *, best: bool) -> list[Bin]:
-    """Rests from long to short, each to the first (or fullest) bin with room, or to a new one."""
+    """Put remainders, longest first, into the first (or fullest) bin with room, or a new one."""
     bins: list[Bin] = []
     for now, rest in enumerate(sorted(rests, key=lambda rest: -rest.length)):
         fitting = [b for b in bins if b.space >= rest.length]
@@ -34,7 +34,7 @@ def fitted(rests: list[Segment], capacity: int, *, best: bool) -> list[Bin]:
 
 
 def up_to(sample: Sample, capacity: int) -> Sample:
-    """The first ``capacity`` tokens of a sample."""
+    """Return the first ``capacity`` tokens of a sample."""
     return (joined(sample, capacity) or [[]])[0]
 
 
@@ -59,7 +59,7 @@ def best_fit_decreasing(
 
 
 def window_begins(length: int, capacity: int, r_max: float, placement: str) -> list[int] | None:
-    """Where the windows of a long document begin, or None if it does not slide."""
+    """Return the begins of the windows of a long document, or None if it does not slide."""
     n = length // capacity
     overlap = (n + 1) * capacity - length
     if overlap == capacity:

@@ -1,4 +1,4 @@
-"""What a micro batch is, in plain Python: the definition the C++ gather is compared with."""
+"""Micro batches in plain Python: the definition of the C++ gather."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def gather(
     Args:
         documents: the tokens of every document.
         samples: the segments of every sample, for the slots in order; missing ones are padding.
-        chosen: per document, a label for every token (not shifted), negative where it has none.
-        joined: (sample, segment) that goes on in the group of the segment before it. With
+        chosen: per document, a label for every token (not shifted), negative for no label.
+        joined: (sample, segment) pairs that continue the group of the segment before. With
             attention ``group`` both are one attention segment; the last token of the document
             before predicts its first, unless labels stop at documents in words
             (``label_boundary``), which for attention ``group`` means at groups.
         weights: per document, the factor on the loss of predicting each of its tokens.
         factors: of every sample, on its loss mask.
-        window: tokens that attention may look back over; None: all of a segment.
-        rules: see Rules; but for loss="token_mean" the weights of a sequence (a segment) are
+        window: attention window, tokens; None: no limit.
+        rules: see Rules. Unless loss is "token_mean", the weights of a sequence (a segment) are
             divided by their sum.
     """
     batch, how = Batch(), Rules(**rules)
@@ -117,7 +117,7 @@ def gather(
 
 
 def pieces(length: int, window: int) -> list[int]:
-    """Of what attends to itself, which begin at multiples of a window."""
+    """Cut attention segments at multiples of a window from their begin."""
     return [min(window, length - begin) for begin in range(0, length, window)]
 
 
@@ -133,14 +133,14 @@ def _write_sample(
     factor: float,
 ) -> int:
     used, groups = 0, how.attention == "group"
-    # What attends to itself: [first token, tokens, tokens with their room].
+    # Attention segments: [first token, tokens, tokens with their padding].
     begin_of_run = tokens_of_run = 0
     for s, (document, begin, length) in enumerate(sample):
         last = s + 1 == len(sample)
         in_group = groups and s + 1 in joined
         goes_on = not last and (how.attention == "sample" or in_group)
         end = begin + length
-        wanted = chosen[document][begin + 1 : end + 1]  # may stop at the document's end
+        wanted = chosen[document][begin + 1 : end + 1]  # may end inside the document
         weighed = weights[document][begin + 1 : end + 1]
         if len(wanted) < length:
             crosses = not last and (how.label_boundary == "sample" or in_group)
@@ -164,7 +164,7 @@ def _write_sample(
 
 
 def loss_mask_of(weights: list[float], factor: float, loss: str) -> list[float]:
-    """The loss mask of a sequence, whose tokens without a label weigh 0, in float32."""
+    """Return the loss mask of a sequence in float32; tokens without a label have weight 0."""
     total = sum(map(Fraction, weights))
     if loss != "token_mean":
         factor = float(np.float32(factor)) / float(total) if total else 0.0
@@ -174,7 +174,7 @@ def loss_mask_of(weights: list[float], factor: float, loss: str) -> list[float]:
 def denominator_of(
     sequences: list[tuple[float, list[float]]], loss: str
 ) -> tuple[Fraction, Fraction]:
-    """What a step's losses times loss masks are divided by, and the unit of its loss masks.
+    """Return the loss denominator of a step, and the unit of its loss masks.
 
     Args:
         sequences: of the step, each its source's factor and the weights of its labels.

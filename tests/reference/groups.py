@@ -1,9 +1,9 @@
 """Groups of documents: the definition.
 
-To a strategy a group is one document. It is given, group after group in the order of their first
-documents, the tokens of each; one that no bucket holds in several parts, cut before the document
-that would exceed the largest bucket. Where the strategy put token t of a part, there stands the
-token of the document that has it.
+A strategy packs a group as one document. It gets the tokens of each group, in the order of their
+first documents; a group that no bucket holds comes in several parts, cut before the document that
+would exceed the largest bucket. Token t of a part in a sample is then replaced by the token of its
+document.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from reference.common import Packing, Segment, places
 
 
 class Grouped(NamedTuple):
-    """The packing in documents; beside every segment whether it is of the same group as the one
-    before it in its sample; and how many groups there are, no bucket holds, and are cut."""
+    """Packing in documents; for every segment whether it continues the group of the segment before
+    in its sample; and the numbers of groups, of groups that no bucket holds, and of cut groups."""
 
     packing: Packing
     joined: list[bool]
@@ -26,7 +26,7 @@ class Grouped(NamedTuple):
 
 
 def units_of(ids: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
-    """The documents of every part, in the order in which parts are packed."""
+    """Return the documents of every part, in the order in which parts are packed."""
     members: dict[Any, list[int]] = {}
     for document, group in enumerate(ids):
         members.setdefault(group if group >= 0 else ("alone", document), []).append(document)
@@ -54,7 +54,7 @@ def grouped(
     fim_room: int = 0,
     **parameters: Any,
 ) -> Grouped:
-    """What a strategy makes of groups of documents."""
+    """Pack groups of documents with a strategy."""
     given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
     rounded = [len(found) for found in given]
     units = units_of(ids, rounded, buckets[-1])
@@ -68,7 +68,7 @@ def grouped(
         for sample in samples:
             found[capacity].append([])
             for unit, begin, length in sample:
-                # Token by token: which document each is of, and where in it.
+                # Token by token: its document, and its position there.
                 tokens = [(d, t) for d in units[unit] for t in given[d]]
                 part = [(d, t) for d, t in tokens[begin : begin + length] if t is not None]
                 if length == len(tokens):
@@ -81,7 +81,7 @@ def grouped(
             for place, segment in enumerate(made_here):
                 before = ids[made_here[place - 1].document] if place else -1
                 joined.append(ids[segment.document] == before >= 0)
-            if not found[capacity][-1]:  # all of it was room
+            if not found[capacity][-1]:  # it held only room
                 del found[capacity][-1]
     groups: dict[int, list[int]] = {}
     for d, group in enumerate(ids):

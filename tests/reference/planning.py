@@ -1,4 +1,4 @@
-"""The laws of a step's plan, document by document, and what a plan costs."""
+"""Laws of a step plan, document by document, and its costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Place = tuple[int, int, int]  # micro batch, first rank, degree
 
 
 def groups_of(plan: Any) -> dict[Place, list[int]]:
-    """Documents of every group of ranks."""
+    """Return the documents of every group of ranks."""
     groups = defaultdict(list)
     for i in range(len(plan.lengths)):
         place = (int(plan.micro_batch[i]), int(plan.first_rank[i]), int(plan.degree[i]))
@@ -30,7 +30,7 @@ def broken_laws(
     groups: Any = None,
     multiple: int = 1,
 ) -> list[str]:
-    """What a valid plan never has."""
+    """Return the violations of a plan; a valid plan has none."""
     broken = []
     owner: dict[tuple[int, int], Place] = {}
     places = groups_of(plan)
@@ -44,7 +44,7 @@ def broken_laws(
             or degree > max_context_parallel_size
             or first % degree
         ):
-            broken.append(f"{place} is no aligned group of at most {max_context_parallel_size}")
+            broken.append(f"{place} is not an aligned group of at most {max_context_parallel_size}")
         for rank in range(first, first + degree):
             if not 0 <= rank < plan.num_ranks:
                 broken.append(f"{place} has rank {rank}")
@@ -61,7 +61,7 @@ def broken_laws(
                 broken.append(f"{place} costs {cost} of kind {k}")
     used = {micro_batch for micro_batch, _ in owner}
     if plan.num_micro_batches % multiple:
-        broken.append(f"{plan.num_micro_batches} micro batches are no multiple of {multiple}")
+        broken.append(f"{plan.num_micro_batches} micro batches are not a multiple of {multiple}")
     if multiple == 1 and used != set(range(plan.num_micro_batches)):
         broken.append(f"only micro batches {sorted(used)} hold documents")
 
@@ -71,7 +71,7 @@ def broken_laws(
         tokens = sum(int(plan.lengths[i]) for i in documents)
         return fits and tokens <= max_tokens and len(documents) <= max_documents
 
-    # Groups that are parted: over ranks, or over micro batches without need.
+    # Groups that are split: over ranks, or over micro batches without need.
     members: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(() if groups is None else groups):
         members[int(group)].append(i)
@@ -81,7 +81,7 @@ def broken_laws(
         fits = max_context_parallel_size > 1 or one_rank_holds(documents)
         if len(held) > 1 or (fits and len(when) > 1):
             broken.append(f"group {group} is on {held} in micro batches {when}")
-    # Ranks that hold nothing although one of several documents, which another holds, would fit.
+    # Empty ranks, although another rank holds several documents of which one would fit.
     num_idle = plan.num_ranks * plan.num_micro_batches - len(owner)
     movable = [i for documents in places.values() if len(documents) > 1 for i in documents]
     fitting = [i for i in movable if one_rank_holds([i])]
@@ -93,9 +93,9 @@ def broken_laws(
 def least_objectives(
     lengths: list[int], cost: list[int], num_micro_batches: int, max_tokens: int
 ) -> dict[str, float]:
-    """The least that each balance can reach on two ranks, none of them empty: of all ways to deal
-    the documents, by the subsets that a rank, a micro batch, the step may hold. inf: there is no
-    way."""
+    """Return the minimum of each balance on two non-empty ranks over all assignments, by the
+    subsets of documents that a rank, a micro batch and the step may hold; inf if none is
+    possible."""
     size = 1 << len(lengths)
     pairs = [(whole, part) for whole in range(1, size) for part in parts_of(whole)]
     whole, part = np.array(pairs).T
@@ -104,7 +104,7 @@ def least_objectives(
     tokens, costs = bits @ lengths, (bits @ cost).astype(float)
 
     def joined(a: Any, b: Any, join: Any) -> Any:
-        """Of each subset the least way to part it in two."""
+        """Return for each subset the minimum over its splits in two."""
         least = np.full(size, np.inf)
         least[1:] = np.minimum.reduceat(join(a[part], b[whole ^ part]), first)
         return least
@@ -114,7 +114,7 @@ def least_objectives(
     some, alone, dearest = micro_batch, rank, micro_batch
     for _ in range(num_micro_batches - 1):
         some = joined(micro_batch, some, np.add)
-        alone = joined(rank, alone, np.add)  # one rank's micro batches: of any sums that fit
+        alone = joined(rank, alone, np.add)  # micro batches of one rank, with any fitting sums
         dearest = joined(micro_batch, dearest, np.maximum)
     return {
         "micro_batches": float(some[-1]),
@@ -124,7 +124,7 @@ def least_objectives(
 
 
 def parts_of(subset: int) -> list[int]:
-    """All parts of a set of bits, itself too, but not the empty one."""
+    """Return all non-empty subsets of a set of bits, itself included."""
     parts, part = [], subset
     while part:
         parts.append(part)
@@ -133,7 +133,7 @@ def parts_of(subset: int) -> list[int]:
 
 
 def costs(plan: Any, linear_cost_tokens: float) -> list[list[float]]:
-    """The costs of every micro batch and rank: n (linear_cost_tokens + n), over the degree."""
+    """Return costs of every micro batch and rank: n (linear_cost_tokens + n), over the degree."""
     found = [[0.0] * plan.num_ranks for _ in range(plan.num_micro_batches)]
     for (micro_batch, first, degree), documents in groups_of(plan).items():
         for i in documents:

@@ -1,14 +1,14 @@
-"""What the steps of a program hold: the definition, one sample after the other.
+"""Content of the steps of a program: the definition, one sample after the other.
 
 A program is stages, each a first step, tokens per step and weights of the sources (0: not drawn).
 Every bucket of every source is a queue, of which a draw takes the first sample; an empty queue is
-filled with the next epoch, the n samples that the source has in the bucket in the order of that
-epoch's shuffle. Nothing else is remembered from stage to stage.
+filled with the next epoch, the n samples of the source in the bucket in the order of that epoch's
+shuffle. Stages share no other state.
 
-A skip of k steps at step s is an edit of a run: up to step s the edited run is the run as it was
-(``Run.former``), and at step s it goes on with what the former run has left after step s + k - 1.
+A skip of k steps at step s is an edit of a run: before step s the edited run equals the former run
+(``Run.former``), and at step s it continues with the queues of the former run after step s + k - 1.
 
-A window of cost puts the first samples of the queues in another order when its first draw begins.
+A cost window reorders the first samples of the queues when its first draw begins.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Cost = Callable[[int, int, int], int]
 
 
 class Queue:
-    """The coming samples of a bucket of a source: (epoch, number)."""
+    """Next samples of a bucket of a source: (epoch, number)."""
 
     def __init__(self, size: int, seed: int, capacity: int, source: int) -> None:
         self.size, self.names = size, (seed, 1, capacity, source)
@@ -51,7 +51,7 @@ class Queue:
         self.epochs = 0
 
     def fill(self, count: int) -> None:
-        """So that it has ``count`` samples and more."""
+        """Fill the queue with at least ``count`` samples."""
         while len(self.coming) < count:
             order = permuted(self.size, fold_key(*self.names, self.epochs))
             self.coming += [(self.epochs, number) for number in order]
@@ -64,7 +64,7 @@ class Queue:
 
 @dataclass
 class Run:
-    """A run: what it draws from, its stages, and the run that it edits, if it skips steps."""
+    """A run: its samples, its stages, and the run that it edits, if it skips steps."""
 
     sources: Sources
     stages: list[Stage]
@@ -77,7 +77,7 @@ class Run:
     skip_steps: int = 0
 
     def play(self, until: int) -> State:
-        """The first ``until`` steps."""
+        """Run the first ``until`` steps."""
         if self.former is None:
             sizes = [(s, c, size) for s, of in enumerate(self.sources) for c, size in of.items()]
             state = State({(s, c): Queue(size, self.seed, c, s) for s, c, size in sizes})
@@ -89,18 +89,18 @@ class Run:
         return self._draw(state, self.begin, until)
 
     def skipped(self) -> list[StepContent]:
-        """The steps of the former run that are skipped."""
+        """Return the steps of the former run that are skipped."""
         return self.former.play(self.begin + self.skip_steps).steps[self.begin :]
 
     def edited(self, begin: int, skip_steps: int, stages: list[Stage] | None = None) -> Run:
-        """The run that skips steps of this one; skips of this one that lie behind come again."""
+        """Return the run that skips steps of this one, with its later skips applied again."""
         found = replace(
             self, former=self, begin=begin, skip_steps=skip_steps, stages=stages or self.stages
         )
         later: list[Run] = []
         run, first = self, self.begin
         while run.former is not None:
-            # Behind a newer edit it is part of what that one skips, or was made again after it.
+            # A newer edit has skipped this one, too, or applied it again.
             first = min(first, run.begin)
             if run.begin >= begin + skip_steps and run.skip_steps and run.begin == first:
                 later.insert(0, run)
@@ -110,7 +110,7 @@ class Run:
         return found
 
     def reweighted(self, begin: int, stages: list[Stage]) -> Run:
-        """The run with other stages from a step on, after what it skips there."""
+        """Return the run with other stages from a step on, after its skip there."""
         if self.former is not None and self.begin == begin:
             return replace(self, stages=stages)
         if self.former is not None and self.begin > begin:
@@ -139,14 +139,14 @@ class Run:
         return state
 
     def _largest(self, stage: Stage) -> int:
-        """The largest capacity that a stage draws."""
+        """Return the largest capacity that a stage draws."""
         pairs = zip(self.sources, stage.weights, strict=True)
         return max(capacity for source, weight in pairs if weight for capacity in source)
 
 
 @dataclass
 class State:
-    """Where a run is: the queues, the draws that go on, and what every step held."""
+    """State of a run: the queues, the running draws, and the content of every step."""
 
     queues: dict[tuple[int, int], Queue]
     draws: Iterator[StepContent] = field(default_factory=lambda: iter(()))
@@ -155,7 +155,7 @@ class State:
 
 
 def with_weights(stages: list[Stage], decided: dict[int, tuple[float, ...]]) -> list[Stage]:
-    """Stages with decided weights: from each step on, until the next stage or decision."""
+    """Return stages with decided weights, each until the next stage or decision."""
     found: list[Stage] = []
     for begin in sorted({stage.begin for stage in stages} | set(decided)):
         last = [stage for stage in stages if stage.begin <= begin][-1]
@@ -172,7 +172,7 @@ def program(
     cost_window: int = 1,
     cost: Cost = lambda *_: 0,
 ) -> Run:
-    """The run of some stages and their skips, which are made one after the other."""
+    """Return the run of some stages and their skips, applied one after the other."""
     run = Run(sources, stages, seed, cost_window, cost)
     for stage in stages:
         if stage.skip_steps:
@@ -181,7 +181,7 @@ def program(
 
 
 def shares(weights: tuple[float, ...]) -> list[Fraction]:
-    """Weights count by their proportions."""
+    """Return weights as proportions."""
     return [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
 
 
@@ -195,7 +195,7 @@ def stage_draws(
     *,
     swap: bool,
 ) -> Iterator[StepContent]:
-    """Draw after draw of one stage; takes from the queues."""
+    """Yield the draws of one stage; takes from the queues."""
     drawn = [s for s, weight in enumerate(stage.weights) if weight]
     tokens = [sum(c * n for c, n in source.items()) for source in sources]
     total = sum(Fraction(w) for w in stage.weights)
@@ -237,10 +237,10 @@ def stage_draws(
 def order_by_cost(
     queue: Queue, draw_of: list[int], ranks: list[int], cost: Callable[[int], int]
 ) -> None:
-    """Puts the first samples of a queue into the order in which a window takes them.
+    """Sort the first samples of a queue as a cost window takes them.
 
-    ``draw_of[i]`` is the draw of the window that takes the i-th of them. Those of one epoch change
-    places among themselves: a draw of lower rank gets samples of lower cost.
+    ``draw_of[i]`` is the draw of the window that takes the i-th of them. Samples of one epoch swap:
+    a draw of lower rank gets samples of lower cost.
     """
     queue.fill(len(draw_of))
     begin = 0
@@ -255,7 +255,7 @@ def order_by_cost(
 
 
 def draw_order(epochs: list[int], per_draw: list[int], key: int, *, swap: bool) -> Iterator[int]:
-    """Buckets, cycle after cycle: every bucket as often as its samples need, spread evenly."""
+    """Yield buckets, cycle after cycle: each as often as its samples need, spread evenly."""
     cycle = 0
     while True:
         times = []
@@ -273,7 +273,7 @@ def draw_order(epochs: list[int], per_draw: list[int], key: int, *, swap: bool) 
 
 
 def whole_shares(parts: list[Fraction]) -> list[int]:
-    """Shares of 2^62 by largest remainders."""
+    """Return shares of 2^62 by largest remainders."""
     exact = [part / sum(parts) * SHARES for part in parts]
     shares = [floor(share) for share in exact]
     lacking = sorted(range(len(parts)), key=lambda i: shares[i] - exact[i])
@@ -283,7 +283,7 @@ def whole_shares(parts: list[Fraction]) -> list[int]:
 
 
 def permuted(size: int, key: int) -> list[int]:
-    """Fisher and Yates; up to 1024 elements."""
+    """Shuffle by Fisher and Yates; up to 1024 elements."""
     order = list(range(size))
     for i in range(size, 1, -1):
         j = random_bits(key, i) % i
@@ -297,10 +297,10 @@ def weights_within_epochs(
     tokens: list[int],
     run_tokens: int,
 ) -> list[list[Fraction]]:
-    """Shares of every source in every stage (first step, tokens per step, weights) of a run.
+    """Return the shares of every source in every stage (first step, tokens per step, weights).
 
-    A stage is planned as if it went on to the end of the run: all that is left of the run's tokens
-    is dealt by weight; who gets more than he has left is given that, and the rest is dealt again.
+    A stage is planned up to the end of the run: the remaining tokens of the run are split by
+    weight; a source that would get more than it has left gets that, and the others share the rest.
     """
     found = []
     left = Fraction(run_tokens)
@@ -325,7 +325,7 @@ def weights_within_epochs(
             dealt |= {d: room[d] for d in over}
         amounts = [dealt[d] for d in range(len(weights))]
         if not sum(amounts):
-            amounts = weights  # nothing is left of any
+            amounts = weights  # all sources are used up
         shares = [amount / sum(amounts) for amount in amounts]
         same = i and stages[i - 1][2] == given
         found.append(found[-1] if same else shares)

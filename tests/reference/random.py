@@ -1,4 +1,4 @@
-"""The seeded generators of csrc/core (base/random.hpp, schedule/random.hpp), and two orders."""
+"""Seeded generators of csrc/core (base/random.hpp, schedule/random.hpp), and two orders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 MASK = (1 << 64) - 1
 
-# Which child of the seed's generator decides what.
+# Uses of the children of the seed's generator.
 DOCUMENTS, ATOMS, SEGMENTS, POOLS = range(4)
 
 
@@ -22,7 +22,7 @@ def random_bits(key: int, counter: int) -> int:
 
 
 def unit(key: int, counter: int) -> float:
-    """Uniform from 0 to 1."""
+    """Return a uniform number from 0 to 1."""
     return (random_bits(key, counter) >> 11) * 2.0**-53
 
 
@@ -54,14 +54,14 @@ def random_for(seed: int, purpose: int) -> Random:
 
 
 def swap_down(items: list, chance: Random) -> None:
-    """Fisher and Yates: position k, from the last to the second, with one at or before it."""
+    """Shuffle by Fisher and Yates: swap position k, from the last one down, with one up to it."""
     for k in range(len(items) - 1, 0, -1):
         j = chance.below(k, k + 1)
         items[k], items[j] = items[j], items[k]
 
 
 def shuffled(count: int, chance: Random) -> list[int]:
-    """0 ... count - 1 dealt to groups, which are shuffled and laid end to end."""
+    """Split 0 ... count - 1 into groups, shuffle each, and concatenate them."""
     num_groups = min(4096, max(1, -(-count // 32768)))
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     for i in range(count):
@@ -72,7 +72,7 @@ def shuffled(count: int, chance: Random) -> list[int]:
 
 
 def dealt(count: int, num_pools: int, chance: Random) -> list[list[int]]:
-    """0 ... count - 1, each in the pool it draws, in ascending order there."""
+    """Draw a pool for each of 0 ... count - 1; return them by pool in ascending order."""
     pools: list[list[int]] = [[] for _ in range(num_pools)]
     for i in range(count):
         pools[chance.below(i, num_pools)].append(i)

@@ -59,7 +59,7 @@ def pad(
     if atom_size != capacity:
         order = shuffled(len(atoms), random_for(seed, ATOMS))
         atoms = [atoms[i] for i in order]
-    if atom_size >= capacity:  # split: never a sample of padding alone
+    if atom_size >= capacity:  # split: no sample consists of padding only
         samples = [sample for atom in atoms for sample in joined(atom, capacity)]
     else:  # merge: each atom takes atom_size tokens of the sample, padded or not
         merged = capacity // atom_size

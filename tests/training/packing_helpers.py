@@ -136,4 +136,6 @@ def losses_one_by_one(
 def _told(tokens: Tensor, fim: Fim, key: int) -> Tensor:
     """A whole document that has room, as fill-in-the-middle tells it; without an end sentinel."""
     rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate)
-    return torch.tensor([token for token, _ in definition.told(tokens.tolist(), rule, key)])
+    return torch.tensor(
+        [token for token, _ in definition.transform_document(tokens.tolist(), rule, key)]
+    )
