@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from megapack.data.fim import FimConfig, Sentinels
 from megapack.data.program import resolve
 from megapack.data.steps import ScheduleConfig
 from megapack.errors import ConfigError, ResumeError
+from megapack.packing import pack
 from tests.data.corpora import (
     of_rank,
     packed_documents,
@@ -507,6 +509,28 @@ def test_a_step_in_progress_cannot_be_edited(change: dict[str, Any]) -> None:
     later = begin(Stage(from_step=2, **change))
     later.load_state_dict(state)
     assert list(next(later)) == list(next(begun))
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "states"
+
+
+def test_a_golden_state_is_written_and_resumed() -> None:
+    """The state of a run whose second stage begins among skipped steps, as of ORDER_VERSION 3."""
+    lengths = ([16] * 40, [16] * 24)
+    index = [pack(np.array(of_source, np.int32), "bucket", buckets=(16,)) for of_source in lengths]
+    edited = (
+        Stage(from_step=8, skip_steps=4),
+        Stage(from_step=10, weights={"code": 1.0}),
+    )
+    options: dict[str, Any] = {"weights": [1.0, 1.0], "names": ["web", "code"]}
+    schedule = Schedule(index, tokens_per_step=64, seed=1, stages=edited, **options)
+    golden = json.loads((GOLDEN / "version_3.json").read_text())
+    assert schedule.state_dict(20) == golden
+    assert schedule.resume_step(golden) == 20
+    fewer = replace(edited[0], skip_steps=2)
+    other = Schedule(index, tokens_per_step=64, seed=1, stages=(fewer, edited[1]), **options)
+    with pytest.raises(ResumeError, match=r"skipped was .* skip_steps was 4 and is 2"):
+        other.check_state(golden)
 
 
 @pytest.mark.parametrize("state", [{}, {"step": -1}, {"model": 0}, {"step": 3, "epoch": 1}])
