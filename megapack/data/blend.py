@@ -407,7 +407,8 @@ class Mixture:
     @property
     def windows(self) -> list[int]:
         """All attention windows of the run and its stages, tokens."""
-        return [s.attention_window for s in (self, *self.stages) if s.attention_window]
+        windows = [self.attention_window, *(stage.attention_window for stage in self.stages)]
+        return [window for window in windows if window]
 
     def check_alignment(self, alignment: int) -> None:
         """Raise ConfigError if an attention window is not a multiple of the alignment."""
