@@ -66,7 +66,8 @@ def test_a_blend_of_another_directory_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said = printed("trace", config, "--set", "data.blend=blend.yaml", status=1)
-    assert "no blend.yaml (data.blend;" in said and f"{tmp_path}): go there, or" in said
+    assert "there is no blend.yaml (data.blend)" in said
+    assert f"{tmp_path}: change the directory, or" in said
 
 
 def test_the_documents_of_a_step(config: Path) -> None:
