@@ -42,15 +42,8 @@ GROUP_COUNTS = ("num_groups", "num_cut_groups", "num_groups_longer_than_largest_
 def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
     """Return the group ids of all documents of a dataset.
 
-    Args:
-        groups: path of a .npy; ``auto``: the dataset ``<prefix>.groups`` of one number per document
-            (``tokenize --group-key``).
-        prefix: prefix of the dataset.
-
-    Raises:
-        ConfigError: the dataset of groups is missing, or does not have one id per document.
-        DataError: an id is above 2^63 - 1.
-        FormatError, OSError: a file is damaged or cannot be read.
+    ``groups`` is the path of a .npy, or ``auto``: the dataset ``<prefix>.groups`` with one number
+    per document (``tokenize --group-key``). Raises as ``check_groups``, FormatError and OSError.
     """
     if groups != "auto":
         return check_groups(np.array(open_npy(groups)), num_documents, groups)
@@ -71,9 +64,7 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
 def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Ids:
     """Return group ids as int64.
 
-    Raises:
-        ConfigError: not one integer per document.
-        DataError: an id is above 2^63 - 1.
+    Raises ConfigError if there is not one integer per document, DataError for ids above 2^63 - 1.
     """
     array = np.asarray(ids)
     if array.shape != (num_documents,) or (array.size and array.dtype.kind not in "iu"):
@@ -89,33 +80,18 @@ def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Id
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Units:
-    """Documents in the order of their groups, divided into the units that a strategy packs.
+    """Documents in the order of their groups, divided into the units that a strategy packs."""
 
-    Attributes:
-        documents: int64 (num_documents,), unit after unit.
-        ends: int64 (num_documents,), tokens up to the end of each of ``documents``.
-        begins: int64 (num_units,), tokens before each unit.
-        lengths: int64 (num_units,), tokens of each unit: input of the strategy.
-        whole: bool (num_units,), the unit is a whole group of several nonempty documents.
-        counts: the ``GROUP_COUNTS`` that are known before packing.
-    """
-
-    documents: Ids
-    ends: Ids
-    begins: Ids
-    lengths: Ids
-    whole: NDArray[np.bool_]
-    counts: Mapping[str, int]
+    documents: Ids  # (num_documents,), unit after unit
+    ends: Ids  # (num_documents,), tokens up to the end of each of these documents
+    begins: Ids  # (num_units,), tokens before each unit
+    lengths: Ids  # (num_units,), tokens of each unit: input of the strategy
+    whole: NDArray[np.bool_]  # (num_units,), the unit is a whole group of nonempty documents
+    counts: Mapping[str, int]  # the GROUP_COUNTS that are known before packing
 
     @classmethod
     def of(cls, ids: Ids, lengths: Lengths, capacity: int) -> Units:
-        """Divide documents into units.
-
-        Args:
-            ids: (num_documents,) the group of each; negative: the document has no group.
-            lengths: (num_documents,) tokens.
-            capacity: tokens of the largest bucket.
-        """
+        """Divide documents into units: ids and lengths (num_documents,), capacity in tokens."""
         # A group's number is that of its first document, so groups keep the dataset's order.
         number = np.arange(len(ids))
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
@@ -154,12 +130,8 @@ class Units:
     ) -> tuple[dict[str, Any], dict[str, int]]:
         """Replace each segment of a unit by the segments of its documents.
 
-        Args:
-            arrays: samples that a strategy made from ``self.lengths``.
-            lengths: (num_documents,) true lengths; units may have rounded ones (``alignment``).
-
-        Returns:
-            The arrays with documents, and ``GROUP_COUNTS``.
+        ``lengths`` (num_documents,) are true lengths; those of units may be rounded
+        (``alignment``). Returns the arrays with documents, and ``GROUP_COUNTS``.
         """
         unit = arrays["segment_document"].astype(np.int64)
         begin = arrays["segment_begin"].astype(np.int64)
@@ -192,13 +164,7 @@ class Units:
 
 
 def joined_segments(ids: Ids, sample_segment_offsets: Ids, documents: Ids) -> NDArray[np.uint8]:
-    """Return uint8 (num_segments,): 1 if the previous segment of the sample has the same group.
-
-    Args:
-        ids: (num_documents,) the group of each; negative: the document has no group.
-        sample_segment_offsets: (num_samples + 1,) the first segment of each sample.
-        documents: (num_segments,) the document of each segment.
-    """
+    """Return uint8 (num_segments,): 1 if the previous segment of the sample has the same group."""
     group = ids[documents]
     joined: NDArray[np.bool_] = (np.diff(group, prepend=-1) == 0) & (group >= 0)
     first = sample_segment_offsets[:-1]

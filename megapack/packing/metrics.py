@@ -65,33 +65,21 @@ def lengths_fingerprint(lengths: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentTotals:
-    """Totals of the documents that an index was packed from.
-
-    Attributes:
-        num_documents, num_empty: all documents; documents without tokens.
-        num_longer: documents longer than the largest bucket.
-        num_tokens: tokens of all documents.
-        num_whole: documents that are one segment from first to last token. None: no tokens were
-            dropped, so these are the nonempty documents that have a single segment.
-        lengths_fingerprint: ``lengths_fingerprint`` of the documents.
-        num_with_fim_room: documents of one segment that have ``fim_room``; None: it is 0.
-    """
+    """Totals of the documents that an index was packed from."""
 
     num_documents: int
     num_empty: int
-    num_longer: int
+    num_longer: int  # than the largest bucket
     num_tokens: int
+    # Documents that are one segment from first to last token. None: no tokens were dropped, so
+    # these are the nonempty documents that have a single segment.
     num_whole: int | None
     lengths_fingerprint: str
-    num_with_fim_room: int | None = None
+    num_with_fim_room: int | None = None  # of one segment, with fim_room; None: fim_room is 0
 
     @classmethod
     def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
-        """Return the totals of ``lengths`` (num_documents,), without ``num_whole``.
-
-        Args:
-            checked: the same lengths, checked by the core against the largest bucket's capacity.
-        """
+        """Return the totals; the core has compared ``checked`` with the largest capacity."""
         return cls(
             num_documents=len(lengths),
             num_empty=checked.num_empty,

@@ -66,10 +66,7 @@ def with_true_lengths(
 ) -> dict[str, Any]:
     """Cut segments to the true lengths; remove segments that lie entirely in the room.
 
-    Args:
-        arrays: samples that a strategy made from rounded ``with_room``.
-        lengths: (num_documents,) true lengths.
-        with_room: (num_documents,) lengths with room, from ``with_fim_room``.
+    A strategy made ``arrays`` from the rounded lengths ``with_room``, both (num_documents,).
     """
     documents = arrays["segment_document"]
     true_length, full_length = lengths[documents], with_room[documents]
@@ -129,17 +126,12 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PackingMethod:
-    """Checked options of a packing, without documents and seed.
-
-    Attributes:
-        strategy: entry of ``STRATEGIES``.
-        buckets: capacities in tokens, ascending.
-        parameters: all parameters of the strategy, as the index records them; also ``alignment``
-            above 1, ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
-    """
+    """Checked options of a packing, without documents and seed."""
 
     strategy: Strategy
-    buckets: list[int]
+    buckets: list[int]  # capacities in tokens, ascending
+    # All parameters of the strategy, as the index records them; also ``alignment`` above 1,
+    # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
     parameters: dict[str, Any]
 
     @property

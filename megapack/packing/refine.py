@@ -49,17 +49,10 @@ class Refined:
 
 
 def refine(counts: Counts, buckets: list[int]) -> tuple[list[Refined], Counts]:
-    """Pack most documents of a histogram.
+    """Pack most documents of a histogram: counts[l] documents of length l, ascending buckets.
 
-    Args:
-        counts: counts[l] documents of length l, for l below the largest bucket.
-        buckets: ascending capacities.
-
-    Returns:
-        The samples, and the counts of the remaining documents.
-
-    Raises:
-        ConfigError: highspy is not installed.
+    Returns the samples, and the counts of the remaining documents. Raises ConfigError if highspy
+    is not installed.
     """
     unit = -(-buckets[-1] // GRID_CLASSES)
     pool = _Pool(counts)

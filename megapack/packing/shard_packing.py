@@ -45,21 +45,13 @@ from megapack.storage.remote.copies import local_output_file
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPlan:
-    """Datasets to pack and packing options; the same on all machines.
+    """Datasets to pack and packing options; the same on all machines."""
 
-    Attributes:
-        manifest: path of the manifest to write, or its address, a str.
-        prefixes: prefixes of all shards: those of an existing manifest, then new ones.
-        known: rows of the existing manifest, by ``place``.
-        options: arguments of ``pack``.
-        resolved: the options as the manifest records them (``PLAN``).
-    """
-
-    manifest: Path | str
-    prefixes: tuple[str, ...]
-    known: Mapping[str, PackedShard]
-    options: Mapping[str, Any]
-    resolved: Mapping[str, Any]
+    manifest: Path | str  # to write; an address is a str
+    prefixes: tuple[str, ...]  # of all shards: those of an existing manifest, then new ones
+    known: Mapping[str, PackedShard]  # rows of the existing manifest, by ``place``
+    options: Mapping[str, Any]  # arguments of ``pack``
+    resolved: Mapping[str, Any]  # the options as the manifest records them (PLAN)
 
     def samples_of(self, prefix: str) -> str:
         """Return the path of a shard's .samples file, distinct for equal names in two folders."""
@@ -144,10 +136,9 @@ class ShardPacker:
     def build(self, index: int, report: Report) -> PackedShard:
         """Pack a shard, unless it is packed already.
 
-        Raises:
-            IndexMismatchError: the shard has changed since the manifest was written.
-            ConfigError: its .samples has other documents or options, without ``overwrite``.
-            FormatError, OSError: the dataset is damaged or missing, or a file cannot be written.
+        Raises IndexMismatchError if the shard has changed since the manifest was written,
+        ConfigError if its .samples has other documents or options (without ``overwrite``),
+        FormatError, OSError.
         """
         prefix = self.plan.prefixes[index]
         shard = self.plan.known.get(place(prefix))
@@ -200,8 +191,7 @@ def describe_shard(
 ) -> PackedShard:
     """Return the manifest's row of a dataset and its samples, which are in the file ``path``.
 
-    Raises:
-        IndexMismatchError: the dataset's labels or weights belong to other documents.
+    Raises IndexMismatchError if the dataset's labels or weights belong to other documents.
     """
     labels, weights = open_labels(dataset), open_weights(dataset)
     metas = [stream.meta for stream in (dataset, labels) if stream is not None]

@@ -56,31 +56,22 @@ Ids = NDArray[np.int64]
 class PackedShard:
     """Row of a shard manifest: one dataset and its samples."""
 
-    prefix: str
-    """Path of the .bin/.idx pair, without the suffix."""
-    samples: str
-    """Path of the .samples file."""
+    prefix: str  # path of the .bin/.idx pair, without the suffix
+    samples: str  # path of the .samples file
     dtype: str
     num_documents: int
     num_tokens: int
-    fingerprint: str
-    """``IndexedDataset.fingerprint``, compared when the shard is opened."""
+    fingerprint: str  # IndexedDataset.fingerprint, compared when the shard is opened
     samples_fingerprint: str
     samples_per_bucket: tuple[int, ...]
-    most_segments: tuple[int, ...]
-    """Most segments of one sample, by bucket; 0 for a bucket without samples."""
-    longest_segment: int
-    """Tokens of the longest segment; 0 without samples."""
-    longest_reach: int
-    """Largest begin + length of a segment: tokens of its document up to the segment's end."""
-    max_token_id: int | None
-    """Largest id of tokens and labels; None: unknown without a meta file."""
+    most_segments: tuple[int, ...]  # of one sample, by bucket; 0 for a bucket without samples
+    longest_segment: int  # tokens; 0 without samples
+    longest_reach: int  # largest begin + length of a segment
+    max_token_id: int | None  # of tokens and labels; None: a meta file is missing
     vocab_size: int | None
     document_end_token: int | None
-    labels: bool
-    """The shard has ``<prefix>.labels``."""
-    weights: str | None = None
-    """``weights_identity`` of ``<prefix>.weights``, compared when the shard is opened, or None."""
+    labels: bool  # the shard has <prefix>.labels
+    weights: str | None = None  # weights_identity of <prefix>.weights, compared when opened
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -98,8 +89,7 @@ def place(path: str) -> str:
 class Arranged:
     """The order in which ``megapack-build arrange`` wrote the samples of a source."""
 
-    source: str
-    """Fingerprint of the source that was arranged."""
+    source: str  # fingerprint of the source that was arranged
     seed: int
     block_tokens: int
     window_blocks: int
@@ -217,9 +207,7 @@ class ShardedIndex:
     def open(self, number: int) -> SampleIndex:
         """Return the samples of one shard, memory-mapped.
 
-        Raises:
-            IndexMismatchError: the file is not the one that the manifest lists.
-            FormatError, OSError: it is damaged or missing.
+        Raises IndexMismatchError if the manifest lists other samples, FormatError, OSError.
         """
         shard = self.shards[number]
         index = SampleIndex.load(shard.samples)
@@ -283,11 +271,7 @@ def load_index(path: str | os.PathLike[str], shards: Sequence[int] | None = None
 
 
 def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> ShardedIndex:
-    """Read a shard manifest, without opening its shards.
-
-    Args:
-        path: path or address of the manifest.
-        shards: (begin, end), the shards to load; None: all.
+    """Read a shard manifest (or its shards [begin, end)), without opening the shards.
 
     Raises:
         FormatError: not a shard manifest, of another version, or damaged.
@@ -401,12 +385,7 @@ def save_shards(
 ) -> None:
     """Write or replace a shard manifest, a file or an object at an address.
 
-    Args:
-        plan: packing options of all shards, with the keys ``PLAN``.
-        shards: with paths relative to the working directory.
-
-    Raises:
-        OSError: the file cannot be written.
+    ``plan`` has the keys ``PLAN``; paths of ``shards`` are relative to the working directory.
     """
     path = manifest_path(path)
     has_weights = any(shard.weights for shard in shards)

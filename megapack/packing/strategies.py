@@ -103,39 +103,25 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way to turn document lengths into samples.
-
-    Attributes:
-        name: its name in ``pack`` and on the command line.
-        description: its definition in a sentence.
-        source: the publication.
-        many_buckets: ``buckets`` may have more than one capacity.
-        may_drop, may_repeat: by definition, a token may be in no sample; in several.
-        parameters: its keywords, in the order of the table in docs.
-        presets: name -> function that returns a paper's parameters for the largest capacity.
-        check: raises ConfigError if the (ascending) buckets contradict the parameters.
-        run: the function that packs.
-    """
+    """One way to turn document lengths into samples."""
 
     name: str
     description: str
-    source: str
+    source: str  # the publication
     run: Callable[[Request], Packing]
-    parameters: tuple[Parameter, ...] = ()
-    many_buckets: bool = False
-    may_drop: bool = False
-    may_repeat: bool = False
+    parameters: tuple[Parameter, ...] = ()  # in the order of the table in docs
+    many_buckets: bool = False  # ``buckets`` may have more than one capacity
+    may_drop: bool = False  # by definition, a token may be in no sample
+    may_repeat: bool = False  # by definition, a token may be in several samples
+    # Name -> function that returns a paper's parameters for the largest capacity.
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
+    # Raises ConfigError if the (ascending) buckets contradict the parameters.
     check: Callable[[list[int], Mapping[str, Any]], None] | None = None
 
     def resolve(
         self, values: Mapping[str, Any], *, preset: str | None = None, capacity: int = 0
     ) -> dict[str, Any]:
-        """Return the defaults, overridden by the preset, then by ``values``.
-
-        Raises:
-            ConfigError: an unknown parameter or preset, or a value out of range.
-        """
+        """Return the defaults, overridden by the preset, then by ``values``. Raises ConfigError."""
         known = {parameter.name: parameter for parameter in self.parameters}
         resolved = {name: parameter.default for name, parameter in known.items()}
         if preset is not None:
@@ -384,8 +370,7 @@ def seamless(request: Request) -> Packing:
 # Both only need the histogram of lengths: milliseconds (refine: seconds). The index records the
 # choice and its reason.
 
-# If a packing pads at most one token in so many, it is not improved.
-PADDING_WORTH_SAVING = 1000
+PADDING_WORTH_SAVING = 1000  # a packing that pads at most 1 token in 1000 is not improved
 
 
 @dataclass(frozen=True)
@@ -416,11 +401,7 @@ def _bucket_rules(
     max_segments: int | None,
     refine: bool,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the rules for the core, and the decisions: name -> choice and reason.
-
-    Raises:
-        ConfigError: both refine and max_segments are given.
-    """
+    """Return the rules for the core, and the decisions: name -> choice and reason."""
     if refine and max_segments is not None:
         raise ConfigError(
             f"max_segments is {max_segments}, and refine makes samples with any number of "
@@ -543,7 +524,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "refine",
         False,
         "look for better samples with a linear program, and take them if they are worth "
-        "it (needs highspy; seconds, whatever the number of documents)",
+        "it (needs highspy; takes seconds for any number of documents)",
     ),
     many_buckets=True,
 )

@@ -24,12 +24,7 @@ _REMEDY = "pack the dataset again"
 def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
     """Compare all checksums and, if the dataset is found, segments with documents.
 
-    Args:
-        path: the file, or its address.
-        prefix: prefix of the dataset; None: as recorded in the file.
-
-    Raises:
-        OSError: the file exists but cannot be read.
+    ``path`` is a file or address; ``prefix`` None means the recorded dataset. Raises OSError.
     """
     findings = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
@@ -59,14 +54,8 @@ def verify_shard(
 ) -> dict[str, list[Finding]]:
     """Verify documents, labels, weights and samples of one shard, then its row in the manifest.
 
-    Args:
-        tokens, progress: as in ``megapack.storage.verify``.
-
-    Returns:
-        Findings by prefix or path.
-
-    Raises:
-        OSError: a file exists but cannot be read.
+    ``tokens`` and ``progress`` as in ``megapack.storage.verify``. Returns findings by prefix or
+    path. Raises OSError if a file exists but cannot be read.
     """
     shard = index.shards[number]
     streams = [shard.prefix + end for end in shard.ends]
@@ -101,8 +90,7 @@ def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
 def prefix_of_samples(path: str, index: SampleIndex) -> str:
     """Return the prefix of a .samples file's dataset: as recorded, or in the file's folder.
 
-    Raises:
-        ConfigError: no prefix is recorded, or the dataset is in neither place.
+    Raises ConfigError if no prefix is recorded, or the dataset is in neither place.
     """
     prefix = (index.source or {}).get("prefix")
     if prefix is None:

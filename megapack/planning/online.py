@@ -1,4 +1,4 @@
-"""``StepPlanner``: plan a stream of documents; return micro batches as soon as they are full.
+"""``StepPlanner``: plan a stream of documents; return each micro batch once it is full.
 
 * ``StepPlanner(num_ranks=, max_tokens_per_rank=, window=, ...)``: the options of ``plan_step``.
 * ``add(document_id, length, cost=, group=)``: add one document or many; return full micro batches.
