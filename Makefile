@@ -1,5 +1,5 @@
-# `make help` lists the targets: each has its line behind ##. All create their environment by
-# themselves; PYTHON chooses the interpreter (3.10 to 3.13), JOBS the test processes.
+# `make help` lists the targets; the text after ## describes each. Targets create the environment that
+# they need. PYTHON chooses the interpreter (3.10 to 3.13), JOBS the number of test processes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,13 +7,13 @@ JOBS ?= 3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=20
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Bytecode is written when a module is imported first, and pip would write that of all others, too.
+# Without --no-compile, pip would compile the bytecode of all modules, also of those never imported.
 INSTALL := $(PIP) --no-compile -c constraints.txt
-# Commands of the virtual environment first, whatever the shell has on its PATH.
+# Commands of the virtual environment come first.
 export PATH := $(abspath $(BIN)):$(PATH)
-# Images often say that none is written; hundreds of processes of the tests would compile anew.
+# Images often set this variable; hundreds of test processes would then compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
-# The extension is compiled while pip fetches what tests need; types are checked beside the tests.
+# Compile the extension while pip downloads test packages; check types while tests run.
 MAKEFLAGS += --jobs=2
 
 .DEFAULT_GOAL := help
@@ -45,16 +45,16 @@ build: $(VENV)/.train ## the C++ extension, in place: the files that changed
 demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 	bash launch/demo.sh
 
-test: types pytest ## the gate: format, lint, types, and every test of the product
+test: types pytest ## must pass before a merge: format, lint, types, and every test of the product
 
 lint: style types ## format, lint and types, without tests
 
-style: $(VENV)/.dev ## format and lint alone
+style: $(VENV)/.dev ## only format and lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
-types: build $(VENV)/.dev ## types alone (mypy)
+types: build $(VENV)/.dev ## only types (mypy)
 	$(BIN)/mypy
 
 format: $(VENV)/.dev ## repair formatting
@@ -62,15 +62,15 @@ format: $(VENV)/.dev ## repair formatting
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
 
-# Collecting once compiles tests and what they import: else every test process would do it anew.
+# Collect tests once, which compiles them; otherwise every test process compiles them again.
 $(VENV)/.bytecode: $(VENV)/.dev | build
 	$(BIN)/python -m pytest -qq --collect-only > /dev/null || true
 	touch $@
 
-pytest: build style $(VENV)/.bytecode ## the gate without types
+pytest: build style $(VENV)/.bytecode ## make test without types
 	$(PYTEST) -m "not pages"
 
-test-all: types build style $(VENV)/.bytecode ## the gate, and the tests of documents, papers and results
+test-all: types build style $(VENV)/.bytecode ## make test, and the tests of pages, papers and results
 	$(PYTEST)
 
 $(VENV)/.docs: $(VENV)/.train
@@ -81,35 +81,35 @@ docs: build $(VENV)/.docs ## the site: pages, API, commands, configuration -> bu
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo build/site/index.html
 
-mutants: build $(VENV)/.dev ## faults that the tests must notice, one at a time; ONLY=name,...
+mutants: build $(VENV)/.dev ## check that the tests notice faults, one at a time; ONLY=name,...
 	ONLY=$(ONLY) JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
-test-data: ## what builds data, without torch; PYTHON=python3.13
+test-data: ## tests of data building without torch; PYTHON=python3.13
 	PYTHON=$(PYTHON) JOBS=$(JOBS) bash tests/data_only.sh
 
-wheel: ## dist/megapack-*.whl for machines without a compiler, and a proof that it works
+wheel: ## dist/megapack-*.whl for machines without a compiler, and a test of it
 	PYTHON=$(PYTHON) bash tests/wheel.sh
 
-# Trainers of others, daemons, compilers of kernels: more time than a test of `make test` has.
+# Other trainers, daemons and kernel compilers need a longer timeout.
 test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
-# Hosts that are on no package index: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, and so
-# GPT_NEOX, MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON; AXOLOTL and
+# Hosts without a package: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, likewise GPT_NEOX,
+# MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON; AXOLOTL and
 # MEGAPACK_VERL name folders as PATH does (their tests say which).
 HOSTS := hosts hosts-neox hosts-mds hosts-torchtitan hosts-olmo-core hosts-nanotron
 
-test-hosts: build $(VENV)/.dev $(HOSTS:%=$(VENV)/%) ## trainers of no package index; MEGATRON_LM=/path/to/checkout
+test-hosts: build $(VENV)/.dev $(HOSTS:%=$(VENV)/%) ## trainers from checkouts; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
 
-# What starts daemons: launch/slurm.sh on a Slurm of one node, and two nodes that DeepSpeed reaches by
-# ssh, of which one is lost. Root, and Debian's slurmctld, slurmd, slurm-client, munge,
-# openssh-server, pdsh and iproute2. And launch/kubernetes.yaml against the schemas of Kubernetes.
+# Tests with daemons: launch/slurm.sh on a Slurm of one node; DeepSpeed over ssh on two nodes, one of
+# which is lost. They need root, and Debian's slurmctld, slurmd, slurm-client, munge, openssh-server,
+# pdsh and iproute2. Also validates launch/kubernetes.yaml against the schemas of Kubernetes.
 test-cluster: build $(VENV)/.dev $(VENV)/kubernetes ## Slurm and two nodes, as daemons on this machine; root
 	CLUSTER=1 PYTHONPATH=$(VENV)/kubernetes $(BIN)/python -m pytest -v -W ignore \
 	    tests/training/test_slurm.py tests/training/test_two_nodes.py tests/training/test_kubernetes.py
 
-# Folders of packages beside those of the environment. Of a host: what it imports and does not use
-# here (triton's kernels), or what its own loaders need.
+# Additional packages per host, each in its own folder: packages that the host imports without using
+# them here (triton), or that its own loaders need.
 of-hosts := --no-deps triton
 of-hosts-neox := --no-deps setuptools==75.8.0 # for pkg_resources
 of-hosts-mds := --no-deps --no-build-isolation deepspeed==0.19.0 # for deepspeed.compression
@@ -122,16 +122,16 @@ of-hosts-olmo-core := --no-deps bettermap cached_path dataclass-extensions impor
 of-hosts-nanotron := --no-deps dacite triton
 of-kubernetes := kubernetes-validate # 100 MB of schemas
 
-# A folder has its name when all of it is there.
+# Rename the folder when it is complete.
 $(VENV)/kubernetes $(HOSTS:%=$(VENV)/%): $(VENV)/%: | $(VENV)/.dev
 	rm -rf $@.part
 	DS_BUILD_OPS=0 $(PIP) --target $@.part $(of-$*)
 	mv $@.part $@
 
-# What `make test` skips of the stores: az://, on Azurite, Microsoft's emulator. Node.js and npm.
+# `make test` skips az://, which needs Azurite, Microsoft's emulator, with Node.js and npm.
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 
-test-clouds: build $(VENV)/.dev $(AZURITE) ## az://, on Microsoft's emulator; Node.js
+test-clouds: build $(VENV)/.dev $(AZURITE) ## az:// on Microsoft's emulator; needs Node.js
 	AZURITE=$(AZURITE) $(BIN)/python -m pytest -q tests/remote
 
 $(AZURITE):
@@ -140,16 +140,16 @@ $(AZURITE):
 bench-%: build $(VENV)/.dev ## a benchmark: packing, build, merge, data, ...; QUICK=1 is a minute
 	$(BIN)/python benchmarks/$*.py
 
-faults: bench-faults bench-edits ## a fault at a time, in real processes; root for two of them
+faults: bench-faults bench-edits ## one fault at a time, in real processes; two need root
 
-bench-papers: build $(VENV)/.dev ## what the papers claim, trained again; ONLY=atom_size,... SCALE=gpu
+bench-papers: build $(VENV)/.dev ## train models for the papers' claims; ONLY=atom_size,... SCALE=gpu
 	$(BIN)/python benchmarks/papers/all.py
 
-gpu: build $(VENV)/.dev ## what needs a CUDA device; OUT=, PARTS=
+gpu: build $(VENV)/.dev ## everything that needs a CUDA device; OUT=, PARTS=
 	PYTHON=$(BIN)/python bash benchmarks/gpu.sh
 
-fuzz: build $(VENV)/.dev ## every reader, FUZZ_SECONDS in all
+fuzz: build $(VENV)/.dev ## fuzz every reader, FUZZ_SECONDS in total
 	$(BIN)/python tests/fuzz/run.py
 
-clean: ## remove what was compiled and cached
+clean: ## remove compiled and cached files
 	rm -rf build megapack/_core.* *.egg-info .mypy_cache .ruff_cache .pytest_cache
