@@ -1,4 +1,4 @@
-"""megapack-build in this process: starting an interpreter takes longer than most commands do."""
+"""Run megapack-build in this process, since starting an interpreter takes longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megapack.cli.main import main
 
 
 def build(*words: object) -> subprocess.CompletedProcess[str]:
-    """Exit status, stdout and stderr of a command; tests/cli/test_main.py runs the program."""
+    """Run a command; return exit status, stdout and stderr."""
     arguments = [str(word) for word in words]
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -22,7 +22,7 @@ def build(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def printed(*words: object, status: int = 0) -> str:
-    """What a command that ends with a status prints: its stdout, or its stderr where it fails."""
+    """Run a command, check its status, and return stdout, or stderr if it fails."""
     done = build(*words)
     assert done.returncode == status, done.stderr
     return done.stderr if status else done.stdout

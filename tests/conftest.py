@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run that collected next to nothing must not look like one that passed."""
+    """Fail a run that collected too few tests (--at-least)."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     wanted = session.config.getoption("--at-least")
     if wanted == 0 or reporter is None or hasattr(session.config, "workerinput"):
@@ -63,7 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def descendants() -> set[int]:
-    """Processes that this one started, and theirs."""
+    """Return all descendants of this process."""
     parents = {}
     for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
         if not process.name.isdigit():
@@ -79,9 +79,9 @@ def descendants() -> set[int]:
     return found
 
 
-# A time limit (pytest-timeout, `timeout` in pyproject.toml) is an exception in the test. Processes
-# that the test, not a fixture, started by then end with it; and where no exception can be raised,
-# in C++ that keeps the GIL, the test process ends with the stacks of its threads.
+# A time limit (pytest-timeout, `timeout` in pyproject.toml) raises an exception in the test, and
+# ends the processes that the test has started (not those of fixtures). In C++ that holds the GIL no
+# exception can be raised: the test process prints the stacks of its threads and ends.
 
 
 STDERR = pytest.StashKey[int]()
@@ -120,7 +120,7 @@ def pytest_runtest_protocol() -> Iterator[object]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """Return an unused TCP port of the loopback interface."""
     import ports  # noqa: PLC0415  # this file is also used without what lies beside it
 
     return ports.free_port()
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def zygote() -> Zygote:
-    """What forks ranks of a run that need not import torch, once per test process."""
+    """Start the server that forks ranks with torch imported, once per test process."""
     from training.processes import shared_zygote  # noqa: PLC0415  # the same
 
     return shared_zygote()

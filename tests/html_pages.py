@@ -1,4 +1,4 @@
-"""HTML pages as tests read them."""
+"""Parsing of HTML pages for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 
 class Nesting(HTMLParser):
-    """Fails on a tag that is closed out of order; collects text and attributes."""
+    """Parser that fails on wrongly nested tags and collects text and attributes."""
 
     VOID = frozenset({"meta"})
 
@@ -36,7 +36,7 @@ class Nesting(HTMLParser):
 
 
 def words_of(page: str) -> str:
-    """The text of a page, one space between words."""
+    """Return the text of a page, with one space between words."""
     return " ".join(" ".join(Nesting(page).text).split())
 
 

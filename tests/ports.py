@@ -13,7 +13,7 @@ _PORTS = range(10_000, 32_000)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on, chosen at random."""
+    """Return a random unused port of the loopback interface."""
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:

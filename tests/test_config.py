@@ -1,4 +1,4 @@
-"""Configuration: unknown keys, wrong types and overrides answer in words a person can act on."""
+"""Configuration: messages about unknown keys, wrong types and overrides say what to do."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "merged.yaml"
     path.write_text("optimizer: {<<: {schedule: linear}, learning_rate: 0.5}\nseed: 1\n")
     assert load_config(Outer, path).optimizer == Inner(learning_rate=0.5, schedule="linear")
-    # A merge of a mapping that has merged another one, which is read before that.
+    # A merge of a mapping that merges another one.
     path.write_text("a: &a {one: 1}\nb: {deep: &b {<<: *a, one: 2}}\nc: {<<: *b, two: 3}\n")
     assert load_config(Anything, path, []).c == {"one": 2, "two": 3}
 

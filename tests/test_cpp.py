@@ -27,10 +27,10 @@ THREADED = [
     ROOT / "tests" / "cpp" / f"test_{of}.cpp" for of in ("blocks", "strategies", "parallel")
 ]
 THREADED_CORE = ("base", "packing", "index")  # the folders they need
-# Parts of a few documents: small inputs then have many parts, and threads something to do.
+# Small parts, so that small inputs keep several threads busy.
 FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-Werror"]
 FLAGS += ["-pthread", "-D_GLIBCXX_ASSERTIONS", "-DMEGAPACK_PART_SIZE=32", f"-I{ROOT / 'csrc'}"]
-# Compiling takes longer than running: the optimizer would spend minutes on instrumented code.
+# Compiling takes longer than running: optimizing instrumented code takes minutes.
 SANITIZERS = {
     "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-fsanitize=thread"],
@@ -45,7 +45,7 @@ def compiler() -> str:
 
 
 def included(source: Path, found: dict[Path, bytes]) -> dict[Path, bytes]:
-    """The source and all headers of this repository that it includes, with their contents."""
+    """Return the source and all headers of this repository that it includes, with contents."""
     found[source] = source.read_bytes()
     for name in re.findall(r'^#include "(.+)"', found[source].decode(), re.MULTILINE):
         folders = (source.parent, ROOT / "csrc")
@@ -56,7 +56,7 @@ def included(source: Path, found: dict[Path, bytes]) -> dict[Path, bytes]:
 
 
 def compile_all(sources: list[Path], out: Path, flags: list[str]) -> list[Path]:
-    """Object files of the sources, warnings being errors; those of other contents are removed."""
+    """Compile the sources with warnings as errors; remove objects of other contents."""
     command = [compiler(), *FLAGS, *flags]
     version = ended(compiler(), "--version").stdout
 
@@ -109,7 +109,7 @@ def test_objects_are_compiled_again_when_what_they_were_made_from_changed(tmp_pa
     second.write_text("int b();\nint b() { return 2; }\n")
 
     def compiled(*flags: str) -> set[Path]:
-        """Sources whose objects are new."""
+        """Return sources whose objects are new."""
         before = set((tmp_path / "out").glob("*"))
         objects = compile_all([first, second], tmp_path / "out", [*flags])
         assert {*objects} == set((tmp_path / "out").glob("*"))

@@ -1,4 +1,4 @@
-"""Accelerators are found by the names that drivers give them; arithmetic by hand."""
+"""Accelerators by driver name; arithmetic checked by hand."""
 
 from __future__ import annotations
 

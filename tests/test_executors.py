@@ -1,4 +1,4 @@
-"""Work shared out to processes: what becomes of it when one of them is killed."""
+"""Work of several processes when one of them is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megapack.executors import Report, run_shards
 
 
 class KilledWhileItCounts:
-    """A worker that takes the lock of the counters with it."""
+    """Worker that is killed while it holds the lock of the counters."""
 
     threads = 1
 

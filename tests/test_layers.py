@@ -1,4 +1,4 @@
-"""Imports run in one direction and in no circle, as CONTRIBUTING says; no torch to build data."""
+"""Imports run one way, as CONTRIBUTING says, without cycles; building data needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-# Each package and those it may import (itself and the ground floor are always allowed).
+# Package -> packages that it may import (also itself and the ground floor).
 GROUND = {"errors", "config", "records", "units", "devices", "executors", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"storage", "packing", "planning", "data", "attention"},
     "cli": {"storage", "tokenization", "packing", "planning", "compare", "data", "training"},
 }
-# Of packages that import much, what those above them may import that must not.
+# Modules that a package may import from a package with many imports.
 ONLY = {
     ("cli", "training"): {
         "megapack.training.config",
@@ -43,7 +43,7 @@ ONLY = {
 TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
     *("errors", "config", "records", "units", "devices", "executors"),
-    *("data/run", "training/config"),  # a wrong configuration is refused first
+    *("data/run", "training/config"),  # checked before torch is imported
     *("training/engine/directory", "training/monitoring/slowdowns"),  # a run is read
 )
 
@@ -60,14 +60,14 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
 
 
 @pytest.mark.parametrize(("package", "below"), ONLY)
-def test_a_package_imports_few_modules_of_one_below_it(package: str, below: str) -> None:
+def test_restricted_imports_are_exact(package: str, below: str) -> None:
     paths, known = sorted((PACKAGE / package).rglob("*.py")), _modules()
     imported = set().union(*(_imported_modules("", path, known) for path in paths))
     found = {name for name in imported if name.startswith(f"megapack.{below}")}
     assert found == ONLY[package, below]
 
 
-# Packages in wings, each of which imports only those before it.
+# Packages with subpackages, each of which imports only earlier ones.
 WINGS = {
     "tokenization": ("corpus", "tokenizers", "pipeline"),
     "training": ("model", "engine", "monitoring"),
@@ -76,7 +76,7 @@ WINGS = {
 
 
 @pytest.mark.parametrize("package", WINGS)
-def test_a_wing_imports_only_those_before_it(package: str) -> None:
+def test_wings_import_only_earlier_ones(package: str) -> None:
     wings = WINGS[package]
     known = _modules()
     assert {p.parent.name for p in (PACKAGE / package).glob("*/__init__.py")} == set(wings)
@@ -94,12 +94,12 @@ def test_every_package_is_listed() -> None:
     assert {p.parent.name for p in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
 
 
-def test_contributing_says_the_same() -> None:
+def test_contributing_lists_the_same_imports() -> None:
     rows = re.findall(r"^\| `megapack/(\w+)` \|.*\|([^|]*)\|$", CONTRIBUTING, re.MULTILINE)
     assert {name: set(re.findall(r"\w+", allowed)) for name, allowed in rows} == MAY_IMPORT
 
 
-def test_the_places_that_contributing_names_exist() -> None:
+def test_paths_in_contributing_exist() -> None:
     layout = CONTRIBUTING[CONTRIBUTING.index("## Package layout") :]
     quoted = set(re.findall(r"`([\w./]+)`", layout))
     paths = {name for name in quoted if "/" in name}
@@ -113,7 +113,7 @@ def test_the_places_that_contributing_names_exist() -> None:
 
 
 def _modules() -> dict[str, Path]:
-    """Dotted name -> file, of megapack and of benchmarks/ (whose folder is on the path)."""
+    """Return dotted name -> file of megapack and benchmarks/ (whose folder is on the path)."""
     found = {}
     for top, base in ((PACKAGE, ROOT), (ROOT / "benchmarks", ROOT / "benchmarks")):
         for path in sorted(top.rglob("*.py")):
@@ -124,7 +124,7 @@ def _modules() -> dict[str, Path]:
 
 @cache
 def _imports(path: Path) -> set[str]:
-    """Dotted names that a file imports: at the top, in functions and under TYPE_CHECKING."""
+    """Return dotted names that a file imports, also in functions and under TYPE_CHECKING."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -135,12 +135,12 @@ def _imports(path: Path) -> set[str]:
 
 
 def _imported_modules(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of ours that a file imports, those for types included."""
+    """Return modules of this repository that a file imports, also for types."""
     return {_nearest(one, known) for one in _imports(path)} - {name, ""}
 
 
 def _nearest(name: str, known: dict[str, Path]) -> str:
-    """The module that holds a dotted name; "" if it is none of ours."""
+    """Return the module that holds a dotted name; "" for other repositories."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name

@@ -1,4 +1,4 @@
-"""The kept mutants fit the sources of today, and what runs them tells killed from survived."""
+"""The kept mutants fit the sources, and their runner reports killed and survived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mutants import MUTANTS, ROOT, Mutant
 
 
 def test_mutants_fit_the_sources() -> None:
-    """Give a stale one the text that says the same now (see tests/mutants.py)."""
+    """Update a stale mutant to the present text of its line (see tests/mutants.py)."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
     found = {m.name: (ROOT / m.file).read_text().count(m.old) for m in MUTANTS}
     assert {name: times for name, times in found.items() if times != 1} == {}
@@ -31,7 +31,7 @@ def test_the_larger_is_found():
 """
 
 
-def test_a_run_tells_what_became_of_each(
+def test_run_reports_the_result_of_each_mutant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "product.py").write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""Outputs that no reorganisation may change: a fixed set, its hashes in tests/golden/outputs.json.
+"""Outputs that refactoring must not change: their hashes are in tests/golden/outputs.json.
 
 What users get (datasets, samples, steps, batches) is made here through the command line and the
 public names alone, and its bytes are hashed (first on fee8912; since then five schedules changed,
@@ -73,7 +73,7 @@ def _arrays(index: SampleIndex) -> str:
 
 
 def _datasets(folder: Path) -> Iterator[tuple[str, str]]:
-    """tokenize (inputs, splits, parts of work) and merge, by the command line."""
+    """Yield hashes of datasets that tokenize and merge write."""
     for number, count in enumerate((2500, 300, 7)):
         texts = enumerate(_texts(number, count))
         lines = [json.dumps({"text": text, "id": i}) for i, text in texts]
@@ -106,7 +106,7 @@ def _packed(prefix: Path) -> Iterator[tuple[str, str, SampleIndex]]:
 
 
 def _programs(samples: list[SampleIndex]) -> Iterator[tuple[str, str]]:
-    """50 schedules: orders, mixes, blends, stages; every id of the first 40 steps."""
+    """Yield hashes of 50 schedules (orders, mixes, blends, stages) over 40 steps."""
     from megapack.data import Schedule, Stage  # noqa: PLC0415
 
     chance = random.Random(7)
@@ -139,7 +139,7 @@ def _programs(samples: list[SampleIndex]) -> Iterator[tuple[str, str]]:
 
 
 def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
-    """Every array of the micro batches of a rank, for each way of labels and boundaries."""
+    """Yield hashes of all arrays of the micro batches of a rank, per kind of boundaries."""
     import torch  # noqa: PLC0415
 
     from megapack.data import BucketBatchSampler, PackedDataset, Schedule  # noqa: PLC0415
@@ -167,7 +167,7 @@ def _batches(prefix: Path, index: Path) -> Iterator[tuple[str, str]]:
 
 
 def outputs(folder: Path) -> dict[str, str]:
-    """Name of an output -> hash of its bytes."""
+    """Return name of an output -> hash of its bytes."""
     result = dict(_datasets(folder))
     prefix = folder / "all"
     indices = {}
@@ -180,7 +180,7 @@ def outputs(folder: Path) -> dict[str, str]:
     return result
 
 
-def test_outputs_are_the_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_equal_the_golden_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer("torch")
     found = outputs(tmp_path)
     capsys.readouterr()

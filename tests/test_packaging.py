@@ -1,4 +1,4 @@
-"""What is shipped: an sdist that builds, a wheel of the package alone, words that are true."""
+"""Packaging: the sdist builds, the wheel holds only the package, metadata agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _setup(*words: object) -> None:
 
 
 def _tracked(*patterns: str) -> list[Path]:
-    """Files of the checkout, without what is built or installed there."""
+    """Return files of the checkout, without built or installed ones."""
     folders = ("megapack", "csrc", "docs", "tests", "benchmarks", "examples", "launch", ".github")
     places = [ROOT.glob, *((ROOT / folder).rglob for folder in folders)]
     return sorted({path for find in places for pattern in patterns for path in find(pattern)})
@@ -33,7 +33,7 @@ def _tracked(*patterns: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the source distribution, without its folder."""
+    """Return names in the source distribution, without its folder."""
     out = tmp_path_factory.mktemp("sdist")
     _setup("egg_info", "--egg-base", out, "sdist", "-d", out)
     (archive,) = out.glob("*.tar.gz")
@@ -41,7 +41,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return {name.partition("/")[2] for name in file.getnames()}
 
 
-def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
+def test_sdist_has_all_files_of_a_build(sdist: set[str]) -> None:
     needed = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc/bindings/stubs.py"}
     needed |= {"megapack/compare/templates/page.css", "megapack/compare/templates/run.html"}
     for folder, pattern in (("csrc", "*.[ch]pp"), ("megapack", "*.py")):
@@ -51,7 +51,7 @@ def test_an_sdist_has_all_that_a_build_needs(sdist: set[str]) -> None:
     assert needed <= sdist
 
 
-def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: set[str]) -> None:
+def test_sdist_has_examples_but_no_tests(sdist: set[str]) -> None:
     programs = {"launch/pretrain.py", "launch/slurm.sh", "examples/pytorch_loop.py"}
     assert programs | {"configs/demo_cpu.yaml"} <= sdist
     stray = {name for name in sdist if re.match(r"tests|benchmarks|runs|demo|\.", name)}
@@ -59,7 +59,7 @@ def test_an_sdist_has_programs_to_copy_from_and_no_half_of_a_test_suite(sdist: s
     assert not {name for name in sdist if name.endswith((".so", ".pyc", ".pyi"))}
 
 
-def test_a_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
+def test_wheel_has_only_the_package(tmp_path: Path) -> None:
     _setup(
         *("egg_info", "--egg-base", tmp_path),
         *("build", "--build-base", tmp_path / "build"),
@@ -94,8 +94,8 @@ CORE = {
 }
 
 
-def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
-    """The real setup.py on three small sources."""
+def test_build_compiles_only_changed_sources(tmp_path: Path) -> None:
+    """Run setup.py on three small sources."""
     shutil.copy(ROOT / "setup.py", tmp_path)
     project = '[project]\nname = "megapack"\nversion = "1"\n[tool.setuptools]\npackages = []\n'
     (tmp_path / "pyproject.toml").write_text(project)
@@ -105,7 +105,7 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / "csrc" / name).write_text(f"{text}\n")
 
     def ages() -> dict[Path, int]:
-        """When each object and the extension were made."""
+        """Return object or extension -> time of its build."""
         found = (path for path in tmp_path.rglob("*") if path.suffix in (".o", ".so"))
         return {path: path.stat().st_mtime_ns for path in found}
 
@@ -115,7 +115,7 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
         return ages()
 
     def compiled(**environment: str) -> set[str]:
-        """Objects that a build makes; a second build makes nothing."""
+        """Return the objects that a build makes; check that a second build makes none."""
         before = ages()
         after = build(**environment)
         assert build(**environment) == after
@@ -136,8 +136,8 @@ def test_a_build_compiles_what_changed_and_nothing_else(tmp_path: Path) -> None:
     assert "Types of the C++ extension" in types.read_text()
 
 
-def test_nobody_is_told_to_install_a_package_that_is_not_published() -> None:
-    """`pip install megapack` fails; a checkout or a wheel of it is what can be installed."""
+def test_no_text_says_pip_install_megapack() -> None:
+    """The package is not published, so `pip install megapack` fails."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("megapack/**/*.py")]
     assert len(files) > 100
     wrong = re.compile(r"pip3? install[^\n]*['\" ]megapack\b")
@@ -145,15 +145,15 @@ def test_nobody_is_told_to_install_a_package_that_is_not_published() -> None:
     assert not told
 
 
-def test_the_demo_has_the_fast_tokenizer() -> None:
-    """Otherwise it tells its user, twice, that gigatoken would be faster."""
+def test_demo_installs_gigatoken() -> None:
+    """Otherwise the demo prints twice that gigatoken would be faster."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (extras,) = re.findall(r"-e '\.\[([\w,-]*train[\w,-]*)\]'", makefile)
     assert "gigatoken" in extras.split(",")
 
 
-def test_version_stands_in_one_place() -> None:
-    """A second one would be forgotten at a release; the changelog tells of all versions."""
+def test_version_is_defined_once() -> None:
+    """A second place would be forgotten at a release. The changelog lists all versions."""
     wanted = re.escape(megapack.__version__)
     found = []
     for path in _tracked("*.py", "*.toml", "*.cfg", "*.cff", "*.yml", "*.hpp", "Makefile"):
@@ -164,7 +164,7 @@ def test_version_stands_in_one_place() -> None:
     assert f"## {megapack.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_pythons_are_the_same_wherever_they_are_named() -> None:
+def test_python_versions_agree_everywhere() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     minors = re.findall(r"Python :: 3\.(\d+)", project)
     assert minors == ["10", "11", "12", "13"]
@@ -185,7 +185,7 @@ def test_make_help_names_every_target() -> None:
 
 
 def _lint(*command: str) -> None:
-    # The programs of this environment, whether or not it is activated.
+    # Find the programs of this environment even if it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     ended(*command, cwd=ROOT, env={**os.environ, "PATH": path})
 

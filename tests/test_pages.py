@@ -1,5 +1,5 @@
-"""What stands in the pages: blocks of code run (tests/pages.py), commands and options exist, links
-lead somewhere, messages of troubleshooting are the code's, the tables of concepts are measured.
+"""Pages: code blocks run (tests/pages.py), commands, options, links and quoted messages exist, and
+the tables of concepts are measured.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ BLOCKS = [block for page in pages() for block in blocks_of(page)]
 @pytest.mark.pages
 @pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS}), ids=relative)
 def test_blocks_of_a_page_run(page: Path) -> None:
-    """As somebody would run them who copies them one after the other."""
+    """Run the blocks of a page one after the other, as a reader copies them."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
     ended(sys.executable, Path(__file__).with_name("pages.py"), page, env=environment)
 
 
-def test_blocks_are_found_and_few_are_left_out() -> None:
-    """The tests beside this one cannot pass because nothing was found."""
+def test_pages_have_blocks_and_skip_few() -> None:
+    """Guard: the other tests must not pass because they find no blocks."""
     code = [block for block in BLOCKS if block.language in (*SHELLS, "python")]
     run = [block for block in code if not {"not run", "slow"} & set(block.said)]
     assert {"README.md", "concepts.md", "transformers.md"} <= {block.page.name for block in run}
@@ -74,8 +74,8 @@ def test_a_block_says_its_language_and_why_it_is_not_run() -> None:
             assert len(block.said.get(why, "12345678")) >= 8, f"{block.name} says no reason"
 
 
-def test_no_block_hides_in_an_indent() -> None:
-    """Indented by four behind an empty line that follows running text: nothing would run it."""
+def test_no_indented_code_blocks() -> None:
+    """A block that is only indented would not run in these tests."""
     for page in pages():
         text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         assert not re.search(r"^[^\s*\-\d>].*\n\n {4}\S", text, re.MULTILINE), page
@@ -105,8 +105,10 @@ def _page(folder: Path, text: str) -> Reader:
     return reader
 
 
-def test_a_reader_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of Python, the folder and the sizes of a page."""
+def test_blocks_share_the_state_of_their_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a page share Python names and the folder."""
     monkeypatch.setitem(GIVEN, "the number b", lambda: {"b": 1})
     reader = _page(tmp_path, """
         ```bash
@@ -166,7 +168,7 @@ ASSIGNED = re.compile(r"^([A-Z_]+)=(?:\$\{\w+:-)?([\w,./-]+)\}?", re.MULTILINE)
 
 
 def _words(text: str, variables: dict[str, str]) -> list[str]:
-    """Up to a comment or the end of the shell's command; variables of the script are put in."""
+    """Return the words of a shell command up to a comment, with variables replaced."""
     joined = re.sub(r"\\+\n[ \t]*#?", " ", text)
     # ${NAME##*,} is the last of a list.
     lasts = {name: value.rpartition(",")[2] for name, value in variables.items()}
@@ -197,8 +199,8 @@ def _assert_options_exist(path: Path, name: str, words: list[str]) -> None:
     assert not unknown, f"{path}: megapack-build {name} has no {unknown}"
 
 
-def test_commands_are_found_where_they_are_known_to_stand() -> None:
-    """Every command is shown somewhere; the tests below cannot pass because nothing was found."""
+def test_every_command_is_documented() -> None:
+    """Every command is documented; the tests below must not pass because they find none."""
     assert {words[0] for _, words in CASES} == set(COMMANDS)
     for name in ("tokenize", "compare", "pack"):
         assert any(path.name == "README.md" and words[0] == name for path, words in CASES)
@@ -207,10 +209,10 @@ def test_commands_are_found_where_they_are_known_to_stand() -> None:
 @pytest.mark.parametrize(
     ("path", "words"), CASES, ids=[f"{path.relative_to(ROOT)}-{words[0]}" for path, words in CASES]
 )
-def test_a_documented_command_is_understood(
+def test_documented_commands_parse(
     path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the real parser."""
+    """The real parser accepts it."""
     name, *rest = words
     assert name in COMMANDS, f"{path}: megapack-build {name}"
     if rest == ["--help"]:
@@ -225,7 +227,7 @@ def test_a_documented_command_is_understood(
 
 
 def test_options_in_running_text_exist() -> None:
-    """As in `megapack-build compare --html`, which need not be complete."""
+    """As in `megapack-build compare --html`; such a command may be incomplete."""
     found = [(path, *said.split()) for path in FILES for said in INLINE.findall(path.read_text())]
     for path, name, *rest in found:
         assert name in COMMANDS, f"{path}: megapack-build {name}"
@@ -255,8 +257,8 @@ def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
     assert (tmp_path / "drawn.svg").read_text() == picture.read_text()
 
 
-def test_the_table_of_the_readme_is_what_was_logged() -> None:
-    """After new measurements: python tests/pages.py --measured."""
+def test_readme_table_equals_the_logs() -> None:
+    """To update it after new measurements: python tests/pages.py --measured."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("| task |") == 1
     assert text == with_table(text)
@@ -300,7 +302,7 @@ def test_pages_are_short(place: str, limit: int) -> None:
 
 
 def _messages() -> list[str]:
-    """What the page quotes, one for every row; ... stands for a name or a number."""
+    """Return the quoted message of each row; ... stands for a name or a number."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     return [row.replace("\\|", "|") for row in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)]
 
@@ -311,7 +313,7 @@ def _pattern(message: str) -> str:
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """Every string of the package but docstrings, one a line; what is put in is left out."""
+    """Return all strings of the package except docstrings, one per line, without inserts."""
     found = []
     for path in (ROOT / "megapack").rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""Arms of a recipe differ in what they may, and its claims compare those that they name."""
+"""Arms of a recipe differ only in allowed settings; claims compare the arms they name."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ CASES = [
     for recipe, found in kind.items()
     for claim, arms in found.items()
 ]
-# Claims that compare no two arms: one arm with itself, times, an exact figure.
+# Claims that do not compare two arms: one arm with itself, times, an exact figure.
 OTHERS = {
     "Fixed-2048 degrades beyond its training length",
     "the shorter the bucket, the more tokens per second",
@@ -144,7 +144,7 @@ OTHERS = {
 
 
 class Written(Result):
-    """A result whose logs the test wrote: two buckets, the long one half as fast."""
+    """Result with invented logs: two buckets, the long one half as fast."""
 
     def log(self) -> list[dict[str, Any]]:
         return [
@@ -158,7 +158,7 @@ class Written(Result):
 
 
 def _written(run: Run, value: float, probe: Values) -> Result:
-    """One arm at one seed; what seeds share moves all arms alike."""
+    """Return one arm at one seed; the seed shifts all arms equally."""
     scores = {"perplexity": value * (1 + 0.001 * run.seed)}
     steps = {arm: [[1.0, 1.0, 1.0, slow * (1 + 0.001 * run.seed)]] for arm, slow in probe.items()}
     summary = {
@@ -175,7 +175,7 @@ def _written(run: Run, value: float, probe: Values) -> Result:
 
 
 def _verdicts(recipe: ModuleType, values: Values, others: float) -> dict[str, str | None]:
-    """Claim -> verdict, where the arms of ``values`` have these and all others ``others``."""
+    """Return claim -> verdict; arms have their value in ``values``, or ``others``."""
     probe = {arm: values.get(arm, others) for arm in ranks.ARMS}
     first = [run for run in recipe.runs(SCALES["quick"]) if run.seed == 0]
     results = [
@@ -192,7 +192,7 @@ def _verdicts(recipe: ModuleType, values: Values, others: float) -> dict[str, st
 def test_claim_is_decided_by_the_two_arms_that_it_names(
     recipe: ModuleType, claim: str, one: str, other: str, is_alike: bool
 ) -> None:
-    """With the others on either side, a third arm in the place of one of the two shows as well."""
+    """The other arms are above or below, so that comparing a wrong arm fails the test."""
     below, above = (10.0, 10.0 if is_alike else 11.0), (12.0 if is_alike else 11.0, 10.0)
     for others in (9.0, 12.0):
         for values, verdict in ((below, "yes"), (above, "no")):
@@ -208,7 +208,7 @@ def test_every_claim_of_a_recipe_is_tested_here(recipe: ModuleType) -> None:
     assert not [claim for claim in claims if not claim.startswith(tuple(tested))]
 
 
-# What an arm may change, and nothing else.
+# Settings that an arm may change.
 SWITCHES = {
     bucketllm: {"strategy", "buckets", "parameters", "config.data"},
     masking: {"config.data", "config.model"},
@@ -221,7 +221,7 @@ SWITCHES = {
 
 
 def _flat(run: Run) -> dict[str, Any]:
-    """Fields of a run, those of its configuration one by one."""
+    """Return the fields of a run, with those of its configuration flattened."""
     fields = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
     config = fields.pop("config")
     return {**fields, **{f"config.{name}": value for name, value in config.items()}}

@@ -1,4 +1,4 @@
-"""The training part of `make bench-papers`: runs that are done once, claims decided by one rule."""
+"""Training part of `make bench-papers`: runs are cached, and one rule decides claims."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ RUN = Run(
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty cache, and a tokenizer that is trained in a second."""
+    """Return an empty cache, and a small tokenizer."""
     folder = tmp_path_factory.mktemp("work")
     caches = (corpus.prepare, corpus.tokenizer, invented_facts.vocabulary)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,7 +86,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pool(work: Path) -> Iterator[Executor]:
-    """One process that trains."""
+    """Start one process that trains."""
     with worker_pool(1) as workers:
         yield workers
 
@@ -115,7 +115,7 @@ def test_a_run_is_done_once_and_a_run_that_continues_it_begins_with_its_weights(
 
 
 def test_length_of_a_run_may_be_said_in_epochs(work: Path) -> None:
-    """As recipes atom_size and seamless say it where they are more than a handful of steps."""
+    """The recipes atom_size and seamless do so for longer runs."""
     from papers import worker  # noqa: PLC0415  # what a process that trains imports
 
     run = dataclasses.replace(RUN, config={**RUN.config, "num_steps": None, "num_epochs": 2})
@@ -125,7 +125,7 @@ def test_length_of_a_run_may_be_said_in_epochs(work: Path) -> None:
 
 
 def tiny(run: Run) -> Run:
-    """A few steps of a run, every length an eighth."""
+    """Shorten a run to a few steps, with lengths divided by eight."""
     small = Corpus(
         domain="prose",
         train_bytes=30_000,
@@ -230,7 +230,7 @@ def test_several_statements_hold_with_their_largest_p_and_fail_with_the_smallest
 
 
 def made_up(run: Run, folder: Path, loss: float) -> Result:
-    """A result with a flat curve at ``loss``, of a run that was never done."""
+    """Return an invented result with a flat curve at ``loss``."""
     folder.mkdir(parents=True)
     steps = 25 if "padding" in run.name or "SP" in run.name else 20
     loss += 0.01 * run.seed  # seeds are paired, so this is no spread
@@ -295,7 +295,7 @@ def test_seamless_packing_is_judged_by_what_was_measured(work: Path) -> None:
     assert len(list((work / "images").glob("seamless_*.png"))) == 2
 
 
-def test_a_verdict_among_many_needs_more_than_one_that_stands_alone() -> None:
+def test_verdicts_use_holms_correction() -> None:
     """Holm's correction: the smallest p is held to 5 % over the number of claims, and so on."""
     base = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8]
     clear, weak = [x - 1 for x in base], [x - d for x, d in zip(base, (0, 3, 1, 2, 0.5, 1.5))]  # noqa: B905
@@ -423,7 +423,7 @@ def test_documents_that_are_passed_over_are_the_first(work: Path) -> None:
 
 
 def _model(name: str) -> Any:
-    """The loss of a token is what its batch says of it, so the losses tell what is scored where."""
+    """Model whose loss per token is a value of the batch, which shows which tokens are scored."""
 
     def losses(**batch: Any) -> tuple[torch.Tensor]:
         scored = batch["labels"] >= 0

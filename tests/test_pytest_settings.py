@@ -1,4 +1,4 @@
-"""The settings of this test suite do what they are there for."""
+"""Settings of this test suite have their effect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest")
 
 
-def test_a_deprecated_call_is_an_error_where_it_is_ours() -> None:
-    """Code that rebinds names of other packages must see that they are going away."""
+def test_deprecated_calls_in_our_code_are_errors() -> None:
+    """Deprecation warnings from our calls of other packages must not be hidden."""
     going = partial(warnings.warn_explicit, "going away", DeprecationWarning, "file.py", 1)
     for module in ("megapack.data.loader", "megapack", "test_loader"):
         with pytest.raises(DeprecationWarning):
@@ -28,7 +28,7 @@ def test_a_deprecated_call_is_an_error_where_it_is_ours() -> None:
 
 @pytest.mark.parametrize(("wanted", "status"), [("3", 0), ("4", 1)])
 def test_a_run_that_collects_too_few_tests_fails(tmp_path: Path, wanted: str, status: int) -> None:
-    """make test-data says how many there are at least."""
+    """make test-data passes the least number of tests."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_few.py").write_text(
         "import pytest\n\n@pytest.mark.parametrize('i', range(3))\ndef test_it(i):\n    pass\n"
@@ -72,7 +72,7 @@ def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
 
 
 def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """A folder called build is passed over by itself, and nobody misses what is in it."""
+    """pytest ignores folders called build by default."""
     files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(files) > 100
     for pattern in pytestconfig.getini("norecursedirs"):

@@ -1,4 +1,4 @@
-"""Records on disk and YAML of any origin: one line names path, key, value and remedy."""
+"""Records on disk and untrusted YAML: errors name path, key, value and remedy."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def packed(strategy: str, **rules: Any) -> dict[str, Any]:
 
 
 def samples(**changed: Any) -> list[int]:
-    """By the rules of the bucket strategies."""
+    """Return samples per bucket by the rules of the bucket strategies."""
     return _core.count_bucket_samples(np.array([0, 1]), {"buckets": [8, 16], **changed})
 
 
 def gatherer(**changed: Any) -> _core.Gatherer:
-    """Of one shard of three samples."""
+    """Return a gatherer of one shard of three samples."""
     given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": ONE, "first_samples": ONE, "sources": ONE}
     rest = {"loss": "token_mean", "alignment": 1, "pad_token": 0}
@@ -113,7 +113,7 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_a_wrong_scalar_is_an_exception_or_harmless(name: str, value: Any) -> None:
+def test_wrong_scalars_raise_or_are_harmless(name: str, value: Any) -> None:
     """Python validates scalars; a wrong one that gets through must not end the process."""
     with contextlib.suppress(ValueError, TypeError, RuntimeError, MemoryError, OverflowError):
         COUNTS[name](value)
@@ -294,7 +294,7 @@ def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
 
 
 def at_an_odd_byte(array: Any) -> Any:
-    """The same numbers, elsewhere."""
+    """Copy an array to an odd address."""
     given = np.asarray(array)
     return np.frombuffer(bytearray(b".") + given.tobytes(), given.dtype, offset=1)
 
@@ -316,7 +316,7 @@ def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written()
 
 
 def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
-    """Every single number of a sound index, replaced: refused by the laws, or still lawful."""
+    """Replace every number of a valid index: check_laws refuses it, or it is still valid."""
     sound = [np.array([16]), *_arrays()]
     _core.check_laws(*sound, LENGTHS)
     refused = 0
@@ -344,7 +344,7 @@ def _idx(lengths: list[int], pointers: list[int], documents: list[int]) -> np.nd
 
 
 def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int) -> list[int]:
-    """The tokens of sample `wanted`, each sample being one segment (document, begin, length)."""
+    """Return the tokens of sample `wanted`; each sample is one segment."""
     document, begin, length = np.array(samples, np.int32).T.copy()
     source = gatherer()
     none, offsets = np.zeros(0, np.int64), np.arange(len(samples) + 1)

@@ -1,4 +1,4 @@
-"""What is made for the site: pages of docstrings, parsers, dataclasses and results; the build."""
+"""The site: pages made of docstrings, parsers, dataclasses and results, and its build."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPOSITORY = "https://host/megapack"
 
 @pytest.fixture(scope="session")
 def made() -> dict[str, str]:
-    """Page -> its markdown; griffe and all commands are imported."""
+    """Return page -> markdown; imports griffe and all commands."""
     return site_hook.made_pages()
 
 
@@ -117,7 +117,7 @@ def test_meanings_that_stand_on_the_command_line_alone_are_found() -> None:
     ("link", "page", "wanted"),
     [
         ("../CONTRIBUTING.md#words", "stability.md", "contributing.md#words"),
-        ("../README.md", "guides/pytorch.md", "../README.md"),  # there is none: mkdocs says so
+        ("../README.md", "guides/pytorch.md", "../README.md"),  # a missing page: mkdocs reports it
         ("../../README.md#install", "guides/pytorch.md", "../index.md#install"),
         ("docs/guides/pytorch.md", "index.md", "guides/pytorch.md"),
         ("docs/images/packing.svg", "index.md", "images/packing.svg"),
@@ -157,7 +157,7 @@ def test_navigation_has_every_page_once(made: dict[str, str]) -> None:
 
 
 class _Fetched(HTMLParser):
-    """Addresses that a browser fetches when it shows a page."""
+    """Parser that collects addresses that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _Fetched(HTMLParser):
 
 @pytest.mark.pages
 def test_site_is_built_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
-    """Links, anchors and the navigation are checked by mkdocs: a warning ends a strict build."""
+    """mkdocs checks links, anchors and navigation; in a strict build warnings are errors."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ended(*command, cwd=ROOT, env=environment)

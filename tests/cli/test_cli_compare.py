@@ -1,4 +1,4 @@
-"""megapack-build compare, as a person runs it."""
+"""megapack-build compare and simulate, by their command lines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) ->
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_planned_steps_are_said_where_micro_batches_are_given(lengths: Path) -> None:
+def test_micro_batch_tokens_adds_planned_steps(lengths: Path) -> None:
     options = ["--lengths", lengths, *SMALL, "--strategies", "bucket", "--model", "350m"]
     plain = compare(*options)
     assert plain.returncode == 0 and "planned" not in plain.stdout
@@ -85,7 +85,7 @@ def test_planned_steps_are_said_where_micro_batches_are_given(lengths: Path) -> 
     assert refused.returncode == 2 and "micro_batch_tokens 128" in refused.stderr
 
 
-def test_a_dataset_gives_what_its_lengths_give(tmp_path: Path) -> None:
+def test_dataset_and_its_lengths_compare_equal(tmp_path: Path) -> None:
     generator = np.random.default_rng(2)
     lengths = generator.integers(1, 300, 60)
     prefix = tmp_path / "corpus"
@@ -104,7 +104,7 @@ def test_a_dataset_gives_what_its_lengths_give(tmp_path: Path) -> None:
     assert [row["label"] for row in first["strategies"]] == ["bucket", "concat@128"]
 
 
-def test_a_sample_is_stated_and_reproducible(lengths: Path) -> None:
+def test_sampling_is_stated_and_reproducible(lengths: Path) -> None:
     options = ["--lengths", lengths, *SMALL, "--strategies", "bucket", "--max-documents"]
     assert "a random sample of 100 of 500 documents" in compare(*options, 100).stdout
     one, two = (json.loads(compare(*options, 100, "--json").stdout) for _ in range(2))
@@ -114,7 +114,7 @@ def test_a_sample_is_stated_and_reproducible(lengths: Path) -> None:
     assert "sample of" not in whole.stdout and whole.returncode == 0
 
 
-def test_the_command_it_recommends_packs_what_it_reported(tmp_path: Path) -> None:
+def test_recommended_command_packs_as_reported(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     with IndexedDatasetBuilder(prefix, dtype=np.uint16) as builder:
         for length in np.random.default_rng(2).integers(1, 300, 60):
@@ -132,7 +132,7 @@ def test_the_command_it_recommends_packs_what_it_reported(tmp_path: Path) -> Non
         assert json.loads(packed.stdout) == tree["strategies"][0]["metrics"], case
 
 
-def test_strategies_that_cannot_serve_are_left_out_before_any_work(lengths: Path) -> None:
+def test_unsupported_strategies_are_left_out_before_packing(lengths: Path) -> None:
     options = ["--lengths", lengths, "--buckets", "100,300", "--tokens-per-rank", "512"]
     done = compare(*options)
     assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ def test_training_options_reach_the_estimate(lengths: Path) -> None:
         (["--data-prefix", "nowhere"], 1, "nowhere.idx"),
     ],
 )
-def test_bad_input_is_named_and_leaves_no_report(
+def test_wrong_input_is_an_error_without_report(
     arguments: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,7 +192,7 @@ def test_bad_input_is_named_and_leaves_no_report(
     assert not Path("report.html").exists()
 
 
-# ---- megapack-build simulate says what a simulation of the same steps says
+# ---- megapack-build simulate
 
 
 CAP = 600
@@ -201,7 +201,7 @@ LENGTHS = np.random.default_rng(0).integers(1, CAP, 300)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same lengths in every form, and a run."""
+    """Write the same lengths in every format, and the configuration of a run."""
     place = tmp_path_factory.mktemp("simulate")
     with IndexedDatasetBuilder(place / "corpus", dtype="uint16", vocab_size=9) as builder:
         for n in LENGTHS.tolist():
@@ -225,7 +225,7 @@ def ask(source: Path, *words: str) -> Any:
 OPTIONS = ("--data-parallel", "4", "--max-tokens", str(CAP), "--linear-cost-tokens", "50")
 
 
-def test_lengths_of_every_form_are_alike(folder: Path) -> None:
+def test_all_formats_of_lengths_give_the_same(folder: Path) -> None:
     found = [ask(folder / name, *OPTIONS) for name in ("lengths.npy", "lengths.txt", "corpus")]
     assert found[0] == found[1] == found[2]
     assert found[0]["cluster"]["data_parallel"] == 4 and found[0]["steps"] == 4
@@ -233,7 +233,7 @@ def test_lengths_of_every_form_are_alike(folder: Path) -> None:
     assert cut["documents"] > 0 and cut != found[0]
 
 
-def test_table_is_the_simulation(folder: Path) -> None:
+def test_table_equals_the_simulation(folder: Path) -> None:
     words = ("--documents-per-step", "150", "--pipeline", "2", "--barrier", "step", "--steps", "2")
     found = ask(folder / "lengths.npy", *OPTIONS, *words)
     assert found["documents"] == 300 and found["steps"] == 2
@@ -266,14 +266,16 @@ def test_default_step_is_eight_batches(folder: Path) -> None:
     assert plain["over"] == plain["empty"] == 0
 
 
-def test_documents_too_long_are_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_above_the_limit_are_cut(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["simulate", str(folder / "lengths.npy"), "--data-parallel", "4", "--max-tokens", "100"]
     assert main([*words, "--context", "4"]) == 0
     cut = int((LENGTHS > 400).sum())
     assert f"{cut} documents of more than 400 tokens cut there" in capsys.readouterr().err
 
 
-def test_run_is_replayed_as_dealt(folder: Path) -> None:
+def test_run_is_simulated_with_its_own_assignment(folder: Path) -> None:
     peer("torch")  # which megapack.data needs
     from megapack.config import load_config  # noqa: PLC0415
     from megapack.data.run import open_run  # noqa: PLC0415
@@ -298,7 +300,7 @@ def test_run_is_replayed_as_dealt(folder: Path) -> None:
     assert planned["assignment"].startswith("plan_step") and planned["extra_%"] == 0
 
 
-def test_shared_samples_run_on_groups(folder: Path) -> None:
+def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
     peer("torch")
     words = ["--data-parallel", "2", "--context", "2", "--set", "data.micro_batch_tokens=512"]
     words += ["--set", "engine.sequence_parallel_size=2", "--exchange-cost-tokens", "1000000"]

@@ -1,4 +1,4 @@
-"""Datasets named on a command line: each is what its name says, and none is lost on the way."""
+"""Datasets named on a command line: prefixes, files, directories, patterns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write(prefix: Path, *documents: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("named", [["{}"], ["{}/docs.idx", "{}/docs.labels.idx"]])
-def test_labels_are_no_documents_of_a_merge(tmp_path: Path, named: list[str]) -> None:
-    """They once became documents of -100."""
+def test_merge_leaves_out_labels(tmp_path: Path, named: list[str]) -> None:
+    """Otherwise labels become documents of -100."""
     write(tmp_path / "in" / "docs", [1, 2], [3])
     write(tmp_path / "in" / "docs.labels", [-100, 2], [-100])
     names = [name.format(tmp_path / "in") for name in named]
@@ -34,8 +34,8 @@ def test_labels_are_no_documents_of_a_merge(tmp_path: Path, named: list[str]) ->
     assert IndexedDataset(tmp_path / "all.labels").tokens.tolist() == [-100, 2, -100]
 
 
-def test_uploads_to_one_name_are_refused(tmp_path: Path) -> None:
-    """The second once took the place of the first."""
+def test_uploads_with_equal_names_are_refused(tmp_path: Path) -> None:
+    """Otherwise the second upload replaces the first."""
     names = [write(tmp_path / folder / "docs", [1]) for folder in "ab"]
     folder = f"file://{tmp_path}/there"
     said = printed("upload", *names, folder, status=2)
@@ -43,8 +43,8 @@ def test_uploads_to_one_name_are_refused(tmp_path: Path) -> None:
     assert not Path(tmp_path, "there").exists()
 
 
-def test_samples_are_uploaded_where_they_are_named(tmp_path: Path) -> None:
-    """With their dataset, and alone, as those of `pack --documents`."""
+def test_upload_copies_named_samples(tmp_path: Path) -> None:
+    """Samples are uploaded with their dataset, or alone (as after `pack --documents`)."""
     peer("obstore")
     prefix = write(tmp_path / "in" / "docs", [1, 2], [3])
     for name in ("docs", "rest"):
@@ -60,8 +60,8 @@ def test_samples_are_uploaded_where_they_are_named(tmp_path: Path) -> None:
         assert found <= set(names_in(folder))
 
 
-def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
-    """Neither a pattern of the shell nor markup of the terminal."""
+def test_name_with_brackets_is_not_a_pattern(tmp_path: Path) -> None:
+    """Brackets are neither a shell pattern nor terminal markup."""
     names = [write(tmp_path / name, [1, 2]) for name in ("web[en]", "web[bold]")]
     manifest = tmp_path / "web.shards.json"
     printed("pack", *names, "--buckets", 8, "--output", manifest, "--workers", 1)
@@ -72,7 +72,7 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("verify {}.meta.json", "names no dataset"),  # it once said nothing, and all was well
+        ("verify {}.meta.json", "names no dataset"),  # no dataset: must not succeed silently
         ("repair {}.samples", "names no dataset"),
         ("merge {} --output-prefix {}/", "is a directory, and names no files"),  # a hidden .bin
         ("compare .", "prefix '.' is a directory"),
@@ -83,7 +83,7 @@ def test_name_with_brackets_is_a_name(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_name_is_refused(tmp_path: Path, command: str, message: str) -> None:
-    """Each once passed, or was told another cause; a corpus was replaced, or had a hidden name."""
+    """The message names the cause, and nothing is written."""
     if command.startswith("arrange"):
         peer("torch")  # which megapack.data needs
     docs = write(tmp_path / "docs", [1, 2], [3])
@@ -93,13 +93,13 @@ def test_wrong_name_is_refused(tmp_path: Path, command: str, message: str) -> No
     assert {path.suffix for path in tmp_path.iterdir()} <= {".bin", ".idx", ".json", ".lock"}
 
 
-def test_files_that_name_nothing_may_stand_beside_samples(tmp_path: Path) -> None:
+def test_companion_files_next_to_samples_are_ignored(tmp_path: Path) -> None:
     prefix = write(tmp_path / "docs", [1, 2])
     pack([2], buckets=[4]).save(f"{prefix}.samples", source=IndexedDataset(prefix))
     assert "sound" in printed("verify", f"{prefix}.samples", f"{prefix}.meta.json")
 
 
-def test_a_prefix_without_files_says_what_a_prefix_is(tmp_path: Path) -> None:
+def test_missing_prefix_error_explains_prefixes(tmp_path: Path) -> None:
     said = printed("compare", tmp_path / "docs.jsonl", status=1)
     assert "(a dataset is named by its prefix, and has an .idx)" in said
     assert "docs.jsonl.idx" in said

@@ -32,7 +32,7 @@ Row = list[tuple[list[int], list[int], list[int]]]  # inputs, labels, mask of ev
 
 
 def write_dataset(folder: Path, alignment: int, *, labels: str) -> None:
-    """Documents of 1 to 150 tokens, cut into buckets, with spans that are learned."""
+    """Write documents of 1 to 150 tokens, packed into buckets, with labels on some spans."""
     rng = np.random.default_rng(alignment)
     lengths = [1, 1, 2, *np.clip(rng.lognormal(2.8, 1, 70), 1, 150).astype(int)]
     with (
@@ -123,7 +123,7 @@ def read_by_bridge(folder: Path, alignment: int) -> list[dict[str, Any]]:
 
 
 def sequences_read(batch: dict[str, Any]) -> Row:
-    """Of a batch, whose physical bounds are the padded ones where there are such."""
+    """Return the sequences of a batch; padded bounds are the physical ones, if present."""
     bounds = batch.get("cu_seqlens_q_padded", batch["cu_seqlens_q"])[0].tolist()
     flat = [batch[name][0] for name in ("tokens", "labels", "loss_mask")]
     return [
@@ -169,7 +169,7 @@ def test_bridge_reads_the_samples(alignment: int, labels: str, reader: str, tmp_
     assert facts["pack_size"] == BUCKETS[-1] >= facts["dataset_max_seqlen"] > 32
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+def test_export_refuses_unsupported_samples(tmp_path: Path) -> None:
     write_dataset(tmp_path, 8, labels="other")
     for more, reason in (
         ([], "give --eod-token"),

@@ -38,7 +38,7 @@ def visible(text: str) -> bool:
     return not any(unicodedata.category(c) in invisible and c != "\n" for c in text)
 
 
-def test_progress_bars_of_libraries_still_return_to_the_line_start() -> None:
+def test_carriage_return_of_progress_bars_is_kept() -> None:
     below = io.StringIO()
     stream = PrintableStream(below)
     with tqdm(total=2, file=stream, ncols=40, mininterval=0) as bar:
@@ -93,7 +93,7 @@ def on_a_terminal(commands: list[list[str]]) -> str:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose names and texts hold control characters."""
+    """Write a folder whose names and texts hold control characters."""
     root = tmp_path_factory.mktemp("hostile") / NAME
     root.mkdir()
     lines = [json.dumps({"text": HOSTILE * 3, HOSTILE: 1}) for _ in range(20)]

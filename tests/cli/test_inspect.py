@@ -1,4 +1,4 @@
-"""megapack-build inspect: what is printed is what the files hold."""
+"""megapack-build inspect prints the content of files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["alpha", "beta gamma delta epsilon", "zeta", "a document longer than a 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Four documents of bytes, ended by <eod>, and their packing into buckets of 16 and 32."""
+    """Write four documents of bytes that end in <eod>, packed into buckets of 16 and 32."""
     prefix = tmp_path / "corpus"
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, vocab_size=259) as builder:
         for text in TEXTS:
@@ -36,7 +36,7 @@ def corpus(tmp_path: Path) -> Path:
     return prefix
 
 
-def test_files_tell_their_own_numbers(corpus: Path) -> None:
+def test_inspect_prints_the_counts_of_files(corpus: Path) -> None:
     command = ["inspect", f"{corpus}.samples", "--data-prefix", str(corpus), "--json"]
     index, dataset = json.loads(printed(*command))
     assert (index["strategy"], index["bucket_capacity"]) == ("bucket", [16, 32])
@@ -60,10 +60,10 @@ def test_every_document_is_in_some_sample(corpus: Path) -> None:
     assert "continues elsewhere" in shown
 
 
-def test_text_is_shown_by_a_terminal_without_letters_for_it(
+def test_text_is_shown_on_an_ascii_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended in the middle of the sample with an error of the codec."""
+    """Characters that stdout cannot encode must not raise UnicodeEncodeError."""
     with IndexedDatasetBuilder(tmp_path / "d", dtype=np.uint16, vocab_size=259) as builder:
         builder.add_document([*"caf\xe9".encode(), EOD])
     dataset = IndexedDataset(tmp_path / "d")
@@ -77,7 +77,7 @@ def test_text_is_shown_by_a_terminal_without_letters_for_it(
     assert b"caf\\xe9<eod>" in screen.buffer.getvalue()  # type: ignore[attr-defined]
 
 
-def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:
+def test_label_counts_equal_those_of_training(corpus: Path) -> None:
     dataset, index = IndexedDataset(corpus), SampleIndex.load(f"{corpus}.samples")
     expected = index.label_tokens(dataset.document_lengths)
     assert expected.sum() == dataset.num_tokens - len(TEXTS)
@@ -88,7 +88,7 @@ def test_labels_are_counted_as_training_counts_them(corpus: Path) -> None:
 
 @pytest.fixture
 def labels(corpus: Path) -> list[list[int]]:
-    """Labels that leave out every third token, beside the documents as tokenize writes them."""
+    """Write PREFIX.labels, which leave out every third token."""
     dataset = IndexedDataset(corpus)
     chosen = [
         [-100 if i % 3 == 0 else token for i, token in enumerate(dataset[d].tolist())]
@@ -100,7 +100,7 @@ def labels(corpus: Path) -> list[list[int]]:
     return chosen
 
 
-def test_chosen_labels_are_those_of_training(corpus: Path, labels: list[list[int]]) -> None:
+def test_labels_of_a_dataset_equal_those_of_training(corpus: Path, labels: list[list[int]]) -> None:
     dataset, index = IndexedDataset(corpus), SampleIndex.load(f"{corpus}.samples")
     documents = [dataset[d].tolist() for d in range(dataset.num_documents)]
     seen = 0
@@ -118,7 +118,7 @@ def test_chosen_labels_are_those_of_training(corpus: Path, labels: list[list[int
     assert 0 < seen < dataset.num_tokens - len(TEXTS)
 
 
-def test_loss_weights_stand_behind_the_tokens_that_have_them(corpus: Path) -> None:
+def test_loss_weights_follow_their_tokens(corpus: Path) -> None:
     dataset = IndexedDataset(corpus)
     lengths = dataset.document_lengths.tolist()
     write_weights(corpus, ([1] * (n // 2) + [0.25] * (n - n // 2) for n in lengths))
@@ -145,10 +145,10 @@ def test_foreign_labels_are_refused(corpus: Path) -> None:
         ({"name": "llama.model"}, 300, "its metadata names llama.model"),
     ],
 )
-def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
+def test_wrong_tokenizer_is_refused(
     recorded: dict[str, object] | None, token: int, message: str, tmp_path: Path
 ) -> None:
-    """With ids of sentencepiece, `--tokenizer bytes` once said "must be in range(0, 256)"."""
+    """The message names the tokenizer, not only "must be in range(0, 256)"."""
     prefix = tmp_path / "other"
     metadata = {"tokenizer": recorded}
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, metadata=metadata) as builder:
@@ -161,8 +161,8 @@ def test_another_tokenizer_than_the_one_that_made_the_dataset_is_refused(
     assert message in said
 
 
-def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
-    """As in ``inspect corpus | grep command``; markup of the terminal is text like any other."""
+def test_recorded_command_is_one_line_on_a_pipe(tmp_path: Path) -> None:
+    """``inspect corpus | grep command`` works; terminal markup in it is plain text."""
     command = f"megapack-build tokenize --input '[bold]*.jsonl' {'x' * 300} --output-prefix p"
     prefix = tmp_path / "corpus"
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, metadata={"command": command}) as builder:
@@ -187,7 +187,7 @@ def test_command_stays_one_line_on_a_pipe(tmp_path: Path) -> None:
         (["{}.samples", "--shards"], 2, "--shards works only with a shard manifest"),
     ],
 )
-def test_wrong_request_says_so(
+def test_wrong_requests_are_refused(
     corpus: Path, arguments: list[str], status: int, message: str
 ) -> None:
     words = (word.format(corpus) for word in arguments)

@@ -23,7 +23,7 @@ from megapack.storage import IndexedDatasetBuilder
 from megapack.units import counted, parse_size, percent, short, size
 
 
-def test_the_overview_lists_every_command_and_an_unknown_one_is_told_the_nearest() -> None:
+def test_overview_lists_commands_and_unknown_ones_get_a_hint() -> None:
     overview = printed()
     assert all(name in overview for name in COMMANDS)
     assert "did you mean 'tokenize'?" in printed("tokenise", status=2)
@@ -37,14 +37,16 @@ def test_help_of_every_command_has_examples(name: str) -> None:
 PROGRAM = (sys.executable, "-m", "megapack.cli.main")
 
 
-def test_it_runs_as_a_program() -> None:
+def test_runs_as_a_program() -> None:
     assert ended(*PROGRAM, "--version").stdout.startswith("megapack ")
 
 
 @pytest.mark.parametrize("arguments", ["", "pack --help", "inspect DATA", "inspect DATA --json"])
 @pytest.mark.parametrize(("both", "unbuffered"), [(False, ""), (True, "1")])
-def test_early_reader_is_fine(tmp_path: Path, arguments: str, both: bool, unbuffered: str) -> None:
-    """As in ``megapack-build inspect ... | head -3``: of print, argparse and rich."""
+def test_closed_pipe_is_no_error(
+    tmp_path: Path, arguments: str, both: bool, unbuffered: str
+) -> None:
+    """As in ``megapack-build inspect ... | head -3``, for print, argparse and rich."""
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document([1, 2, 3])
     words = arguments.replace("DATA", str(tmp_path / "data")).split()
@@ -88,7 +90,7 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
 
 
 def test_a_missing_package_is_named_with_its_remedy() -> None:
-    """Of a command for which torch is needed, where only data are built."""
+    """A command that needs torch, on a machine without it."""
     program = "import sys; sys.modules['torch'] = None; from megapack.cli.main import main; "
     program += "sys.exit(main(['arrange', 'x.shards.json', '--output', 'y.shards.json']))"
     done = ended(*PYTHON, program, status=1)
@@ -97,7 +99,7 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
 
 
 def test_name_not_utf_8_is_refused_first() -> None:
-    """It was met when metadata was written, hours later."""
+    """Otherwise the error comes when metadata is written, hours later."""
     for words in (["tokenize", "--input", "x\udcff"], ["merge", "a\udcff"], ["pack", "\udcff"]):
         said = printed(*words, status=2)
         assert r"\xff" in said and "is not UTF-8" in said
@@ -115,7 +117,7 @@ def test_name_not_utf_8_is_refused_first() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 @pytest.mark.parametrize("debug", [False, True])
-def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
+def test_exit_status_and_debug_traceback(
     error: Exception, status: int, debug: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(args: object) -> int:
@@ -127,8 +129,8 @@ def test_the_exit_status_says_whose_fault_it_is_and_debug_shows_where(
     assert ("Traceback" in said and "in fail" in said) == debug
 
 
-def test_a_narrow_terminal_cuts_no_figure(tmp_path: Path) -> None:
-    """A table in 40 columns once was: bucket  0..  0  ..  0.."""
+def test_narrow_terminal_does_not_cut_numbers(tmp_path: Path) -> None:
+    """A table in 40 columns must not become: bucket  0..  0  ..  0.."""
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document(range(1000))
     command = [*PROGRAM, "compare", tmp_path / "data", "--strategies", "pad"]
@@ -141,7 +143,7 @@ def test_a_narrow_terminal_cuts_no_figure(tmp_path: Path) -> None:
     assert re.search(r"\n\S*pad@1234567", said), "the row, not the advice below it"
 
 
-# ---- The shared options, one by one: what is accepted, what it becomes, what is refused
+# ---- Conversion of option values
 
 
 def _parser(*adders: Callable[[argparse.ArgumentParser], object]) -> argparse.ArgumentParser:
@@ -158,7 +160,7 @@ def _reader(*, many: bool) -> argparse.ArgumentParser:
     )
 
 
-def test_datasets_need_no_option() -> None:
+def test_datasets_are_positional_or_options() -> None:
     ways = ("{}", "--data-prefix {}", "--overwrite {}", "{} --overwrite")
     for way in (*ways, "--data-prefix {} --overwrite"):
         assert _reader(many=True).parse_args(way.format("a b").split()).prefixes == ["a", "b"]
@@ -173,7 +175,7 @@ def test_datasets_need_no_option() -> None:
         (["a", "--data-prefix", "b"], "not allowed with"),
     ],
 )
-def test_no_dataset_and_two_ways_at_once_are_refused(
+def test_datasets_given_twice_or_missing_are_refused(
     many: bool, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
@@ -182,8 +184,8 @@ def test_no_dataset_and_two_ways_at_once_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_another_way_to_name_the_same_thing_joins_the_group() -> None:
-    """As --lengths of compare."""
+def test_alternatives_join_the_dataset_group() -> None:
+    """For example --lengths of compare."""
     parser = argparse.ArgumentParser()
     arguments.add_dataset_argument(parser, many=False).add_argument("--lengths")
     assert parser.parse_args(["--lengths", "l.npy"]).lengths == "l.npy"
@@ -200,22 +202,22 @@ def test_another_way_to_name_the_same_thing_joins_the_group() -> None:
         *((arguments.part_of, text) for text in ("0/0", "0", "1/", "-1/2")),
     ],
 )
-def test_wrong_value_is_named_with_right_ones(parse: Callable[[str], object], text: str) -> None:
+def test_wrong_value_error_names_right_ones(parse: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not"):
         parse(text)
     assert arguments.capacities("4096,1024") == [1024, 4096]
 
 
-def test_threads_and_workers_are_all_cores_that_may_be_used() -> None:
+def test_threads_and_workers_default_to_usable_cores() -> None:
     parser = _parser(lambda parser: arguments.add_shared(parser, "--threads", "--workers"))
     args = parser.parse_args([])
     assert args.threads == args.workers == len(os.sched_getaffinity(0))
 
 
-# ---- How numbers look in what the commands print
+# ---- Format of numbers
 
 
-def test_a_count_agrees_with_its_noun() -> None:
+def test_counted_uses_plural() -> None:
     numbers = [counted(number, "shard") for number in (0, 1, 106055)]
     assert numbers == ["0 shards", "1 shard", "106,055 shards"]
 

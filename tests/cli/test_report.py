@@ -1,4 +1,4 @@
-"""megapack-build report: one page of a run, of whatever its directory has."""
+"""megapack-build report: one page about a run, from the files of its directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINGERPRINTS = {"web": "1f"}
 
 
 def lines(num_steps: int, *, sources: tuple[str, ...] = (), every: int = 5) -> list[dict[str, Any]]:
-    """A run whose loss is 2 + 2 / (step + 1) and in whose last log line rank 1 is slow."""
+    """Return a log whose loss is 2 + 2 / (step + 1) and in whose last line rank 1 is slow."""
     made = []
     for step in range(num_steps):
         loss = 2 + 2 / (step + 1)
@@ -77,7 +77,7 @@ def start(step: int, ranks: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything, and a branch of it."""
+    """Write a run directory with all files, and a branch of it."""
     path = write_log(
         tmp_path_factory.mktemp("runs") / "tr<unk>", lines(60, sources=("web", "co<de"))
     )
@@ -132,11 +132,11 @@ def said(run: Path) -> dict[str, str]:
     return {check.what: check.sentence for check in checks(read_run(run))}
 
 
-def test_page_stands_alone(page: str) -> None:
+def test_page_is_self_contained(page: str) -> None:
     assert_stands_alone(page)
 
 
-def test_page_says_what_is_there(page: str) -> None:
+def test_page_shows_all_facts(page: str) -> None:
     text = words_of(page)
     assert "tr<unk>" in text and "<unk>" not in page, "names are escaped"
     for said in (
@@ -164,8 +164,8 @@ def test_page_says_what_is_there(page: str) -> None:
     assert "<title>loss 9 at step 33, where 2.1 is usual</title>" in page
 
 
-def test_names_of_sources_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Not as entities, formulas, or what matplotlib hides."""
+def test_source_names_are_shown_verbatim(tmp_path: Path) -> None:
+    """Names become neither entities nor formulas, and matplotlib hides none."""
     names = ["R&D", "_web", "a$b$", "c$d_{$"]
     path = write_log(tmp_path / "run", lines(60, sources=tuple(names)))
     order = {"weights": [1] * 4, "stages": [{"from_step": 20, "weights": [1, 2, 1, 0]}]}
@@ -177,8 +177,8 @@ def test_names_of_sources_are_shown_as_they_are(tmp_path: Path) -> None:
     assert legends == [2, 2, 2, 2], "losses by source, and what was drawn"
 
 
-def test_stages_say_what_they_change_and_nothing_else(tmp_path: Path) -> None:
-    """Each skips by itself; a source that leaves changes no rate; a window may end."""
+def test_stages_list_only_their_changes(tmp_path: Path) -> None:
+    """Each skip is listed; a removed source changes no rate; a window may end."""
     rest = {"fim_rates": [0.5, 0.5, 0.5], "attention_window": [512, 0, 0, 0], "skip_steps": 0}
     order = {"weights": [2, 1, 1], "num_cycles": 1, **rest}
     left = {**order, "weights": [2, 1, 0], "fim_rates": [0.5, 0.5]}
@@ -197,7 +197,7 @@ def test_stages_say_what_they_change_and_nothing_else(tmp_path: Path) -> None:
     assert "40 written fim_rates web 0, code 0, attention_window [512, 0, 0, 0]" in said
 
 
-def test_run_that_says_nothing_for_long_is_doubted(run: Path) -> None:
+def test_silent_run_gets_a_warning(run: Path) -> None:
     log = run / "log.jsonl"
     os.utime(log, (time.time() - 30, time.time() - 30))
     assert "last line of the log 0:00:3" in said(run)["running"]
@@ -206,7 +206,7 @@ def test_run_that_says_nothing_for_long_is_doubted(run: Path) -> None:
     assert "last line of the log 1:00:0" in doubted and "(process 7 on node0)" in doubted
 
 
-def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
+def test_log_alone_suffices_and_a_partial_line_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_log(tmp_path / "run", lines(3))
@@ -223,8 +223,8 @@ def test_log_alone_is_enough_and_a_line_that_is_being_written_is_left_out(
     assert "has no steps yet" in capsys.readouterr().err
 
 
-def test_start_after_one_whose_line_was_cut_short_is_told(tmp_path: Path) -> None:
-    """The next start was written behind it, and the page refused the run for good."""
+def test_start_after_a_truncated_line_is_listed(tmp_path: Path) -> None:
+    """The next start continues the truncated line; the page must accept that."""
     path = write_log(tmp_path, lines(3))
     cut = json.dumps(start(0, 2)) + "\n" + json.dumps(start(10, 2))[:70]
     (path / "starts.jsonl").write_text(cut)
@@ -232,7 +232,7 @@ def test_start_after_one_whose_line_was_cut_short_is_told(tmp_path: Path) -> Non
     assert [line["step"] for line in read_run(path).starts] == [0, 20]
 
 
-def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_path: Path) -> None:
+def test_page_begins_with_non_finite_loss_and_error(tmp_path: Path) -> None:
     log = lines(30)
     log[29]["loss"] = None
     log[7]["skipped"] = True
@@ -250,7 +250,7 @@ def test_loss_that_is_no_number_and_an_error_are_what_the_page_begins_with(tmp_p
 
 
 def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
-    """The mean of the steps' speeds is more: on a device a step is recorded before it is done."""
+    """The mean of speeds would be too high: a step is recorded before the device finishes it."""
     log = lines(40)
     for item, seconds in zip(log, [0.1, 0.1, 0.1, 1.7] * 10, strict=True):
         of_step = {"seconds": seconds, "useful_tokens_per_second": 1000 / seconds}
@@ -263,30 +263,30 @@ def test_speed_is_tokens_over_time(tmp_path: Path) -> None:
     assert useful.get_ydata() == pytest.approx([2000.0] * 10)
 
 
-def test_losses_of_steps_that_mix_buckets_are_not_those_of_one(tmp_path: Path) -> None:
+def test_losses_by_bucket_of_mixed_steps_are_titled(tmp_path: Path) -> None:
     path = write_log(tmp_path, lines(3))
     assert "By bucket" in words_of(run_page(read_run(path)))
     (path / "config.yaml").write_text("data: {mix: micro_step}")
     assert "By the first bucket of the step" in words_of(run_page(read_run(path)))
 
 
-def test_memory_is_the_most_of_all_starts(tmp_path: Path) -> None:
-    """A start that held less, on more ranks, made the page forget it."""
+def test_memory_is_the_peak_of_all_starts(tmp_path: Path) -> None:
+    """A later start with less memory, on more ranks, must not replace the peak."""
     log = lines(9)
     log[2]["memory_gib"] = 2.5
     shown = {name: figure for name, figure, _ in tiles(read_run(write_log(tmp_path, log)))}
     assert shown["memory"] == "2.5 GiB"
 
 
-def test_curves_of_one_step_are_seen(tmp_path: Path) -> None:
-    """A line through one point is drawn as nothing."""
+def test_curve_of_one_step_is_visible(tmp_path: Path) -> None:
+    """A line through one point is invisible, so a marker is drawn."""
     facts = read_run(write_log(tmp_path, lines(1, sources=("web",))))
     for chart in (loss(facts), loss_by_source(facts)):
         assert [line.get_marker() for line in chart.axes.get_lines()] == ["o"]
 
 
-def test_long_names_of_sources_stand_in_the_chart(tmp_path: Path) -> None:
-    """Side by side, the second was beyond its edge: a colour that nobody could name."""
+def test_long_source_names_fit_into_the_legend(tmp_path: Path) -> None:
+    """Side by side, the second name would be outside of the chart."""
     names = tuple(f"{'common_crawl_' * 8}{i}" for i in range(4))
     chart = loss_by_source(read_run(write_log(tmp_path, lines(9, sources=names))))
     chart.figure.draw_without_rendering()
@@ -297,7 +297,7 @@ def test_long_names_of_sources_stand_in_the_chart(tmp_path: Path) -> None:
 
 
 def test_page_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    names = tuple(f"source{i}" for i in range(9))  # more than have a colour
+    names = tuple(f"source{i}" for i in range(9))  # more sources than colours
     sizes = [
         len(run_page(read_run(write_log(tmp_path / str(n), lines(n, sources=names)))))
         for n in (500, 4_000)
@@ -319,7 +319,7 @@ def test_bins_are_means_of_consecutive_steps() -> None:
 
 
 def test_hostile_names_of_sources_are_escaped(tmp_path: Path) -> None:
-    """Also a lone surrogate, and what matplotlib would take for a formula."""
+    """Also a lone surrogate, and text that looks like a formula to matplotlib."""
     sources = ("\ud800a\x1b[2J\u202e\u200b\x9b\x7f", "$x^")
     write_log(tmp_path, lines(60, sources=sources))
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0

@@ -1,4 +1,4 @@
-"""tokenize and train-tokenizer as people run them: output, exit status, messages."""
+"""megapack-build tokenize and train-tokenizer: output, exit status, messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ids_of(prefix: object) -> list[bytes]:
     return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
-def test_text_becomes_a_dataset_and_the_report_tells_it(tmp_path: Path, corpus: Path) -> None:
+def test_tokenize_writes_a_dataset_and_reports_it(tmp_path: Path, corpus: Path) -> None:
     options = ("--append-eod", "--shard-bytes", "10K")
     done = tokenize(corpus, tmp_path / "out", *options)
     for line in (
@@ -53,7 +53,7 @@ def test_text_becomes_a_dataset_and_the_report_tells_it(tmp_path: Path, corpus: 
     assert "EOD        none: no token ends a document; --append-eod adds one" in without
 
 
-def test_dry_run_writes_not(tmp_path: Path, corpus: Path) -> None:
+def test_dry_run_writes_nothing(tmp_path: Path, corpus: Path) -> None:
     prefix = tmp_path / "not" / "yet" / "out"
     options = ("--append-eod", "--shard-bytes", "10K", "--split", "90,10", "--dry-run")
     before = sorted(tmp_path.rglob("*"))
@@ -78,7 +78,9 @@ def test_dry_run_writes_not(tmp_path: Path, corpus: Path) -> None:
     documents = {prefix: held["documents"] for prefix, held in done["datasets"].items()}
     assert documents == {f"{prefix}_train": 54, f"{prefix}_valid": 6}
     assert "nothing to do" in tokenize(corpus, prefix, *options).stdout
-    tokenize(corpus, prefix, "--split", "90,10", "--dry-run", status=2)  # another plan stands here
+    tokenize(
+        corpus, prefix, "--split", "90,10", "--dry-run", status=2
+    )  # the folder holds another plan
 
 
 def test_keys_make_megatrons_datasets(tmp_path: Path, corpus: Path) -> None:
@@ -98,7 +100,7 @@ def test_keys_make_megatrons_datasets(tmp_path: Path, corpus: Path) -> None:
     assert not IndexedDataset.exists(tmp_path / "one")
 
 
-def test_megatrons_spellings_mean_the_same_or_are_refused(tmp_path: Path, corpus: Path) -> None:
+def test_megatron_options_are_translated_or_refused(tmp_path: Path, corpus: Path) -> None:
     model = tmp_path / "t.model"
     printed("train-tokenizer", "--input", corpus, "--output", model, "--vocab-size", "320")
     common = ["tokenize", "--input", corpus, "--append-eod", "--workers", "1"]
@@ -143,7 +145,7 @@ def test_an_end_token_may_be_named_by_its_id(tmp_path: Path, corpus: Path) -> No
     assert "eod token is 259, " in done.stderr and "end at 258" in done.stderr
 
 
-def test_skips_are_placed(tmp_path: Path, corpus: Path) -> None:
+def test_skipped_documents_are_listed_with_place(tmp_path: Path, corpus: Path) -> None:
     with corpus.open("a") as file:
         file.write("not json\n{}\n")
     said = tokenize(corpus, tmp_path / "out", status=1).stderr
@@ -189,7 +191,7 @@ def test_merge_joins_the_shards_that_were_kept(tmp_path: Path, corpus: Path) -> 
     assert ids_of(tmp_path / "merged") == ids_of(tmp_path / "out")
 
 
-def test_trained_one_works(tmp_path: Path, corpus: Path) -> None:
+def test_trained_tokenizer_works(tmp_path: Path, corpus: Path) -> None:
     for name, more in (("t.model", ()), ("t.json", ("--type", "bpe-json"))):
         train = ["train-tokenizer", "--input", corpus, "--output", tmp_path / name]
         said = printed(*train, "--vocab-size", "320", *more)
@@ -199,7 +201,7 @@ def test_trained_one_works(tmp_path: Path, corpus: Path) -> None:
         assert (IndexedDataset(prefix).vocab_size, len(IndexedDataset(prefix))) == (320, 60)
 
 
-def test_gpt2s_files_are_a_tokenizer_as_megatron_names_them(tmp_path: Path, corpus: Path) -> None:
+def test_gpt2_vocab_and_merges_are_a_tokenizer(tmp_path: Path, corpus: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab, merges = tmp_path / "gpt2-vocab.json", tmp_path / "gpt2-merges.txt"
     names = [*alphabet, "de", "<|endoftext|>"]
@@ -217,14 +219,14 @@ def test_gpt2s_files_are_a_tokenizer_as_megatron_names_them(tmp_path: Path, corp
     printed(*command, "--tokenizer-model", "bytes", "--overwrite")
 
 
-def test_what_is_left_out_is_said_before_the_build(tmp_path: Path, corpus: Path) -> None:
+def test_left_out_files_are_listed_before_the_build(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "notes.rst").write_text("text")
     said = tokenize(corpus, tmp_path / "out", "--input", corpus, tmp_path).stderr
     assert f"note: named again and read once: 1 file (first: {corpus} is {corpus})" in said
     assert "note: not taken from folders: 1 file (.rst 1); choose with --suffix" in said
 
 
-def test_training_is_once(tmp_path: Path, corpus: Path) -> None:
+def test_training_again_does_nothing(tmp_path: Path, corpus: Path) -> None:
     output = tmp_path / "t.json"
     command = ["train-tokenizer", "--input", corpus, "--output", output]
     command += ["--type", "bpe-json", "--vocab-size", "300"]

@@ -1,4 +1,4 @@
-"""megapack-build trace: its answers are what the steps of the run hold."""
+"""megapack-build trace: answers equal the steps of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("web", "code")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two sources of bytes with a stage; documents say who they are."""
+    """Write a run of two byte sources with a stage; each document holds its own name."""
     folder = tmp_path_factory.mktemp("trace")
     for name in NAMES:
         with IndexedDatasetBuilder(folder / name, dtype="uint16", vocab_size=259) as builder:
@@ -88,8 +88,8 @@ def test_the_documents_of_a_step(config: Path) -> None:
     assert "of the stage from step 6" in printed("trace", config, "--step", "9")
 
 
-def test_documents_with_their_middle_last_say_how(config: Path, tmp_path: Path) -> None:
-    """Their text, too, is as training sees it; with ranks the same."""
+def test_fim_documents_show_their_cuts(config: Path, tmp_path: Path) -> None:
+    """Their text equals the batches of training, also with --ranks."""
     from megapack.data.run import open_run  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
@@ -136,7 +136,7 @@ def test_documents_with_their_middle_last_say_how(config: Path, tmp_path: Path) 
     assert f" tokens, as {how['how']}, cut at {how['cuts'][0]} and {how['cuts'][1]}; " in picture
 
 
-def test_ranks_have_the_step_among_them(config: Path) -> None:
+def test_ranks_partition_the_step(config: Path) -> None:
     whole = ask(config, "--step", "7")["samples"]
     dealt = ask(config, "--step", "7", "--ranks", "2")["samples"]
     places = {(s["rank"], s["micro_step"]) for s in dealt}
@@ -203,7 +203,7 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
 
 
 def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> None:
-    """The skipped steps lie on both sides of a change of weights."""
+    """The skipped steps are on both sides of a change of weights."""
     blend = yaml.safe_load(config.with_name("blend.yaml").read_text())
     blend["stages"].insert(0, {"from_step": 4, "skip_steps": 5})
     config.with_name("skipping.yaml").write_text(yaml.safe_dump(blend))
@@ -245,12 +245,11 @@ def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> Non
         (["--set", "data.blend=null"], "data: give prefix and index"),
     ],
 )
-def test_what_cannot_be_answered_is_status_2(config: Path, words: list[str], message: str) -> None:
+def test_wrong_questions_exit_with_status_2(config: Path, words: list[str], message: str) -> None:
     assert message in printed("trace", config, *words, status=2)
 
 
-# ---- megapack-build trace says of every rank what the sampler and the loader of the run deal to
-# it
+# ---- Assignment to ranks: trace equals the sampler and the loader of the run
 
 
 NUM_STEPS = 24
@@ -258,7 +257,7 @@ NUM_STEPS = 24
 
 @pytest.fixture(scope="module")
 def folder(config: Path) -> Path:
-    """The same sources, and blends of them with loss weights and stages."""
+    """Write the same sources, and blends of them with loss weights and stages."""
     folder = config.parent
     sources = yaml.safe_load((folder / "blend.yaml").read_text())["sources"]
     sources[0]["weight"], sources[1]["weight"], sources[1]["loss_weight"] = 2, 1, 3.0
@@ -274,7 +273,7 @@ def folder(config: Path) -> Path:
 
 @st.composite
 def runs(draw: st.DrawFn) -> dict[str, Any]:
-    """A configuration of megapack-pretrain without paths, and how many ranks it has."""
+    """Draw a configuration of megapack-pretrain without paths, and its number of ranks."""
     mixed, size = draw(st.booleans()), draw(st.sampled_from([1, 2, 4]))
     data = {
         "attention": draw(st.sampled_from(["document", "sample"])),
@@ -302,7 +301,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """(rank, micro step, sample id) of a step, as ``build_loader`` has them, told every option."""
+    """Return (rank, micro step, sample id) of a step from ``build_loader``, with all options."""
     from megapack import data as api  # noqa: PLC0415
 
     tree, data = run["tree"], dict(run["tree"]["data"])
@@ -326,7 +325,7 @@ def trained_on(folder: Path, run: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run=runs())
-def test_trace_of_a_rank_is_what_the_run_deals_to_it(folder: Path, run: dict[str, Any]) -> None:
+def test_trace_of_a_rank_equals_its_batches(folder: Path, run: dict[str, Any]) -> None:
     paths = {"prefix": str(folder / "web"), "index": str(folder / "web.samples")}
     if run["source"] != "one":
         paths = {"blend": str(folder / run["source"])}

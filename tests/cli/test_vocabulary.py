@@ -1,4 +1,4 @@
-"""One vocabulary over all commands: an option means the same wherever it stands."""
+"""One vocabulary for all commands: an option means the same in each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
 READ_RUNS = {"trace", "report", "simulate"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import", "export"}
-# Spellings that another word of the vocabulary has taken over.
+# Spellings that another option has replaced.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
@@ -32,7 +32,7 @@ def _actions(command: str) -> list[argparse.Action]:
 
 
 def _stem(action: argparse.Action) -> str:
-    """The shared help text; what a command adds stands behind the first semicolon."""
+    """Return the shared help text, which ends at the first semicolon."""
     return str(action.help).partition(";")[0].partition(" (default")[0]
 
 
@@ -52,8 +52,8 @@ def test_no_option_has_two_meanings() -> None:
         for option in action.option_strings:
             meanings[option].add(_meaning(action))
     differing = {option: found for option, found in meanings.items() if len(found) > 1}
-    # One dataset or several is the only difference that --data-prefix may show; --input DIR of
-    # merge is Megatron's spelling; --format is of what is read, and in export of what is written.
+    # --data-prefix takes one dataset or several; --input DIR of merge is Megatron's spelling;
+    # --format is the format of the input, and in export that of the output.
     assert set(differing) <= {"--data-prefix", "--input", "--format"}, differing
 
 
@@ -72,7 +72,7 @@ def test_a_command_that_writes_can_overwrite(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ALL)
-def test_no_other_word_for_the_same_thing_is_left(command: str) -> None:
+def test_replaced_spellings_are_gone(command: str) -> None:
     options = {option for action in _actions(command) for option in action.option_strings}
     assert not options & set(GIVEN_UP)
     assert set(arguments.SHARED) == SHARED
@@ -88,7 +88,7 @@ def test_every_option_says_what_it_does(command: str) -> None:
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
 
 
-def test_every_public_name_stands_once_behind_a_word_of_the_vocabulary() -> None:
+def test_vocabulary_lists_every_public_name_once() -> None:
     peer("torch")  # which megapack.attention needs
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     page = text.partition("## Words")[2].partition("\n## ")[0]

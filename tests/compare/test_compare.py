@@ -1,4 +1,4 @@
-"""Comparing strategies: figures are the index's own, and the recommendation follows its rule."""
+"""Comparison of strategies: figures come from the index, the recommendation follows its rule."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def comparison() -> Comparison:
     return compare(lengths(), cases, run=RUN, seed=5, tokens_per_rank=512)
 
 
-# --- what is compared
+# ---- Cases
 
 
-def test_by_default_every_strategy_runs_and_fixed_ones_at_every_capacity() -> None:
+def test_default_cases_are_all_strategies() -> None:
     cases, left_out = default_cases(buckets=BUCKETS, capacities=[64, 256])
     labels = [case.label for case in cases]
     expected = []
@@ -85,12 +85,12 @@ def test_a_case_can_name_capacities_and_parameters() -> None:
         ("bucket:preset=nobody", "has no preset 'nobody'"),
     ],
 )
-def test_a_case_that_cannot_be_is_refused_before_anything_runs(text: str, message: str) -> None:
+def test_wrong_cases_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_case(text, buckets=BUCKETS, capacities=[64])
 
 
-# --- figures
+# ---- Figures
 
 
 def test_work_adds_up_to_the_metrics(comparison: Comparison) -> None:
@@ -106,7 +106,7 @@ def test_work_adds_up_to_the_metrics(comparison: Comparison) -> None:
         assert 1 <= evaluation.imbalance("balanced") <= evaluation.imbalance("random")
 
 
-def test_cost_is_the_formula_on_the_metrics(comparison: Comparison) -> None:
+def test_cost_follows_the_formula(comparison: Comparison) -> None:
     """6 N positions + 7 layers width (squares of segments and of paddings), and the waiting."""
     for evaluation in comparison.evaluations:
         work = sum(b.work for b in evaluation.work)
@@ -120,7 +120,7 @@ def test_cost_is_the_formula_on_the_metrics(comparison: Comparison) -> None:
         assert evaluation.breakdown.cost == pytest.approx(2 * hours)
 
 
-def test_the_corpus_summary_counts_every_document_and_token_once() -> None:
+def test_corpus_counts_every_document_and_token_once() -> None:
     values = np.array([0, 1, 1, 2, 3, 70, 4096], np.int64)
     corpus = Corpus.of(values, name="few")
     assert (corpus.num_documents, corpus.num_tokens, corpus.longest) == (7, 4173, 4096)
@@ -131,7 +131,7 @@ def test_the_corpus_summary_counts_every_document_and_token_once() -> None:
 
 
 @pytest.mark.parametrize("nothing", [[], [0, 0]])
-def test_nothing_to_compare_is_an_error(nothing: list[int]) -> None:
+def test_empty_comparison_is_an_error(nothing: list[int]) -> None:
     cases, _ = default_cases(buckets=BUCKETS, capacities=[64])
     with pytest.raises(DataError, match="holds no document with a token"):
         compare(np.array(nothing, np.int32), cases, run=RUN)
@@ -139,7 +139,7 @@ def test_nothing_to_compare_is_an_error(nothing: list[int]) -> None:
         compare(lengths(), [], run=RUN)
 
 
-def test_a_strategy_that_drops_everything_is_left_out_and_said_to_be() -> None:
+def test_strategy_that_drops_all_tokens_is_left_out() -> None:
     seven = np.array([7])
     cases, _ = default_cases(buckets=[1024], capacities=[1024])
     comparison = compare(seven, cases, run=RUN)
@@ -149,7 +149,7 @@ def test_a_strategy_that_drops_everything_is_left_out_and_said_to_be() -> None:
         compare(seven, parse_case("decompose", buckets=[1024], capacities=[]), run=RUN)
 
 
-# --- recommendation
+# ---- Recommendation
 
 
 @cache
@@ -168,7 +168,7 @@ def made_up(
     padded: float = 0.0,
     buckets: tuple[int, ...] = (64,),
 ) -> Evaluation:
-    """An evaluation with only what the rule looks at."""
+    """Return an evaluation with only the values that the rule reads."""
     base = one_evaluation()
     metrics = {
         **base.metrics,
@@ -208,7 +208,7 @@ def test_the_least_time_wins_among_those_that_keep_documents_whole() -> None:
 
 
 def test_within_half_a_percent_of_time_fewer_cut_then_less_padding_wins() -> None:
-    """And where attention crosses documents, before these fewer documents in a sample."""
+    """If attention crosses documents, fewer documents per sample come first."""
     many, few = made_up("many", hours=10.0, joined=16.0), made_up("few", hours=10.04, joined=2.2)
     assert choice(many, few, attention="sample") == "few"
     slow = made_up("too slow", hours=10.06, joined=2.2)
@@ -218,12 +218,12 @@ def test_within_half_a_percent_of_time_fewer_cut_then_less_padding_wins() -> Non
     assert choice(made_up("pads", padded=0.01), made_up("full", padded=0.001)) == "full"
 
 
-def test_documents_longer_than_the_largest_capacity_are_no_ones_fault() -> None:
+def test_unavoidable_splits_do_not_exclude() -> None:
     floor = made_up("floor", truncated=0.002, hours=11)
     assert choice(floor, made_up("x", truncated=0.1)) == "floor"
 
 
-def test_if_all_are_out_those_that_split_fewest_remain() -> None:
+def test_if_all_are_excluded_the_fewest_splits_win() -> None:
     result = recommend(
         [
             made_up("most", truncated=0.9, hours=1),
@@ -236,7 +236,7 @@ def test_if_all_are_out_those_that_split_fewest_remain() -> None:
     assert choice(made_up("a", dropped=0.5, hours=2), made_up("b", dropped=0.4, hours=1)) == "b"
 
 
-def test_the_best_single_shape_is_named_beside_the_best() -> None:
+def test_best_fixed_length_strategy_is_named() -> None:
     bucket = made_up("bucket", hours=9, buckets=(64, 128))
     assert (
         recommend([made_up("fixed", hours=11), bucket, made_up("slower", hours=12)]).best_fixed == 0
@@ -244,7 +244,7 @@ def test_the_best_single_shape_is_named_beside_the_best() -> None:
     assert recommend([bucket]).best_fixed is None
 
 
-def test_the_reason_names_the_rivals_and_by_how_much() -> None:
+def test_reasons_compare_the_rivals() -> None:
     reasons = recommend([made_up("first", hours=10), made_up("second", hours=11)]).reasons
     assert "second, the next best, would take 10 % more time." in reasons
     best = made_up("best", joined=1.5, buckets=(64, 128))
@@ -263,12 +263,12 @@ def test_the_reason_names_the_rivals_and_by_how_much() -> None:
         ({}, "and is as good"),
     ],
 )
-def test_rival_of_equal_time_is_told_what_it_lacks(worse: dict[str, float], words: str) -> None:
+def test_rival_of_equal_time_gets_its_disadvantage(worse: dict[str, float], words: str) -> None:
     reasons = recommend([made_up("best"), made_up("rival", **worse)]).reasons
     assert reasons[2] == f"rival, the next best, would take the same time {words}."
 
 
-# ---- The report is one well-formed file that needs nothing else and shows every strategy
+# ---- Page
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +278,12 @@ def page(comparison: Comparison) -> str:
 
 @pytest.fixture(scope="module")
 def small() -> Comparison:
-    """Of two strategies: its page is drawn in a moment."""
+    """Compare two strategies, so that the page is drawn quickly."""
     cases = [parse_case(text, buckets=BUCKETS, capacities=[64])[0] for text in ("bucket", "pad")]
     return compare(lengths(), cases, run=RUN, tokens_per_rank=512)
 
 
-def test_page_stands_alone(page: str) -> None:
+def test_page_is_self_contained(page: str) -> None:
     assert_stands_alone(page)
     assert not re.search(r"20\d\d-\d\d-\d\d", page), "the same bytes tomorrow"
     for value in re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy)="([^"]+)"', page):
@@ -315,9 +315,7 @@ def test_axes_have_names_with_units(page: str) -> None:
         assert words in text, words
 
 
-def test_the_figures_of_the_answer_are_those_of_the_metrics(
-    page: str, comparison: Comparison
-) -> None:
+def test_page_shows_the_metrics_of_the_recommendation(page: str, comparison: Comparison) -> None:
     best = comparison.evaluations[comparison.recommendation.best]
     text = words_of(page)
     assert percent(best.metrics["padding_ratio"], None) in text
@@ -327,8 +325,8 @@ def test_the_figures_of_the_answer_are_those_of_the_metrics(
     assert f"<title>{best.label}: padding {100 * best.metrics['padding_ratio']:.6g} %" in page
 
 
-def test_page_says_the_rule_that_was_followed(small: Comparison) -> None:
-    """Documents in a sample count only where they see each other."""
+def test_page_states_the_applied_rule(small: Comparison) -> None:
+    """Documents per sample count only if attention crosses documents."""
     rule = "fewer split documents, then less padding"
     for attention, says in (("document", False), ("sample", True)):
         run = replace(RUN, attention=attention)
@@ -336,9 +334,7 @@ def test_page_says_the_rule_that_was_followed(small: Comparison) -> None:
         assert rule in text and (f"fewer documents per sample, then {rule}" in text) == says
 
 
-def test_page_says_what_was_compared_without_markup_of_its_name(
-    page: str, small: Comparison
-) -> None:
+def test_page_escapes_the_name_of_the_corpus(page: str, small: Comparison) -> None:
     assert "random sample" not in page
     name = "<script>alert(1)</script> & co"
     corpus = replace(small.corpus, name=name, sampled_from=12_345)
@@ -348,7 +344,7 @@ def test_page_says_what_was_compared_without_markup_of_its_name(
 
 
 def test_one_document_and_one_strategy_make_a_page_too() -> None:
-    """With a label that is cut in plots and whole in the table."""
+    """Its label is cut in plots and complete in the table."""
     text = "seamless@64:r_max=0.25,extra_capacity=5,placement=published"
     case = parse_case(text, buckets=[], capacities=[])
     page = comparison_page(compare(np.array([5]), case, run=RUN))

@@ -1,4 +1,4 @@
-"""The cost model against figures worked out by hand."""
+"""The cost model against values computed by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bill(
     )
 
 
-def test_every_part_of_the_bill_equals_the_hand_computed_one() -> None:
+def test_breakdown_equals_values_by_hand() -> None:
     run = TrainingRun(model=UNIT, gpu=SLOW, num_gpus=4, utilization=0.5, price_per_gpu_hour=3.0)
     got = bill(run)
     assert run.flops_per_gpu_hour == 3600.0
@@ -82,13 +82,13 @@ def test_attention_over_whole_samples_costs_capacity_squared_and_never_waits() -
     assert got.waiting == 0
 
 
-def test_random_dealing_waits_longer() -> None:
+def test_random_assignment_waits_longer() -> None:
     balanced = bill(TrainingRun(model=UNIT, gpu=SLOW))
     random = bill(TrainingRun(model=UNIT, gpu=SLOW, dealing="random"))
     assert random.waiting == pytest.approx(5 * balanced.waiting)
 
 
-def test_repeated_tokens_are_paid_for_and_are_not_training_data() -> None:
+def test_repeated_tokens_cost_but_do_not_count() -> None:
     run = TrainingRun(model=UNIT, gpu=SLOW, utilization=0.5, train_tokens=300)
     got = bill(run, tokens=30, repeated=4)
     assert got.num_passes == 10
@@ -105,7 +105,7 @@ def test_a_strategy_that_drops_tokens_needs_more_passes_for_as_many() -> None:
     assert got.padding == pytest.approx(1.5 * 6 * 6 / 3600)
 
 
-def test_a_dense_model_of_the_usual_kind_costs_what_everybody_computes() -> None:
+def test_dense_model_costs_6nd() -> None:
     """7B parameters, 1T tokens, no attention: 6 N D = 4e22; H100 at 40 % does 3.956e14 per s."""
     model = Model(name="7B", parameters=7e9, num_layers=32, attention_width=4096)
     run = TrainingRun(model=model, gpu=GPUS["h100"], num_gpus=1024, train_tokens=1e12)
@@ -114,7 +114,7 @@ def test_a_dense_model_of_the_usual_kind_costs_what_everybody_computes() -> None
     assert got.cost == pytest.approx(2 * got.gpu_hours)
 
 
-def test_relative_speed_by_context_length_is_what_bucketllm_measured() -> None:
+def test_relative_speed_by_length_matches_bucketllm() -> None:
     """Table 3 (1B model, A800): tokens/s relative to a context of 8192, within 3 %."""
     measured = {1024: 16_793, 2048: 16_263, 4096: 15_505, 8192: 13_696, 16384: 11_129}
     model = MODELS["1b"]
@@ -153,11 +153,11 @@ def test_an_index_without_tokens_has_no_cost() -> None:
         bill(TrainingRun(model=UNIT, gpu=SLOW), tokens=5, dropped=5)
 
 
-# ---- Attention work per sample, and how dealing spreads it over the ranks
+# ---- Attention work per sample, and its imbalance over the ranks
 
 
 def index_of(capacities: list[int], samples: list[list[list[int]]]) -> SampleIndex:
-    """An index with these segment lengths: samples[bucket][sample] -> lengths."""
+    """Return an index with these segment lengths: samples[bucket][sample] -> lengths."""
     flat = [sample for bucket in samples for sample in bucket]
     lengths = np.array([n for sample in flat for n in sample], np.int32)
     arrays = {
@@ -180,7 +180,7 @@ def test_work_is_squared_segments_and_squared_padding(samples: list[list[int]]) 
     assert bucket.segment_squares == sum(n * n for sample in samples for n in sample)
     paddings = sum((24 - sum(sample)) ** 2 for sample in samples)
     assert bucket.work == bucket.segment_squares + paddings
-    assert bucket.imbalance_random == bucket.imbalance_balanced == 1.0  # one rank waits for none
+    assert bucket.imbalance_random == bucket.imbalance_balanced == 1.0  # a single rank never waits
 
 
 def test_imbalance_by_hand() -> None:
@@ -190,10 +190,12 @@ def test_imbalance_by_hand() -> None:
     unequal, half = 2 * 81 / (81 + 65), 0.5  # of the draws, half take one of each
     expected = half * unequal + half * 1.0
     assert bucket.imbalance_random == pytest.approx(expected, abs=0.01)
-    assert bucket.imbalance_balanced == bucket.imbalance_random  # one sample each: nothing to deal
+    assert (
+        bucket.imbalance_balanced == bucket.imbalance_random
+    )  # one sample each: nothing to balance
 
 
-def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
+def test_buckets_are_measured_separately_without_empty_ones() -> None:
     index = index_of([10, 20, 40], [[[6, 4], [7]], [], [[20, 10]]])
     small, large = measure_work(index, num_ranks=2, tokens_per_rank=20, num_steps=4)
     assert (small.capacity, small.num_samples, small.samples_per_rank) == (10, 2, 2)
@@ -204,7 +206,7 @@ def test_buckets_are_measured_apart_and_empty_ones_left_out() -> None:
     assert large.imbalance_random == large.imbalance_balanced == 1.0  # one kind of sample
 
 
-def test_balanced_dealing_is_fairer_on_unequal_samples() -> None:
+def test_balanced_assignment_is_better_on_unequal_samples() -> None:
     generator = np.random.default_rng(1)
     samples = [[int(n)] for n in generator.integers(1, 1000, 500)]
     (bucket,) = measure_work(index_of([1000], [samples]), num_ranks=8, tokens_per_rank=4000)
@@ -224,7 +226,7 @@ def test_counts_below_one_are_refused(wrong: str) -> None:
         measure_work(index_of([10], [[[5]]]), **{wrong: 0})
 
 
-# ---- Steps planned by documents: their figures are those of the documents that each rank holds
+# ---- Steps planned by documents
 
 
 LINEAR_COST_TOKENS = MODELS["125m"].linear_cost_tokens
@@ -238,7 +240,7 @@ RULES: dict[str, Any] = {
 
 
 def web_lengths() -> np.ndarray:
-    """A heavy tail, some empty documents, the longest beyond what four ranks hold together."""
+    """Return lengths with a heavy tail, empty documents, and one too long for four ranks."""
     generator = np.random.default_rng(4)
     return np.append(generator.lognormal(4.5, 1.2, 5000).astype(np.int32), [0, 0, 3000])
 
@@ -250,7 +252,7 @@ def cut(lengths: list[int], limit: int) -> list[int]:
     return pieces
 
 
-def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
+def test_planned_work_equals_a_recomputation_by_document() -> None:
     lengths = web_lengths()
     steps = draw_steps(lengths, tokens=6 * 4096, longest=4 * 512, num_steps=3)
     works = measure_plans(lengths, **RULES)
@@ -290,7 +292,7 @@ def test_figures_are_those_of_a_recomputation_document_by_document() -> None:
     assert works[0].split_ratio > works[1].split_ratio > 0
 
 
-def test_documents_of_one_length_leave_nothing_to_balance() -> None:
+def test_equal_documents_need_no_balancing() -> None:
     one, all_ranks = measure_plans(
         np.full(9, 5), num_ranks=2, tokens_per_rank=20, micro_batch_tokens=10, linear_cost_tokens=7
     )
@@ -300,7 +302,7 @@ def test_documents_of_one_length_leave_nothing_to_balance() -> None:
     assert one.split_ratio == one.shared_ratio == 0
 
 
-def test_documents_that_one_rank_holds_but_not_beside_each_other_cost_micro_batches() -> None:
+def test_large_documents_cost_micro_batches() -> None:
     (work,) = measure_plans(
         np.full(9, 5), num_ranks=1, tokens_per_rank=24, micro_batch_tokens=8, linear_cost_tokens=0
     )
@@ -324,7 +326,7 @@ def test_the_fewest_ranks_that_hold_the_longest_document_have_a_row() -> None:
     longest=st.integers(1, 40),
     spare=st.integers(0, 80),
 )
-def test_step_is_as_full_as_documents_allow(lengths: list[int], longest: int, spare: int) -> None:
+def test_drawn_step_is_full(lengths: list[int], longest: int, spare: int) -> None:
     tokens = longest + spare
     pieces = {piece for length in lengths for piece in cut([length], longest)}
     steps = draw_steps(np.array(lengths), tokens=tokens, longest=longest, num_steps=4)
@@ -340,7 +342,7 @@ def test_steps_of_very_many_documents_are_few() -> None:
     assert len(draw_steps(np.ones(9, int), tokens=1 << 21, longest=1, num_steps=32)) == 1
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
     for name, value in (("num_ranks", 0), ("micro_batch_tokens", 0), ("micro_batch_tokens", 4097)):
         with pytest.raises(ConfigError, match=f"{name} (is )?{value}"):
             measure_plans(np.array([3]), **{**RULES, name: value})
