@@ -34,11 +34,11 @@ from lengths import BUCKETS, LAWS, write_documents
 
 from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
 from megapack.packing import SampleIndex, pack
-from megapack.training.command import join
+from megapack.training.command import set_rank_environment
 from megapack.training.config import DataConfig, EngineConfig, ModelConfig, PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.engine import start_engine, train_step
-from megapack.training.engine.world import World, world
+from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.model.opening import open_model
@@ -245,8 +245,8 @@ def main() -> None:
     add("--compile", action="store_true", help="compile layers and loss")
     add("--rounds", type=int, default=1 if quick() else 3, help="the median counts")
     args = parser.parse_args()
-    join()
-    with tempfile.TemporaryDirectory() as directory, world(timeout_minutes=10) as here:
+    set_rank_environment()
+    with tempfile.TemporaryDirectory() as directory, connect_ranks(timeout_minutes=10) as here:
         torch.set_num_threads(1)  # threads that wait for a busy core would be all one measures
         bench = Bench(args, here, Path(directory))
         strategies = by_strategy(bench, args.rounds)

@@ -623,8 +623,8 @@ watch_forgets: single high losses add up to a spike
 
 megapack/training/engine/mirror.py: tests/training/test_branches.py -k ordered_by_tokens
 mirror_order: the checkpoint with the largest step is restored, not the newest
-- removesuffix(_MIRRORED) for name in own), key=tokens_of)
-+ removesuffix(_MIRRORED) for name in own))
+- removesuffix(_MANIFEST_SUFFIX) for name in manifests), key=tokens_of)
++ removesuffix(_MANIFEST_SUFFIX) for name in manifests))
 
 megapack/data/resume.py: tests/training/test_run_record.py
 record_missing_key: a key that only one of two runs has is not compared

@@ -30,12 +30,12 @@ from megapack.config import from_dict, to_dict
 from megapack.packing import SampleIndex, pack
 from megapack.packing.groups import read_groups
 from megapack.storage import IndexedDataset
-from megapack.training.command import join
+from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.export import export_model
 from megapack.training.engine.inputs import open_inputs, open_validation
-from megapack.training.engine.world import World, world
+from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.trainer import TimedBatches
@@ -55,8 +55,8 @@ def begin() -> None:
     torch.set_num_threads(1)  # two runs share two cores
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         os.environ.pop(name, None)
-    join()
-    _here = _stack.enter_context(world(timeout_minutes=5))
+    set_rank_environment()
+    _here = _stack.enter_context(connect_ranks(timeout_minutes=5))
     atexit.register(_stack.close)
 
 

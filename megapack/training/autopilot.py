@@ -1,18 +1,18 @@
-"""Rules by which a run edits itself: what it skips after a spike, what it draws next.
+"""Rules by which a run edits its own program: skip after a spike, new weights of the sources.
 
-A run is a program (``megapack.data.program``), and what a rule decides is a stage of it, appended
-to ``decisions.json`` (``megapack.data.run.Decision``) before it takes effect. So a decision is made
-once: whoever opens the run later, training, ``trace`` or a resumed run, reads it there.
+A decision is a stage of the run's program (``megapack.data.program``), appended to
+``decisions.json`` (``megapack.data.run.Decision``) before it takes effect. It is made once:
+training, a resumed run and ``trace`` read it from there.
 
-- ``SpikeWatch``: looks at losses and gradient norms step by step; ``Spike`` says where one began
-- ``skip``: the decision that follows a spike
-- ``SourceReport``, ``next_mixture``: the decision of a mixing rule; ``odm`` is the one built in
+- ``SpikeWatch`` checks losses and gradient norms step by step; a ``Spike`` is a range of steps
+- ``skip`` returns the decision after a spike
+- ``next_mixture`` returns the decision of a mixing rule, from a ``SourceReport``; ``odm`` is a rule
 
     watch = SpikeWatch(AutopilotConfig(spikes=True, window=64, deviations=8, confirm=3))
     # losses 2.0, 2.1, 1.9, ... for 400 steps, then 2.0, 4.8, 5.1, 5.0 at steps 400 to 403
-    # -> Spike(401, 403, "loss 4.8 at step 401, where its bucket has 2 +- 0.07")
-    skip(spike, config, decisions=None, ...).stage
-    # -> from_step 400, skip_steps 5: one step more on both sides (margin_steps)
+    # -> Spike(401, 403, "loss 5 at step 403, where 2 is usual (...)")
+    skip(spike, config, decisions, done=404).stage
+    # -> from_step 400, skip_steps 5: one more step on both sides (margin_steps)
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ Line = Mapping[str, Any]  # of log.jsonl
 
 # ---- Spikes --------------------------------------------------------------------------------------
 
-FEWEST = 16  # values before another one is judged
-HORIZON = 32  # windows of steps after which a value is forgotten, if its bucket is rarely drawn
-MAD = 1.4826  # deviations of a normal law in a median absolute deviation
-_LEAST = {"loss": 0.02, "grad_norm": 0.1}  # deviations are at least so large, relative
+FEWEST = 16  # values of a band before it can contain outliers
+HORIZON = 32  # windows of steps after which a band forgets a value, if its bucket is rarely drawn
+MAD = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
+_LEAST = {"loss": 0.02, "grad_norm": 0.1}  # smallest relative deviation
 
 
 class Spike(NamedTuple):
-    """Where the run left its path."""
+    """Range of steps whose losses or gradients are outliers."""
 
     first: int
-    """The first step that was out of its band."""
+    """First outlier."""
     last: int
-    """The step that confirmed it."""
+    """Step that confirms the spike."""
     reason: str
-    """A sentence."""
+    """One sentence for the log."""
 
 
-class SpikeFound(Exception):  # noqa: N818 - it is answered by ``Trainer``, not reported
-    """Raised on all ranks alike."""
+class SpikeFound(Exception):  # noqa: N818 - ``Trainer`` handles it, it is not reported
+    """Raised on all ranks."""
 
     def __init__(self, spike: Spike) -> None:
         super().__init__(spike.reason)
@@ -63,52 +63,49 @@ class SpikeFound(Exception):  # noqa: N818 - it is answered by ``Trainer``, not 
 
 
 class SpikeWatch:
-    """Judges every step by those before it: robustly, by median and deviation, never by a mean.
+    """Detector of spikes by median and median absolute deviation of earlier steps.
 
-    A loss is compared with the losses of its bucket, whose levels differ, and a source's with its
-    own; gradient norms by their logarithms. What is out of its band does not become part of it. A
-    spike is confirmed when one signal is out in ``confirm`` of twice as many steps (the other steps
-    may be of buckets that have none of what did it); a loss that is not a number confirms itself.
-
-    Args:
-        config: of the run.
+    The losses of each bucket and of each source have their own band, since their levels differ;
+    gradient norms are compared by their logarithms. Outliers do not enter the band. A spike is
+    confirmed when one signal has ``confirm`` outliers within twice as many steps (the steps between
+    may be of other buckets); a loss that is NaN or infinite is a spike at once.
     """
 
     def __init__(self, config: AutopilotConfig) -> None:
         self.config = config
         self._bands: dict[str, deque[tuple[int, float]]] = {}
-        self._out: dict[str, list[int]] = {}  # signal -> the last steps in which it was out
+        self._out: dict[str, list[int]] = {}  # signal -> its recent outliers, by step
         self._mixture = ""
 
     def look(self, line: Line, mixture: str) -> Spike | None:
-        """At the next step.
+        """Check the next step; return a confirmed spike or None.
 
         Args:
-            line: of log.jsonl.
-            mixture: a word for what is drawn at this step: where it changes, the levels of losses
-                and gradients do, and their bands begin anew; those of sources stay.
+            line: the step's line of log.jsonl.
+            mixture: text that identifies what the step draws from. When it changes, the levels of
+                losses and gradients change, so their bands start anew; those of sources stay.
         """
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
             self._mixture, self._bands, self._out = mixture, kept, {}
         step = int(line["step"])
-        begin = step - 2 * self.config.confirm  # steps of before are forgotten
+        begin = step - 2 * self.config.confirm  # forget earlier outliers
         out = {signal: [s for s in steps if s > begin] for signal, steps in self._out.items()}
         self._out = {signal: steps for signal, steps in out.items() if steps}
         if is_lost(line):
             first = min((steps[0] for steps in self._out.values()), default=step)
             return Spike(first, step, f"the loss of step {step} is not a number")
-        found = None
+        spike = None
         for signal, band, value in _signals(line):
-            found = self._judge(signal, band, step, value) or found
-        return found
+            spike = self._judge(signal, band, step, value) or spike
+        return spike
 
     def _judge(self, signal: str, band: str, step: int, value: float) -> Spike | None:
         history = self._bands.setdefault(band, deque(maxlen=self.config.window))
         while history and history[0][0] < step - HORIZON * self.config.window:
             history.popleft()
         if len(history) < FEWEST:
-            if math.isfinite(value):  # not so a gradient that overflowed
+            if math.isfinite(value):  # a gradient that overflowed is not
                 history.append((step, value))
             return None
         values = [old for _, old in history]
@@ -131,12 +128,12 @@ class SpikeWatch:
         return Spike(first, step, f"{reason} (out of its band since step {first})")
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON."""
+        """Return the state for a checkpoint; JSON."""
         bands = {name: list(map(list, band)) for name, band in self._bands.items()}
         return {"bands": bands, "out": dict(self._out), "mixture": self._mixture}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as the watch whose state it is; an empty one begins anew."""
+        """Load a state of ``state()``; an empty one starts anew."""
         self._mixture = state.get("mixture", "")
         self._out = {signal: list(steps) for signal, steps in state.get("out", {}).items()}
         self._bands = {
@@ -146,7 +143,7 @@ class SpikeWatch:
 
 
 def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
-    """(signal, its band, value) of a step; one without labels says nothing, nor of a source."""
+    """Yield (signal, band, value); a step or source without labels has no loss."""
     bucket = line["capacity"]
     if line["loss"] is not None:
         yield "loss", f"loss of bucket {bucket}", line["loss"]
@@ -160,25 +157,25 @@ def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
 
 
 def _scale(band: str, middle: float) -> float:
-    """What the least deviation is relative to: a logarithm's is a ratio already."""
+    # Logarithms are ratios already.
     return 1.0 if band.startswith("gradients") else abs(middle)
 
 
 def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int) -> Decision:
-    """The stage that skips a spike's steps: exactly the samples that they contained.
+    """Return the decision that skips the samples of a spike's steps.
 
-    Skipped is what was out, and ``margin_steps`` on both sides; twice as much as the last time
-    where the run meets the same stretch again. It depends on the spike alone, so runs that looked
-    at other steps first decide the same.
+    It skips the outliers and ``margin_steps`` on both sides, and twice as much as the last time if
+    the run meets the same range again. The result depends on the spike alone, so it does not matter
+    in which order a run checks its steps.
 
     Raises:
-        FloatingPointError: the run went back as often as it may.
+        FloatingPointError: ``autopilot.max_rollbacks`` is used up.
     """
     count = decisions.number("autopilot")
     if count >= config.max_rollbacks:
         raise FloatingPointError(
-            f"{spike.reason}; the run went back {count} times (autopilot.max_rollbacks) and stops "
-            "here: look at what it skipped (megapack-build trace RUN_DIR/config.yaml --skipped), "
+            f"{spike.reason}; the run rolled back {count} times (autopilot.max_rollbacks) and "
+            "stops here: see what it skipped (megapack-build trace RUN_DIR/config.yaml --skipped), "
             "lower optimizer.lr, or allow more"
         )
     begin = max(1, spike.first - config.margin_steps)
@@ -195,41 +192,41 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
     )
 
 
-# ---- Mixtures that learn -------------------------------------------------------------------------
+# ---- Mixtures ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """What a mixing rule is given: everything since its last decision, by name of the source."""
+    """Input of a mixing rule: the steps since its last decision, by name of the source."""
 
     step: int
     """Steps done."""
     num_steps: int
-    """Of the run."""
+    """Steps of the run."""
     losses: dict[str, float]
-    """Mean loss per label token, to five digits, so that rounding of other ranks decides nothing; a
-    source that had none is missing."""
+    """Mean loss per label token, rounded to five digits so that another number of ranks gives the
+    same decision; sources without tokens are missing."""
     label_tokens: dict[str, int]
     weights: dict[str, float]
-    """Shares of tokens that hold now; their sum is 1."""
+    """Current shares of tokens; their sum is 1."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What the rule returned with its last decision."""
+    """State that the rule returned with its last decision."""
 
 
 Rule = Callable[..., tuple[Mapping[str, float], Mapping[str, Any]]]
 
 
 def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, float], dict[str, Any]]:
-    """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): what is not yet learned, more.
+    """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw more of what has high loss.
 
     A bandit (EXP3) whose arms are the sources. With K sources, at decision t, the reward of a
     source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share``; its
     share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t`` with ``e_t = min(1 / K,
-    sqrt(ln K / (K t)))``, so that none falls below ``e_t``. The paper pulls one arm per batch; here
-    all sources that had tokens since the last decision are updated at once.
+    sqrt(ln K / (K t)))``, so that no share falls below ``e_t``. The paper pulls one arm per batch;
+    this rule updates all sources that had tokens since the last decision.
 
     Args:
-        report: of the run.
+        report: report of the run.
         smoothing: the paper's a.
     """
     names, last = list(report.weights), report.state
@@ -255,46 +252,45 @@ RULES: dict[str, Rule] = {"odm": odm}
 
 
 def find_rule(name: str) -> Rule:
-    """A rule of ``RULES``, or the function that ``package.module:function`` names.
+    """Return a rule of ``RULES``, or the function that ``package.module:function`` names.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     if name in RULES:
         return RULES[name]
     module, colon, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function) if colon else None
+        rule: Rule | None = getattr(importlib.import_module(module), function) if colon else None
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"mixing.rule is {name!r}: {error}") from error
-    if not callable(found):
+    if not callable(rule):
         raise ConfigError(
             f"mixing.rule is {name!r}; it must be {', '.join(RULES)}, or a function as in "
             "package.module:function"
         )
-    rule: Rule = found
     return rule
 
 
 def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
-    """Ask the rule, and check its answer.
+    """Call the rule and check its result.
 
     Raises:
-        ConfigError: the rule fails, names other sources, or gives weights that are none.
+        ConfigError: the rule fails, names unknown sources, or returns invalid weights.
     """
-    assert config.rule is not None, "asked without a rule"
+    assert config.rule is not None, "the configuration has no rule"
     where = f"mixing.rule {config.rule}"
     try:
         weights, state = find_rule(config.rule)(report, **config.options)
         weights = {name: float(weight) for name, weight in weights.items()}
-        state = json.loads(json.dumps(state))  # as a resumed run will read it
+        state = json.loads(json.dumps(state))  # as a resumed run reads it
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{where} failed at step {report.step}: {error!r}") from error
     unknown = sorted(set(weights) - set(report.weights))
     if unknown:
-        raise ConfigError(f"{where} gives a weight to {unknown[0]!r}, which is no source")
+        raise ConfigError(f"{where} gives a weight to {unknown[0]!r}, which is not a source")
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"{where} gives {name!r} the weight {weight}; it must be 0 or more")
@@ -317,18 +313,21 @@ def report_of(
     num_steps: int,
     step: int,
 ) -> SourceReport:
-    """A report from lines of log.jsonl.
+    """Return a report from lines of log.jsonl.
 
     Args:
-        lines: of the log, in order.
-        decisions: of the run; None: it has made none.
-        weights: that hold now, in any unit.
-        num_steps, step: of the run; done.
+        lines: lines in order.
+        decisions: decisions of the run; None: there are none.
+        weights: current weights, in any unit.
+        num_steps, step: steps of the run, and steps done.
     """
-    made = decisions.decisions if decisions else ()
-    own = [old for old in made if old.by == "mixing" and not old.void]
-    since = own[-1].begin if own else 0
-    means = mean_by_source([line for line in lines if since <= line["step"] < step])
+    earlier = [
+        old
+        for old in (decisions.decisions if decisions else ())
+        if old.by == "mixing" and not old.void
+    ]
+    begin = earlier[-1].begin if earlier else 0
+    means = mean_by_source([line for line in lines if begin <= line["step"] < step])
     total = math.fsum(weights.values())
     return SourceReport(
         step=step,
@@ -336,5 +335,5 @@ def report_of(
         losses={name: float(f"{loss:.5g}") for name, (loss, _) in means.items()},
         label_tokens={name: tokens for name, (_, tokens) in means.items()},
         weights={name: weight / total for name, weight in weights.items()},
-        state=own[-1].state if own else {},
+        state=earlier[-1].state if earlier else {},
     )

@@ -1,8 +1,7 @@
-"""What megapack-pretrain, megapack-evaluate and megapack-export have in common as commands: the
-options, their errors, what launchers tell them, and the configurations that come with the package.
+"""Command line of megapack-pretrain, megapack-evaluate and megapack-export: parser, errors, ranks.
 
-Imports nothing heavy: what can be refused without torch is refused at once. As a program it is for
-launchers: ``python -m megapack.training.command --config demo_cpu --set ...`` prints the run_dir.
+It does not import torch, so that most errors appear at once. Launchers use it as a program:
+``python -m megapack.training.command --config demo_cpu --set ...`` prints the run_dir.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from megapack.errors import (
 )
 from megapack.training.config import PretrainConfig
 
-# Before the first import that happens to fail, somewhere below.
+# Report all missing packages together, instead of the first import that fails.
 _missing = [name for name in ("torch", "transformers", "deepspeed") if find_spec(name) is None]
 if _missing:
     raise ModuleNotFoundError(
-        f"training needs {', '.join(_missing)}, and this environment has only what data need: "
-        "install megapack with its extra train (pip install 'FILE.whl[train]' or '.[train]'), on "
-        "top of the torch build that you want"
+        f"training needs {', '.join(_missing)}: install your torch build, then megapack with its "
+        "extra train (pip install 'FILE.whl[train]' or '.[train]')"
     )
 
 
@@ -46,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser that also takes what launchers add."""
+    """Return a parser that also accepts the options that launchers add."""
     parser = _Parser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +53,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Declare --set KEY=VALUE."""
+    """Add the option --set KEY=VALUE."""
     parser.add_argument(
         "--set",
         action="append",
@@ -66,7 +64,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit code of ``work(args)``; an error is printed."""
+    """Return the exit code of ``work(args)``; print its error."""
     faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
     with printable_output():
         try:
@@ -76,17 +74,17 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
             return exit_code(error)
 
 
-def join(local_rank: int | None = None) -> int:
-    """Complete the environment from which ranks are read.
+def set_rank_environment(local_rank: int | None = None) -> int:
+    """Complete the environment variables that describe this rank.
 
     Args:
-        local_rank: what the launcher gave on the command line, if it did.
+        local_rank: value of the launcher's option, or None.
 
     Returns:
-        How many ranks there are.
+        The number of ranks.
 
     Raises:
-        ConfigError: a launcher set some of the variables and not the others, or no numbers.
+        ConfigError: a launcher set only some of the variables, or set no integers.
     """
     env = os.environ
     if local_rank is not None:
@@ -110,15 +108,15 @@ def join(local_rank: int | None = None) -> int:
     numbers = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     wrong = [f"{name}={text}" for name, text in numbers.items() if not text.isdecimal()]
     if wrong or not int(numbers["RANK"]) < int(numbers["WORLD_SIZE"]):
-        said = " ".join(f"{name}={text}" for name, text in numbers.items())
+        values = " ".join(f"{name}={text}" for name, text in numbers.items())
         raise ConfigError(
-            f"the environment says {said}; ranks are numbers from 0 to WORLD_SIZE - 1"
+            f"the environment has {values}; ranks are numbers from 0 to WORLD_SIZE - 1"
         )
     return int(numbers["WORLD_SIZE"])
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listened on a moment ago."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -128,14 +126,14 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """A run's configuration from a YAML file, or from a recipe that comes with the package.
+    """Read a run's configuration from a YAML file, or from a recipe of the package.
 
     Args:
-        name: a path, or the name of a file of ``configs/`` without ``.yaml``.
+        name: path, or name of a file in ``configs/`` without ``.yaml``.
         overrides: ``"a.b=value"``.
 
     Raises:
-        ConfigError: neither, or as ``load_config``.
+        ConfigError: neither a file nor a recipe, or as ``load_config``.
         OSError: the file cannot be read.
     """
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}

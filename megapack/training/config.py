@@ -1,12 +1,10 @@
-"""The configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
+"""Configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
-``PretrainConfig`` is the whole, and each of its sections a class of its own: ``ModelConfig``,
-``DataConfig`` (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``,
-``CheckpointConfig``, ``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``,
-``MixingConfig``, ``EngineConfig``. Every field has one meaning, written under it.
-``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and
-overrides; ``--dry-run --show-config`` prints the result. Whatever a configuration says by itself is
-checked here, without torch: the names, the range of every number, what excludes what.
+``PretrainConfig`` has one field per section: ``ModelConfig``, ``DataConfig``
+(``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``, ``CheckpointConfig``,
+``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``EngineConfig``.
+``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and overrides fields; ``--dry-run
+--show-config`` prints the result. The classes check names, ranges and conflicts without torch.
 
     LearningRateConfig(kind="wsd", warmup_steps=2, min_ratio=0.5).at(0, num_steps=10, peak=1.0)
     # -> 0.5; steps 1 to 7: 1.0; step 8: 0.75; step 9: 0.5
@@ -28,41 +26,40 @@ from megapack.training.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained: a preset or any architecture from scratch, or a checkpoint further
-    (continual pretraining)."""
+    """Model: from scratch (a preset, any architecture), or a checkpoint to continue from."""
 
     preset: str | None = None
-    """A name of ``megapack.training.presets.PRESETS``."""
+    """Name in ``megapack.training.presets.PRESETS``."""
     pretrained: str | None = None
-    """A directory (or hub name) that ``from_pretrained`` loads, of any architecture that packed
-    rows train right: it is tried at start."""
+    """Directory (or hub name) that ``from_pretrained`` loads. A check at startup trains a small
+    model of its architecture on packed rows."""
     config: str | dict[str, Any] | None = None
-    """A transformers configuration to train from scratch: a config.json, a directory (or hub name)
-    with one, or its keys, as in ``{model_type: qwen3, hidden_size: 512}``. Keys that are left out
-    are those of transformers, dropouts 0, and ``vocab_size`` the dataset's."""
+    """Transformers configuration to train from scratch: a config.json, a directory (or hub name)
+    with one, or its keys, as in ``{model_type: qwen3, hidden_size: 512}``. Missing keys have the
+    defaults of transformers, except dropouts (0) and ``vocab_size`` (that of the dataset)."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``. A mixture
-    of experts has its load-balancing loss with ``output_router_logits: true``."""
+    """Fields of the transformers configuration to set, as in ``num_hidden_layers: 4``.
+    ``output_router_logits: true`` adds the load-balancing loss of a mixture of experts."""
     allow_missing: tuple[str, ...] = ()
     """With ``pretrained``: tensors (shell-style patterns, as in ``[lm_head.*]``) that may be
-    missing from the checkpoint or the model, or differ in shape; those of the model begin at
-    random."""
+    missing from the checkpoint or the model, or differ in shape. Those of the model get random
+    initial values."""
     tokenizer: str | None = None
-    """The documents' tokenizer (directory, tokenizer.json or .model): it goes along
-    with the exported model; null takes the checkpoint's."""
+    """Tokenizer of the documents (directory, tokenizer.json or .model), exported with the model;
+    null takes the checkpoint's."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary; null takes the dataset's."""
+    """Vocabulary size; null takes the dataset's."""
     vocab_multiple: int = 128
-    """Embedding rows of a preset, and of a ``config`` without ``vocab_size``, are rounded up to
-    this: aligned matrices are faster."""
+    """Round the embedding rows of a preset, or of a ``config`` without ``vocab_size``, up to a
+    multiple of this: aligned matrices are faster."""
     z_loss: float = 0.0
-    """This times the mean square of the logits' logsumexp, over the labels that the loss is a mean
-    of, is added to what is trained (PaLM took 1e-4); losses in the log are without it."""
+    """Coefficient of the z-loss, the mean square of the logits' logsumexp over the labels of the
+    loss (PaLM: 1e-4). Losses in the log do not contain it."""
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
-    """One of ``megapack.attention.BACKENDS``, or auto: the first that can serve."""
+    """One of ``megapack.attention.BACKENDS``; auto takes the first that supports the model."""
     probe: bool = True
-    """Try the model itself on an early micro batch: seven forwards, in which no document may notice
-    that another one changed. Not where ranks share micro batches (sequence parallelism)."""
+    """Probe the model on an early micro batch: in seven forwards, no document may depend on another
+    one. Not with sequence parallelism."""
 
     def __post_init__(self) -> None:
         if [self.preset, self.config, self.pretrained].count(None) != 2:
@@ -73,7 +70,7 @@ class ModelConfig:
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ConfigError("model: config has no model_type; give one, as in model_type: qwen3")
         if self.allow_missing and self.pretrained is None:
-            raise ConfigError("model: allow_missing is of a checkpoint, and there is no pretrained")
+            raise ConfigError("model: allow_missing needs a checkpoint; set pretrained, too")
         if self.preset is not None:
             check_known("model", "preset", [self.preset], PRESETS)
         check_range("model", at_least=0, z_loss=self.z_loss)
@@ -82,45 +79,45 @@ class ModelConfig:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the model says how many tokens there are; else the dataset does."""
+        """The model decides the vocabulary size; otherwise the dataset does."""
         keys = {} if self.config is None else self.config
         return self.pretrained is not None or isinstance(keys, str) or "vocab_size" in keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, or Muon with AdamW beside it. Norms and biases are never decayed."""
+    """AdamW, or Muon with AdamW. Norms and biases have no weight decay."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """``muon``: DeepSpeed's (Jordan et al. 2024), for the matrices of decoder layers; AdamW for
-    embeddings, the head, norms and biases. With ``engine.zero_stage`` 1 in bfloat16, or 0."""
+    """``muon``: DeepSpeed's Muon (Jordan et al. 2024) for the matrices of decoder layers, AdamW for
+    embeddings, the head, norms and biases. Needs ``engine.zero_stage`` 1 in bfloat16, or 0."""
     lr: float = 2e-4
     """Peak learning rate."""
     muon_lr: float = 0.02
-    """That of the matrices with ``muon``, whose updates have singular values of about 1 (times the
-    root of rows / columns, if there are more rows); it rises and falls with ``lr``."""
+    """Peak learning rate of the matrices with ``muon``, whose updates have singular values of about
+    1 (times the root of rows / columns, if there are more rows); follows the schedule of ``lr``."""
     muon_momentum: float = 0.95
-    """With ``muon``: decay of the running mean of the gradient, per step (Nesterov's)."""
+    """With ``muon``: decay of the running mean of the gradient, per step (Nesterov)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square, per step."""
     eps: float = 1e-8
-    """Added to the root of the mean square, by which an update is divided."""
+    """Added to the root of the mean square in the denominator of an update."""
     weight_decay: float = 0.1
-    """Decoupled: a step takes ``lr * weight_decay`` of every decayed weight."""
+    """Decoupled: a step subtracts ``lr * weight_decay`` of every decayed weight."""
     decay_embeddings: bool = True
-    """Whether embedding matrices are decayed like the other matrices."""
+    """Apply weight decay to embedding matrices, too."""
     clip: float = 1.0
-    """Largest norm of the whole gradient; 0 clips nothing."""
+    """Largest norm of the whole gradient; 0 disables clipping."""
     max_skipped: int = 10
-    """Updates in a row that may be skipped because the gradient is not finite."""
+    """Largest number of consecutive updates skipped because the gradient is not finite."""
     ema_decay: float | None = None
-    """What is left, after a step, of an exponential average of the weights, as in 0.999. It is
-    evaluated beside them (``average`` in evaluation.jsonl), part of checkpoints, and exported to
-    ``run_dir/model_average``; null keeps none."""
+    """Decay per step of an exponential average of the weights, as in 0.999; null keeps none. The
+    average is evaluated with the weights (``average`` in evaluation.jsonl), saved in checkpoints,
+    and exported to ``run_dir/model_average``."""
 
     def __post_init__(self) -> None:
         rates = {"lr": self.lr, "eps": self.eps, "muon_lr": self.muon_lr}
-        check_range("optimizer", above=0, at_most=1e30, **rates)  # and ten times that is a float32
+        check_range("optimizer", above=0, at_most=1e30, **rates)  # ten times that fits float32
         check_range("optimizer", at_least=0, below=1, muon_momentum=self.muon_momentum)
         check_range("optimizer", above=0, below=1, ema_decay=self.ema_decay)
         check_range(
@@ -138,19 +135,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateConfig:
-    """The learning rate, a pure function of the step, so that a run resumes with one integer."""
+    """Learning rate, a pure function of the step, so that a run resumes from one integer."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """``cosine`` and ``linear`` fall from the peak to the lowest at the last step; ``wsd`` (warmup,
-    stable, decay) stays at the peak and falls linearly in the end; ``constant`` stays."""
+    """``cosine`` and ``linear`` decay from the peak to the lowest rate at the last step; ``wsd``
+    (warmup, stable, decay) keeps the peak and decays linearly at the end; ``constant`` keeps it."""
     warmup_steps: int | None = None
     """Steps of warmup; null takes ``warmup_fraction`` of the run."""
     warmup_fraction: float = 0.01
-    """Part of the run's steps in which the rate rises, where ``warmup_steps`` is null."""
+    """Fraction of the run's steps for warmup, if ``warmup_steps`` is null."""
     min_ratio: float = 0.1
-    """The lowest learning rate, as a fraction of the peak."""
+    """Lowest learning rate, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """With ``wsd``: the last part of the run, in which the rate falls."""
+    """With ``wsd``: fraction of the run, at its end, for the decay."""
 
     def __post_init__(self) -> None:
         check_range("learning_rate", at_least=0, warmup_steps=self.warmup_steps)
@@ -158,30 +155,31 @@ class LearningRateConfig:
         check_range("learning_rate", at_least=0, at_most=1, **shares)
 
     def warmup(self, num_steps: int) -> int:
-        """Steps of warmup: given, or a fraction of the run; never more than the run has."""
+        """Return the steps of warmup, at most those of the run."""
         if self.warmup_steps is not None:
             return min(self.warmup_steps, num_steps)
         return min(round(self.warmup_fraction * num_steps), num_steps)
 
     def at(self, step: int, *, num_steps: int, peak: float) -> float:
-        """The learning rate of optimizer step ``step`` (the first one is 0) of ``num_steps``.
+        """Return the learning rate of optimizer step ``step`` (from 0) of ``num_steps``.
 
-        Warmup rises linearly and reaches ``peak`` at its last step, so step 0 already learns.
+        Warmup rises linearly and reaches ``peak`` at its last step; step 0 already has a rate.
 
         Raises:
-            ValueError: the run has no such step.
+            ValueError: the step is outside the run.
         """
         if not 0 <= step < num_steps:
             raise ValueError(f"step {step} is outside of the run's {num_steps} steps")
-        first = self.warmup(num_steps)  # of the fall
-        if step < first:
-            return peak * (step + 1) / first
+        decay_begin = self.warmup(num_steps)
+        if step < decay_begin:
+            return peak * (step + 1) / decay_begin
         lowest = self.min_ratio * peak
         if self.kind == "wsd":
-            first = max(first, num_steps - max(1, round(self.decay_fraction * num_steps)))
-        if self.kind == "constant" or step < first:
+            decay_steps = max(1, round(self.decay_fraction * num_steps))
+            decay_begin = max(decay_begin, num_steps - decay_steps)
+        if self.kind == "constant" or step < decay_begin:
             return peak
-        progress = (step - first + 1) / (num_steps - first)  # 1 at the last step
+        progress = (step - decay_begin + 1) / (num_steps - decay_begin)  # 1 at the last step
         if self.kind == "cosine":
             return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
         return peak + (lowest - peak) * progress
@@ -189,49 +187,48 @@ class LearningRateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When state is written, how much of it is kept, and how a run begins again."""
+    """When checkpoints are written, which are kept, and how a run resumes."""
 
     every: int | None = 1000
-    """Steps between checkpoints; null writes one at the end (and on a signal) only."""
+    """Steps between checkpoints; null writes one at the end and at a signal only."""
     keep: int = 3
-    """Newest checkpoints kept; older ones are removed after a newer one is complete, but not the
-    one that ``autopilot.spikes`` may have to go back to."""
+    """Number of newest checkpoints to keep. With ``autopilot.spikes`` the one that a rollback may
+    need is kept, too."""
     keep_every: int | None = None
-    """Those of every so many steps stay beside the newest: milestones, to branch from; they are
-    written in any case."""
+    """Write and keep a checkpoint every so many steps: milestones, for branches."""
     keep_steps: tuple[int, ...] = ()
-    """Those of these steps stay, too, and are written in any case."""
+    """Write and keep the checkpoints of these steps."""
     branch_from: str | None = None
-    """Where another run's checkpoint lies, from which a ``run_dir`` without checkpoints of its own
-    begins (``--branch-from``): with its weights, its optimizer, and its data order continued. What
-    is to be different from there on (a decay, a mixture) is said here; the trunk stays as it is."""
+    """Checkpoint of another run (the trunk) from which this run starts while its ``run_dir`` has no
+    checkpoints (``--branch-from``), with its weights, optimizer state and data order. Set what
+    changes from there on (a decay, a mixture) in this file; the trunk is not changed."""
     mirror: str | None = None
-    """An address (s3://bucket/folder, ...), of this run alone, to which every checkpoint is copied
-    while training goes on, and from which a ``run_dir`` without checkpoints is restored."""
+    """Address (s3://bucket/folder, ...) for copies of every checkpoint, made while training
+    continues. A ``run_dir`` without checkpoints is restored from it. Each run needs its own."""
     asynchronous: bool = True
-    """Training waits for a copy in host memory only, and goes on while that is written; false
-    takes no such memory, and waits."""
+    """Training waits only until the state is copied to host memory; false needs no such memory, and
+    training waits for the disk."""
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest checkpoint of ``run_dir``; never refuses to find one."""
+    """auto resumes from the newest checkpoint of ``run_dir``; never raises if there is one."""
     allow_change: tuple[str, ...] = ()
-    """Keys that may differ from the checkpoint's, as in ``[seed, optimizer.betas]``: of the order
-    of samples, of this file, of the model (``model.rope_theta``), ``model.tokenizer``, and
+    """Keys that may differ from the checkpoint's, as in ``[seed, optimizer.betas]``: keys of the
+    order of samples, of this file, of the model (``model.rope_theta``), ``model.tokenizer``, and
     ``data.content`` (the bytes of the data). A section's name allows all of its keys; ``run``
     accepts a checkpoint without a record of its run."""
     fallback: bool = False
-    """When the newest checkpoint is damaged: try the one before it instead of stopping."""
+    """If the newest checkpoint is damaged, try the one before it instead of stopping."""
     verify: Literal["size", "checksum"] = "checksum"
-    """How files are checked before they are loaded; ``size`` reads none of them, and misses other
-    bytes of the same length (damage, or two files that were swapped)."""
+    """Check of the files before loading. ``size`` reads no file and does not detect damage or
+    swapped files of the same length."""
     export: bool = True
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is written after so many steps."""
+        """Return True if a checkpoint is due after this many steps."""
         return self.is_milestone(step) or (self.every is not None and step % self.every == 0)
 
     def is_milestone(self, step: int) -> bool:
-        """Whether the checkpoint after so many steps stays."""
+        """Return True if the checkpoint of this step is never removed."""
         return step in self.keep_steps or (
             self.keep_every is not None and step % self.keep_every == 0
         )
@@ -241,7 +238,7 @@ class CheckpointConfig:
         check_positive("checkpoint", **{name: getattr(self, name) for name in names})
         if self.mirror is not None and not is_remote(self.mirror):
             raise ConfigError(
-                f"checkpoint: mirror is {self.mirror!r}; it is an address, as in s3://bucket/run"
+                f"checkpoint: mirror is {self.mirror!r}; give an address, as in s3://bucket/run"
             )
 
 
@@ -250,13 +247,13 @@ class EvaluationConfig:
     """Validation during training, over ``data.valid_prefix``."""
 
     every: int | None = None
-    """Steps between evaluations, for which there must be held-out documents; null evaluates at the
-    end only, if there are any."""
+    """Steps between validations, which need held-out documents; null validates at the end only, if
+    there are any."""
     max_tokens: int | None = None
-    """Evaluate samples up to this many tokens per bucket; null takes all."""
+    """Largest number of tokens per bucket to evaluate; null takes all."""
     buckets: tuple[int, ...] = ()
-    """Capacities into which validation documents are packed; empty takes the training buckets.
-    Runs that are compared need the same ones."""
+    """Capacities for packing the validation documents; empty takes the training buckets. Runs can
+    be compared only if these are equal."""
 
     def __post_init__(self) -> None:
         check_positive("evaluation", **self.__dict__)
@@ -264,16 +261,16 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written while training; ``run_dir/log.jsonl`` has one line per step in any case."""
+    """Output while training; ``run_dir/log.jsonl`` always has one line per step."""
 
     every: int = 10
-    """Steps between log lines; the device is waited for only then."""
+    """Steps between log lines; training waits for the device only then."""
     tensorboard: bool = True
     """Write event files to ``run_dir/tensorboard``."""
     wandb_project: str | None = None
-    """Weights & Biases, when a project is named and wandb is installed."""
+    """Project of Weights & Biases; null does not use it."""
     batches: bool = False
-    """Write down what every rank was fed (``run_dir/batches``): samples of every micro batch."""
+    """Log the samples of every micro batch of every rank (``run_dir/batches``)."""
 
     def __post_init__(self) -> None:
         check_positive("logging", every=self.every)
@@ -281,23 +278,22 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutopilotConfig:
-    """What a run does by itself when its loss or its gradients leave their path: it goes back to
-    the last good checkpoint of before and skips the samples of the steps that did it
-    (``megapack.training.autopilot``)."""
+    """Response to spikes of the loss or the gradients: load the last good checkpoint before the
+    spike and skip the samples of its steps (``megapack.training.autopilot``)."""
 
     spikes: bool = False
-    """Watch for spikes; false: a loss that is not a number ends the run, and nothing else does."""
+    """Watch for spikes; false only ends the run at a loss that is NaN or infinite."""
     window: int = 128
-    """Values of a bucket, or of a source, that a new one is compared with."""
+    """Number of earlier values of a bucket, or of a source, that a new one is compared with."""
     deviations: float = 8.0
-    """A value is out of its band when it is so many deviations (of the median absolute kind) above
-    the median."""
+    """A value this many deviations (scaled median absolute deviation) above the median is an
+    outlier."""
     confirm: int = 3
-    """Steps, of twice as many, that must be out before anything is done."""
+    """Outliers within twice as many steps that confirm a spike."""
     margin_steps: int = 1
-    """Steps that are skipped beside those, before them and behind them."""
+    """Additional steps to skip on both sides of a spike."""
     max_rollbacks: int = 10
-    """Times that a run may go back in all, before it ends instead."""
+    """Largest number of rollbacks; the next spike ends the run."""
 
     def __post_init__(self) -> None:
         check_positive("autopilot", deviations=self.deviations, confirm=self.confirm)
@@ -307,17 +303,17 @@ class AutopilotConfig:
 
     @property
     def reach(self) -> int:
-        """Steps from the first that is skipped to the one that confirms a spike, at most."""
+        """Largest number of steps from the first skipped step to the one that confirms a spike."""
         return 2 * self.confirm - 1 + self.margin_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixingConfig:
-    """Weights of the blend's sources that a rule gives anew every so many steps."""
+    """Weights of the blend's sources that a rule sets during the run."""
 
     rule: str | None = None
-    """``odm`` (online data mixing), or a Python function, as in ``package.module:function``: it is
-    given a ``SourceReport`` and returns weights by name and what it wants to keep (JSON)."""
+    """``odm`` (online data mixing), or a Python function, as in ``package.module:function``. It
+    gets a ``SourceReport`` and returns weights by name, and its state (JSON)."""
     every: int = 500
     """Steps between two decisions."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -326,10 +322,10 @@ class MixingConfig:
     def __post_init__(self) -> None:
         check_positive("mixing", every=self.every)
         if self.options and self.rule is None:
-            raise ConfigError("mixing: options are of a rule, and there is none; name it")
+            raise ConfigError("mixing: options need a rule; set rule, too")
 
 
-# Key of DeepSpeed's configuration -> what decides it here.
+# Key of DeepSpeed's configuration -> key that decides it.
 DECIDED = {
     "train_batch_size": "data.tokens_per_step",
     "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
@@ -358,37 +354,37 @@ DECIDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How DeepSpeed runs it."""
+    """Execution by DeepSpeed: precision, ZeRO stage, memory, parallelism, timeouts."""
 
     precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps float32 master weights, gradients accumulated in float32."""
+    """bf16 keeps float32 master weights and accumulates gradients in float32."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """auto: 2 in bfloat16 and 1 in float32, of these two the one that reduces gradients while the
-    backward goes on (``--dry-run`` says how much of them, and when)."""
+    """auto takes 2 in bfloat16 and 1 in float32, the stage that reduces gradients during the
+    backward (``--dry-run`` prints how much, and when)."""
     activation_checkpointing: bool = False
-    """Recompute every layer's activations in the backward pass."""
+    """Recompute every layer's activations in the backward."""
     offload_activations: bool = False
-    """Every layer's input, from which they are recomputed, waits in page-locked host memory."""
+    """Keep the inputs of recomputed layers in page-locked host memory."""
     compile: bool = False
-    """torch.compile every decoder layer: one graph per bucket, and one more that validates."""
+    """torch.compile every decoder layer: one graph per bucket, and one for validation."""
     sequence_parallel_size: int = 1
-    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each a
-    slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
+    """Consecutive ranks that share every sample longer than ``data.micro_batch_tokens``, each with
+    a slice of it (DeepSpeed-Ulysses). Shorter samples are not shared."""
     loss_chunk_tokens: int = 2048
     """Positions whose logits exist at once: chunk x vocabulary x 4 bytes of memory."""
     mlp_chunk_tokens: int | None = None
-    """Tokens whose MLP activations exist at once, computed again in the backward; null keeps those
-    of the whole micro batch."""
+    """Tokens whose MLP activations exist at once (the backward recomputes them); null: all tokens
+    of the micro batch."""
     timeout_minutes: float = 30.0
-    """How long a collective waits for the other ranks before the job ends with an error."""
+    """Timeout of collectives; then the job ends with an error."""
     heartbeat_timeout_seconds: float = 300.0
-    """How long a rank may show no sign of life before the job ends and names it."""
+    """Time without a heartbeat after which a rank counts as lost: the job ends and names it."""
     hang_timeout_seconds: float = 1800.0
-    """How long no rank may get on (a batch, a part of a checkpoint) before the job ends and names
-    those that are behind."""
+    """Time without progress on any rank (a batch, a part of a checkpoint) after which the job ends
+    and names the ranks that are behind."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Any further DeepSpeed configuration; merged over ours, key by key. What another key of this
-    file decides is refused here, and so is what DeepSpeed would not read."""
+    """Further DeepSpeed configuration, merged over ours key by key. Keys that this file decides
+    elsewhere, and keys that DeepSpeed would not read, are errors."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -403,8 +399,8 @@ class EngineConfig:
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
                 "engine: offload_activations is true and activation_checkpointing is false; only "
-                "the inputs of layers that are computed again go to the host: set "
-                "activation_checkpointing to true, too"
+                "the inputs of recomputed layers go to the host: set activation_checkpointing to "
+                "true, too"
             )
         if self.offload_activations and self.compile:
             raise ConfigError(
@@ -414,7 +410,7 @@ class EngineConfig:
         if self.mlp_chunk_tokens is not None and self.compile:
             raise ConfigError(
                 "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                "compute its MLP again chunk by chunk: set one of them"
+                "recompute its MLP chunk by chunk: set one of them"
             )
         _refuse_decided(self.deepspeed)
         printed = self.deepspeed.get("steps_per_print")
@@ -425,14 +421,14 @@ class EngineConfig:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage, whoever chose it."""
+        """ZeRO stage, after ``auto``."""
         if self.zero_stage == "auto":
             return 2 if self.precision == "bf16" else 1
         return self.zero_stage
 
 
 def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
-    """Refuse keys of ``engine.deepspeed`` that the configuration decides elsewhere."""
+    # These keys of ``engine.deepspeed`` have their own keys in the configuration.
     for key, value in section.items():
         name = f"{path}{key}"
         if name in DECIDED:
@@ -449,19 +445,19 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """One run. ``run_dir`` holds everything it writes."""
+    """Configuration of one run. ``run_dir`` contains everything that the run writes."""
 
     run_dir: str
-    """Directory of the run: checkpoints, logs, the exported model. Made where it is missing."""
+    """Directory of the run: checkpoints, logs, the exported model. Created if it is missing."""
     seed: int = 0
-    """Decides initial weights and the order of samples."""
+    """Random seed of initial weights and of the order of samples."""
     num_steps: int | None = None
     """Optimizer steps; null takes ``num_epochs`` of the data."""
     num_epochs: int = 1
-    """How often the data are seen, where ``num_steps`` does not say the length of the run."""
+    """Passes over the data, if ``num_steps`` is null."""
     stop_at: int | None = None
-    """Stop when so many steps of the run are done, saved, as at its end but without the export: to
-    look at it, to edit it, and to start it again. Its length, and so the learning rate, stays."""
+    """Step after which the run saves and stops, without the export, so that you can edit and resume
+    it. Its length, and so the learning rate, stay."""
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -488,18 +484,18 @@ class PretrainConfig:
             raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
         if self.autopilot.spikes and self.checkpoint.every is None:
             raise ConfigError(
-                "autopilot: spikes is true and checkpoint.every null: there would be nothing to go "
-                "back to; set checkpoint.every"
+                "autopilot: spikes is true and checkpoint.every is null: a rollback needs "
+                "checkpoints; set checkpoint.every"
             )
 
     def _check_allow_change(self) -> None:
-        """Refuse names in ``checkpoint.allow_change`` that nothing is compared by."""
+        # Refuse names that no comparison uses.
         tree = to_dict(self)
         known = {*ORDER_FIELDS, *tree, "run", "data.content", "content", "tokenizer"}
         for section, keys in tree.items():
             if isinstance(keys, dict):
                 known |= {*keys, *(f"{section}.{key}" for key in keys)}
-        # Fields of the model, and keys of dictionaries, are the user's.
+        # Users choose the fields of the model, and the keys of dictionaries.
         names = [
             name
             for name in self.checkpoint.allow_change
@@ -508,12 +504,12 @@ class PretrainConfig:
         if names:
             raise ConfigError(
                 f"checkpoint.allow_change: unknown key {names[0]!r}{nearest(names[0], known)} Give "
-                "keys as the error of a resume names them"
+                "keys as the error at the resume names them"
             )
 
     def _check_muon(self) -> None:
-        """Refuse what DeepSpeed 0.19 takes and does otherwise: in other stages it clips Muon's
-        updates, which are orthogonal already, in place of the gradient."""
+        # DeepSpeed 0.19 accepts other stages, and there clips Muon's updates, which are orthogonal
+        # already, instead of the gradient.
         engine = self.engine
         stage, offload = engine.stage, "offload_optimizer"
         if stage != 0 and (stage, engine.precision) != (1, "bf16"):

@@ -1,10 +1,10 @@
-"""Runs by their logs: perplexity curves, who stands where, and figures as PNG files.
+"""Comparison of runs by their logs: perplexity curves, ranking, plots as PNG files.
 
-``read_curve`` and ``standings`` compare runs, ``plot_curves`` and ``plot_contexts`` draw; a page of
-one run is ``megapack-build report``. Definitions of the atom-size paper, A.6: the last epoch is cut
-into 100 ranges of 0.01 epoch; in each, every run has an average perplexity and a rank; the ranking
-is the mean rank, the final perplexity that of the last range. Epochs, not steps, because padding
-changes the steps per epoch.
+``read_curve`` and ``standings`` compare runs, ``plot_curves`` and ``plot_contexts`` plot them
+(``megapack-build report`` makes a page of one run). As in the atom-size paper, A.6, the last epoch
+is divided into 100 ranges of 0.01 epoch; in each, every run has an average perplexity and a rank.
+Runs are ranked by their mean rank; the final perplexity is that of the last range. Epochs and not
+steps are compared, because padding changes the steps per epoch.
 
     a = Curve(np.array([0.0, 0.5, 1.0]), np.array([10.0, 40.0]))  # two steps, one epoch
     b = Curve(np.array([0.0, 0.5, 1.0]), np.array([20.0, 30.0]))
@@ -35,15 +35,15 @@ class Curve:
     """Training perplexity of one run over epochs.
 
     Attributes:
-        epoch: (steps + 1,) where every step begins and, last, where the run ends.
-        perplexity: (steps,) of every step.
+        epoch: (steps + 1,) begin of every step, then the end of the run.
+        perplexity: (steps,) perplexity of every step.
     """
 
     epoch: Floats
     perplexity: Floats
 
     def average(self, begin: float, end: float) -> float:
-        """Mean perplexity of ``[begin, end)`` epochs; a step counts by its part inside."""
+        """Return the mean perplexity of epochs ``[begin, end)``, weighted by steps inside."""
         inside = np.minimum(self.epoch[1:], end) - np.maximum(self.epoch[:-1], begin)
         inside = np.maximum(inside, 0.0)
         if inside.sum() <= 0:
@@ -53,18 +53,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Standing:
-    """One run among others."""
+    """Result of one run among others."""
 
     final_perplexity: float
     mean_rank: float
 
 
 def read_curve(run_dir: str | Path) -> Curve:
-    """The curve in ``log.jsonl`` of a run directory.
+    """Read the curve from ``log.jsonl`` of a run directory.
 
     Raises:
         DataError: the log is empty.
-        OSError: there is no log.
+        OSError: the log is missing.
     """
     path = RunDirectory(run_dir).log
     lines = [line for line in read_jsonl(path) if line["loss"] is not None]
@@ -77,33 +77,33 @@ def read_curve(run_dir: str | Path) -> Curve:
 
 
 def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
-    """Begin and end of the last epoch that all runs finished; where one is shorter than an epoch,
-    of the part of it that all have."""
+    """Return begin and end of the last epoch that all runs completed; if one is shorter than an
+    epoch, those of the part that all runs have."""
     common = float(min(curve.epoch[-1] for curve in curves.values()))
     end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
     return max(0.0, end - 1), end
 
 
 def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
-    """Final perplexity and mean rank of every run, where they are ``compared``.
+    """Return final perplexity and mean rank of every run in the range of ``compared``.
 
     Raises:
-        DataError: a run has no step there.
+        DataError: a run has no step in it.
     """
     edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
     )
     below = (table[None] < table[:, None]).sum(axis=1)
-    equal = (table[None] == table[:, None]).sum(axis=1)  # which share the mean of their ranks
+    equal = (table[None] == table[:, None]).sum(axis=1)  # equal runs share the mean of their ranks
     ranks = (below + (equal + 1) / 2).mean(axis=1)
     return {name: Standing(float(table[i, -1]), float(ranks[i])) for i, name in enumerate(curves)}
 
 
 def smooth(values: Sequence[float], alpha: float) -> list[float]:
-    """Exponential moving average for plots (A.7), without the bias of its beginning.
+    """Return an exponential moving average for plots (A.7), corrected for its start.
 
-    ``min(sqrt(alpha), 0.999)`` is the weight of the past, as the factor in the paper is near 1.
+    The weight of the past is ``min(sqrt(alpha), 0.999)``, close to the paper's factor.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; it must be within 0 and 1")
@@ -117,7 +117,7 @@ def smooth(values: Sequence[float], alpha: float) -> list[float]:
 
 
 def plot_contexts(path: Path, results: Mapping[str, Mapping[int, float]]) -> None:
-    """Perplexity by context length, one line per model (BucketLLM, Figure 3)."""
+    """Plot perplexity by context length, one line per model (BucketLLM, Figure 3)."""
     with axes_in(path) as axes:
         for name, perplexities in results.items():
             contexts = sorted(perplexities)
@@ -128,7 +128,7 @@ def plot_contexts(path: Path, results: Mapping[str, Mapping[int, float]]) -> Non
 
 
 def plot_curves(path: Path, curves: Mapping[str, Curve], *, alpha: float = 0.9) -> None:
-    """Training perplexity over epochs, smoothed (atom-size paper, A.7)."""
+    """Plot smoothed training perplexity over epochs (atom-size paper, A.7)."""
     with axes_in(path) as axes:
         for name, curve in curves.items():
             axes.plot(curve.epoch[1:], smooth(curve.perplexity.tolist(), alpha), label=name)
@@ -138,7 +138,7 @@ def plot_curves(path: Path, curves: Mapping[str, Curve], *, alpha: float = 0.9) 
 
 @contextmanager
 def axes_in(path: Path) -> Iterator[Any]:
-    """To draw on; then written as a PNG, with a grid and a legend."""
+    """Yield axes, then write them as a PNG with grid and legend."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

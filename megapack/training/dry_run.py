@@ -1,4 +1,4 @@
-"""What a run would be: model, steps, buckets, memory, time and cost; ``dry_run`` is the text.
+"""Plan of a run as text: model, steps, buckets, memory, time and cost.
 
 steps: 20,000 (200 of warmup), 4,312 per epoch
 tokens: 62,914,560,000 (3,145,728 per step)
@@ -34,8 +34,8 @@ from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
 
 _ASSUMED_MFU = 0.4
-_STEPS_LOOKED_AT = 64
-_STEPS_DEALT = 24
+_FLOPS_STEPS = 64  # steps that the arithmetic is extrapolated from
+_BALANCE_STEPS = 24  # steps that the balance of ranks is measured in
 
 
 def dry_run(
@@ -48,18 +48,18 @@ def dry_run(
     gpu_price: float | None = None,
     show_config: bool = False,
 ) -> str:
-    """The plan of a run as text; computes nothing on a device.
+    """Return the plan of a run as text, without computing on a device.
 
     Args:
-        world_size: ranks that it will have.
-        device: name of the accelerator the time is estimated for; None takes this machine's.
-        lengths: of documents that do not exist yet (``read_lengths``); None opens the data.
-        buckets: of such documents.
-        gpu_price: of one device for an hour.
-        show_config: the resolved configuration, too.
+        world_size: number of ranks.
+        device: name of the accelerator for the estimate of time; None takes this machine's.
+        lengths: document lengths (``read_lengths``) instead of the data; None opens the data.
+        buckets: buckets for these documents.
+        gpu_price: price of one device per hour.
+        show_config: append the resolved configuration.
 
     Raises:
-        ConfigError: whatever would stop the run at its start.
+        ConfigError: any error that would stop the run at its start.
         FormatError, OSError: a file is damaged or cannot be read.
     """
     ranks, run = world_size, RunDirectory(config.run_dir)
@@ -71,16 +71,18 @@ def dry_run(
         check_directory(config.checkpoint, run)
         steps = steps_from_lengths(config, lengths, buckets)
         architecture = check_run(config, steps, ranks)
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = (
-        config.model if here.type == "cuda" else replace(config.model, attention_backend="auto")
+    local_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    section = config.model
+    if local_device.type != "cuda":  # the configured backend may need CUDA
+        section = replace(section, attention_backend="auto")
+    model, attention = open_model(
+        section, config.engine, architecture, device=local_device, empty=True
     )
-    model, attention = open_model(wanted, config.engine, architecture, device=here, empty=True)
     flops = ModelFlops.of(model, architecture)
     total = _flops_of_run(steps, ranks, flops)
     schedule, rate = steps.schedule, config.learning_rate
     micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    # Sources, and how often each is repeated.
+    # Table of sources, or repeated documents of a single source.
     plan = plan_run(schedule, steps.num_steps)
     sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
     knows_labels = isinstance(steps, Inputs)
@@ -111,8 +113,7 @@ def dry_run(
 
 
 def _packed(schedule: Schedule) -> list[str]:
-    """What packing made of groups, and for how many documents it left the room that
-    fill-in-the-middle needs; of many datasets each index has its own counts."""
+    """Return counts of groups, and of documents with room for fill-in-the-middle, per index."""
     rows = []
     for name, index in zip(schedule.samples.names, schedule.samples.indices, strict=True):
         m = {} if None in index.open_shards else index.open(0).metrics()
@@ -125,17 +126,17 @@ def _packed(schedule: Schedule) -> list[str]:
             rows.append(
                 f"fill-in-the-middle of {name}: {m['num_documents_with_fim_room']:,} of "
                 f"{m['num_documents']:,} documents have room for {index.fim_room} tokens; the "
-                "others are told as they are"
+                "others stay unchanged"
             )
     return ["\n".join(rows)] if rows else []
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
-    """How much longer than the mean the busiest ranks will compute, in steps of the whole run."""
+    """Return the predicted work of the busiest rank over the mean, from steps of the whole run."""
     sampler = plan.sampler(0, ranks)
     linear = flops.linear_cost_tokens * config.data.micro_batch_tokens
-    busiest = np.zeros(3)  # of a step, of every micro step, and in the mean of the ranks
-    for step in np.unique(np.linspace(0, plan.num_steps - 1, _STEPS_DEALT).astype(int)).tolist():
+    busiest = np.zeros(3)  # busiest rank of a step, busiest of every micro step, mean of ranks
+    for step in np.unique(np.linspace(0, plan.num_steps - 1, _BALANCE_STEPS).astype(int)).tolist():
         work = sampler.attention_of_ranks(step) + linear
         busiest += work.sum(axis=0).max(), work.max(axis=1).sum(), work.sum() / ranks
     per_step, per_micro_step = busiest[:2] / busiest[2]
@@ -189,15 +190,15 @@ def _stage(
 
 
 def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
-    """How many buckets a step has, and what the other way would be.
+    """Return a line about the buckets of a step, and about the other setting of ``mix``.
 
     Args:
-        micro_steps: of a step.
-        tokens: of one of them, over all ranks.
+        micro_steps: micro steps of a step.
+        tokens: tokens of a micro step, over all ranks.
     """
     settings = stage.config
     if len(stage.buckets) == 1:
-        return "buckets per step: one, as there is no other"
+        return "buckets per step: one, the only one"
     if settings.draws_per_step > 1:
         return (
             f"buckets per step: several, one for every {settings.draw_tokens:,} tokens, the same "
@@ -216,24 +217,24 @@ def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
 
 def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
-    found = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
-    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in found.parts.items()]
-    # Of attention what is kept grows with the tokens, not with the square of a document.
+    memory = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
+    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in memory.parts.items()]
+    # Attention keeps memory in proportion to tokens, so the bucket does not matter.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
     title = f"memory per rank at its peak, estimated, the same in every bucket ({tokens})"
-    lines.append(f"{'together':>22}: {found.total / 2**30:8.2f} GiB")
-    if found.on_host:
-        on_host = f"{found.on_host / 2**30:8.2f} GiB (inputs of layers)"
+    lines.append(f"{'together':>22}: {memory.total / 2**30:8.2f} GiB")
+    if memory.on_host:
+        on_host = f"{memory.on_host / 2**30:8.2f} GiB (inputs of layers)"
         lines.append(f"{'and on its host':>22}: {on_host}")
     return "\n".join([f"{title}:", *lines])
 
 
 def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
-    """From steps of the whole run, as windows grow and orders change; padding, that of idle ranks
-    too, is computed like any token."""
+    """Return the operations of the run, extrapolated from steps of all its parts (windows grow, and
+    orders change). Padding counts like any token, also on idle ranks."""
     schedule, sampler = plan.schedule, plan.sampler(0, ranks)
-    number = np.arange(min(_STEPS_LOOKED_AT, plan.num_steps))
-    # One of every part of the run, at places that follow no period of its buckets.
+    number = np.arange(min(_FLOPS_STEPS, plan.num_steps))
+    # One step of every part of the run, at irregular distances (buckets may alternate regularly).
     places = (number + number * 0.618034 % 1) * (plan.num_steps / len(number))
     total = tokens = 0.0
     for i in places.astype(int).tolist():

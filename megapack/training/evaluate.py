@@ -7,14 +7,15 @@
     megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
     megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
 
-Models are scored on held-out documents: every token once, given its own document; with --blend
-those of every source of the manifest (valid_prefix), one by one and together. Runs are
+Models are scored on held-out documents: every token once, given its own document. With --blend the
+documents are those of every source of the manifest (valid_prefix), by source and in all. Runs are
 compared by their logs: final perplexity and mean rank over the last epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import logging
@@ -30,7 +31,7 @@ from megapack.data.blend import load_blend
 from megapack.errors import ConfigError
 from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
-from megapack.training.command import command_parser, join, run_command
+from megapack.training.command import command_parser, run_command, set_rank_environment
 from megapack.training.config import EngineConfig, ModelConfig
 from megapack.training.curves import (
     compared,
@@ -41,50 +42,56 @@ from megapack.training.curves import (
 )
 from megapack.training.engine.export import open_tokenizer
 from megapack.training.engine.inputs import open_validation, open_validation_of_sources
-from megapack.training.engine.world import World, world
+from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
     register_architectures,
 )
-from megapack.training.model.opening import compute_dtype, open_model, try_positions
+from megapack.training.model.opening import check_document_positions, compute_dtype, open_model
 from megapack.training.validation import perplexity_by_context, validate_sources
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
 
-    HeldOut = tuple[PackedDataset | None, dict[str, PackedDataset]]  # of --data, of --blend
+    HeldOut = tuple[
+        PackedDataset | None, dict[str, PackedDataset]
+    ]  # documents of --data, of --blend
 
 logger = logging.getLogger("megapack")
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return run_command(evaluate, build_parser().parse_args())
 
 
 def evaluate(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING)
     results: dict[str, Any] = {}
-    for what, given in (("--model", args.model), ("--run", args.run)):
+    for option, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):
-            raise ConfigError(f"two of {what} have one name; give each its own, as in NAME=DIR")
+            raise ConfigError(f"two {option} have the same name; name them, as in NAME=DIR")
     numbers = ("max_tokens", "micro_batch_tokens", "limit", "contexts")
     check_positive(
         "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
     )
     if bool(args.model) != bool(args.data or args.blend or args.lm_eval):
-        raise ConfigError("--model is scored by --data, --blend or --lm-eval; give what is missing")
+        raise ConfigError(
+            "--model and one of --data, --blend and --lm-eval need each other; give both"
+        )
     if args.contexts and not args.data:
-        raise ConfigError("--contexts cuts the documents of --data; give that, too")
+        raise ConfigError("--contexts needs the documents of --data; give that, too")
     if args.model and (args.data or args.blend):
-        join(args.local_rank)
-        held = held_out(args)
+        set_rank_environment(args.local_rank)
+        documents = held_out(args)
         for _, directory in args.model:
-            check_model(directory, held, args.contexts)
-        with world(timeout_minutes=30) as here:
-            scored = {name: score(directory, held, args, here) for name, directory in args.model}
-        if not here.is_first:
+            check_model(directory, documents, args.contexts)
+        with connect_ranks(timeout_minutes=30) as world:
+            scored = {
+                name: score(directory, documents, args, world) for name, directory in args.model
+            }
+        if not world.is_first:
             return 0
         results["models"] = scored
         show_models(scored, args.output)
@@ -94,8 +101,8 @@ def evaluate(args: argparse.Namespace) -> int:
         results["lm_eval"] = {name: benchmarks(directory, args) for name, directory in args.model}
     if not results:
         raise ConfigError(
-            "nothing to do: give --model with --data, --blend or --lm-eval, or --run (one run on a "
-            "page: megapack-build report RUN_DIR)"
+            "nothing to do: give --model with --data, --blend or --lm-eval, or --run "
+            "(megapack-build report RUN_DIR makes a page of one run)"
         )
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
@@ -104,54 +111,60 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_model(directory: str, held: HeldOut, contexts: Sequence[int]) -> None:
-    """Refuse a model without the ids or the positions of the documents, before it is loaded; say
-    where it may not have been trained on so many. Raises ConfigError."""
+def check_model(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
+    """Check, before loading, that a model has the token ids and positions of the documents.
+
+    Logs a warning if the model may not have been trained on as many positions. Raises ConfigError.
+    """
     architecture = model_configuration(ModelConfig(pretrained=directory), 1)
-    data, sources = held
+    data, sources = documents
     longest = 0
     if data is not None and contexts:
         longest = min(max(contexts), *(index.longest_reach for index in data.samples.indices))
-    for each in filter(None, [data, *sources.values()]):
-        check_token_ids(each, architecture.vocab_size)
-        longest = max(longest, *(index.longest_segment for index in each.samples.indices))
-    held_out = [each for each in (data, *sources.values()) if each is not None]
-    try_positions(architecture, max([longest, *(each.longest_position() for each in held_out)]))
+    datasets = [one for one in (data, *sources.values()) if one is not None]
+    for dataset in datasets:
+        check_token_ids(dataset, architecture.vocab_size)
+        longest = max(longest, *(index.longest_segment for index in dataset.samples.indices))
+    positions = max([longest, *(dataset.longest_position() for dataset in datasets)])
+    check_document_positions(architecture, positions)
     limit = position_limit(architecture, longest)
     if limit is None or longest <= limit.tokens:
         return
-    said = (
+    problem = (
         f"{directory}: {limit.source} is {limit.tokens}, and held-out documents take {longest} "
         f"positions; --buckets, --index, --contexts of at most {limit.tokens} score them in pieces"
     )
     if limit.is_hard:
-        raise ConfigError(said)
+        raise ConfigError(problem)
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s. RoPE goes on beyond, as far as the model has learned it", said)
+        logger.warning("%s. RoPE computes them, but the model may not have learned them", problem)
 
 
-def score(directory: str, held: HeldOut, args: argparse.Namespace, here: World) -> dict[str, Any]:
-    """Perplexity of one model: in all, per bucket, and by context length."""
-    precision: Any = args.precision or ("bf16" if here.device.type == "cuda" else "fp32")
+def score(
+    directory: str, documents: HeldOut, args: argparse.Namespace, world: World
+) -> dict[str, Any]:
+    """Return the perplexity of one model: in all, by bucket, and by context length."""
+    precision: Any = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     config = ModelConfig(pretrained=directory, attention_backend=args.attention_backend)
     engine = EngineConfig(precision=precision)
-    model, _ = open_model(config, engine, model_configuration(config, 1), device=here.device)
+    model, _ = open_model(config, engine, model_configuration(config, 1), device=world.device)
     model.cast(compute_dtype(engine))
-    how = {
-        "world": here,
+    options = {
+        "world": world,
         "config": engine,
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
-    result: dict[str, Any] = validate_sources(model, *held, **how).report()
+    result: dict[str, Any] = validate_sources(model, *documents, **options).report()
     if args.contexts:
-        found = perplexity_by_context(model, IndexedDataset(args.data), args.contexts, **how)
-        result["contexts"] = {str(c): r.perplexity for c, r in found.items()}
+        dataset = IndexedDataset(args.data)
+        results = perplexity_by_context(model, dataset, args.contexts, **options)
+        result["contexts"] = {str(c): r.perplexity for c, r in results.items()}
     return result
 
 
 def held_out(args: argparse.Namespace) -> HeldOut:
-    """The documents of --data, and those of the sources of --blend."""
+    """Open the documents of --data, and those of the sources of --blend."""
     data, sources = None, {}
     if args.data:
         data = open_validation(args.data, args.index, buckets=args.buckets)
@@ -184,28 +197,28 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
 def compare_runs(runs: dict[str, str], output: Path | None) -> dict[str, Any]:
     curves = {name: read_curve(directory) for name, directory in runs.items()}
     standing = standings(curves)
-    print("in epochs {:.4g} to {:.4g}, the last that all runs have:".format(*compared(curves)))
-    for name, place in sorted(standing.items(), key=lambda item: item[1].mean_rank):
-        print(f"{name}: final perplexity {place.final_perplexity:.4f}, rank {place.mean_rank:.2f}")
+    print("in epochs {:.4g} to {:.4g}, the last of all runs:".format(*compared(curves)))
+    for name, one in sorted(standing.items(), key=lambda item: item[1].mean_rank):
+        print(f"{name}: final perplexity {one.final_perplexity:.4f}, rank {one.mean_rank:.2f}")
     if output is not None:
         plot_curves(output / "training_perplexity.png", curves)
-    return {name: place.__dict__ for name, place in standing.items()}
+    return {name: dataclasses.asdict(one) for name, one in standing.items()}
 
 
 @functools.cache
 def _task_manager(path: str | None) -> Any:
-    """Tasks of the harness and of a folder: finding them takes seconds, for all models once."""
+    # Cached, because listing the tasks takes seconds.
     from lm_eval.tasks import TaskManager  # noqa: PLC0415
 
     return TaskManager(include_path=path)
 
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Task -> metric -> value, by lm-evaluation-harness (extra ``lm-eval``), of a model that
-    transformers loads with its own attention, as anybody would load it.
+    """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``), for the model as
+    transformers loads it, with its default attention.
 
     Raises:
-        ConfigError: the harness is not installed, or there is no such task or tokenizer.
+        ConfigError: the harness is not installed, or a task or tokenizer is unknown.
     """
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
@@ -222,20 +235,20 @@ def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, 
     register_architectures()
     model = AutoModelForCausalLM.from_pretrained(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    words = open_tokenizer(args.tokenizer or directory, required=True)
-    if words.eos_token_id is None:
-        words.eos_token = words.convert_ids_to_tokens(words.vocab_size - 1)
-    if words.pad_token_id is None:
-        words.pad_token = words.eos_token
-    found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model.to(device).eval(), tokenizer=words, batch_size=8),
+    tokenizer = open_tokenizer(args.tokenizer or directory, required=True)
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.vocab_size - 1)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    results = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model.to(device).eval(), tokenizer=tokenizer, batch_size=8),
         tasks=tasks,
         task_manager=manager,
         limit=args.limit,
         bootstrap_iters=0,
     )
     scores = {}
-    for task, values in found["results"].items():
+    for task, values in results["results"].items():
         scores[task] = {name: float(v) for name, v in values.items() if isinstance(v, (int, float))}
         text = ", ".join(f"{metric} {value:.4f}" for metric, value in scores[task].items())
         print(f"{directory}: {task}: {text}")
@@ -243,7 +256,7 @@ def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def named(text: str) -> tuple[str, str]:
-    """``name=directory``, or a directory that is its own name."""
+    """Split ``name=directory``; a directory alone is also the name."""
     name, equals, directory = text.partition("=")
     return (name, directory) if equals else (text, text)
 
@@ -257,26 +270,41 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help="directory for evaluation.json and plots")
     data = parser.add_argument_group("held-out documents")
     data.add_argument("--data", help="prefix of the documents")
-    data.add_argument("--blend", metavar="FILE", help="a manifest: those of its sources")
-    data.add_argument("--index", help="their .samples; packed on the fly when not given")
+    data.add_argument(
+        "--blend", metavar="FILE", help="manifest, to score the held-out documents of its sources"
+    )
+    data.add_argument(
+        "--index", help=".samples file of the documents (default: pack them on the fly)"
+    )
     several: dict[str, Any] = {"type": int, "nargs": "+"}
     data.add_argument(
         "--buckets",
         **several,
         default=[1024, 2048, 4096, 8192, 16384],
-        help="capacities that they are packed into (default: %(default)s)",
+        help="capacities to pack them into (default: %(default)s)",
     )
-    data.add_argument("--contexts", **several, default=[], help="perplexity by context, in tokens")
-    data.add_argument("--max-tokens", type=int, help="per bucket")
     data.add_argument(
-        "--micro-batch-tokens", type=int, default=16384, help="of one forward (default: 16384)"
+        "--contexts", **several, default=[], help="context lengths to score, in tokens"
     )
-    data.add_argument("--precision", choices=["bf16", "fp32"], help="bf16 on CUDA by default")
+    data.add_argument("--max-tokens", type=int, help="largest number of tokens per bucket")
+    data.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        default=16384,
+        help="tokens of one forward (default: 16384)",
+    )
+    data.add_argument(
+        "--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32"
+    )
     data.add_argument("--attention-backend", default="auto", help="as model.attention_backend")
     harness = parser.add_argument_group("lm-evaluation-harness")
-    harness.add_argument("--lm-eval", metavar="TASKS", help="comma separated")
-    harness.add_argument("--lm-eval-path", metavar="DIR", help="YAML files of further tasks")
-    harness.add_argument("--tokenizer", help="directory or tokenizer.json, if not in the model")
+    harness.add_argument("--lm-eval", metavar="TASKS", help="tasks, separated by commas")
+    harness.add_argument(
+        "--lm-eval-path", metavar="DIR", help="folder with YAML files of further tasks"
+    )
+    harness.add_argument(
+        "--tokenizer", help="directory or tokenizer.json (default: that of the model)"
+    )
     harness.add_argument("--limit", type=int, help="documents per task")
     return parser
 

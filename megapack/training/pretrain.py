@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 -m megapack.training.pretrain --config x.yaml --set seed=7
     deepspeed --hostfile hosts --module megapack.training.pretrain --config llama_1b_bucket_h100
 
-``--config`` is a file, or the name of one in ``configs``. The same command continues a
-run that stopped: from its newest checkpoint, on any number of ranks.
+``--config`` is a file, or the name of one in ``configs``. The same command resumes a run that
+stopped, from its newest checkpoint, on any number of ranks.
 Exit codes: 0 done, or at stop_at; 75 stopped by a signal after saving (start again); 76 another
 rank was lost; 1 an error that is printed; 2 an error of the configuration or the command line.
 """
@@ -19,28 +19,34 @@ import sys
 
 from megapack.config import check_positive
 from megapack.errors import ConfigError
-from megapack.training.command import add_overrides, command_parser, join, read_config, run_command
+from megapack.training.command import (
+    add_overrides,
+    command_parser,
+    read_config,
+    run_command,
+    set_rank_environment,
+)
 from megapack.training.config import PretrainConfig
 
 LENGTHS = (
-    "plan before there are data: a .npy file of tokens per document, or "
-    "lognormal:MEAN,MEDIAN,DOCUMENTS (999,603,1e6 is like a million of FineWeb-Edu)"
+    "plan without data: a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS "
+    "(999,603,1e6 is like a million documents of FineWeb-Edu)"
 )
 _PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
 
 
 def main() -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     return run_command(pretrain, build_parser().parse_args())
 
 
 def pretrain(args: argparse.Namespace) -> int:
-    """Check what can be checked without torch, then start the run, or plan it."""
+    """Check the options and the configuration without torch, then start or plan the run."""
     check_options(args)
     branch = [f"checkpoint.branch_from={args.branch_from}"] if args.branch_from else []
     config = read_config(args.config, [*args.set, *branch])
     profile = None if args.profile is None else profiled_steps(args.profile)
-    num_ranks = args.world_size or join(args.local_rank)
+    num_ranks = args.world_size or set_rank_environment(args.local_rank)
     check_packages(config)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if args.dry_run:
@@ -55,21 +61,21 @@ def pretrain(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together, or make no sense. Raises ConfigError."""
+    """Check that options are valid and fit together. Raises ConfigError."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLAN}
     given = [name for name, value in options.items() if value not in (None, False)]
     if given and not args.dry_run:
-        raise ConfigError(f"command line: {given[0]} is of --dry-run; give that, too")
+        raise ConfigError(f"command line: {given[0]} needs --dry-run; give that, too")
     if args.dry_run and args.profile is not None:
         raise ConfigError("command line: --profile traces a run; leave out --dry-run")
     if args.buckets is not None and args.lengths is None:
-        raise ConfigError("command line: --buckets packs the documents of --lengths; give it, too")
+        raise ConfigError("command line: --buckets needs --lengths; give that, too")
     numbers = {name: options[name] for name in ("--world-size", "--gpu-price", "--buckets")}
     check_positive("command line", **numbers)
 
 
 def profiled_steps(text: str) -> range:
-    """``100:105`` as the steps 100 to 104. Raises ConfigError: it is no such range."""
+    """Return ``100:105`` as the steps 100 to 104. Raises ConfigError: not a range."""
     begin, _, end = text.partition(":")
     if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
         raise ConfigError(f"--profile is {text!r}; give two steps as in 100:105")
@@ -77,10 +83,12 @@ def profiled_steps(text: str) -> range:
 
 
 def check_packages(config: PretrainConfig) -> None:
-    """Refuse to start where a package is missing that the run asks for. Raises ConfigError."""
+    """Check that the packages that the configuration needs are installed. Raises ConfigError."""
     project = config.logging.wandb_project
     if project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(f"logging.wandb_project is {project!r}; that needs pip install wandb")
+        raise ConfigError(
+            f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
+        )
 
 
 def integers(text: str) -> list[int]:
@@ -89,27 +97,42 @@ def integers(text: str) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-pretrain", __doc__)
-    parser.add_argument("--config", required=True, help="a YAML file, or a recipe: demo_cpu")
+    parser.add_argument("--config", required=True, help="YAML file, or name of a recipe: demo_cpu")
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     parser.add_argument(
         "--profile",
         metavar="BEGIN:END",
-        help="trace these steps, as in 100:105 (SIGUSR2 to a rank: its next five)",
+        help="trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)",
     )
     parser.add_argument(
         "--branch-from",
         metavar="CHECKPOINT",
-        help="begin at a checkpoint of another run (RUN_DIR/checkpoints/step_...), its data order "
-        "continued; once run_dir has checkpoints of its own, it goes on from those",
+        help="start from a checkpoint of another run (RUN_DIR/checkpoints/step_...) and continue "
+        "its data order; once run_dir has checkpoints, the run resumes from those",
     )
-    plan = parser.add_argument_group("of a dry run").add_argument
-    plan("--world-size", type=int, metavar="RANKS", help="this launcher's, or 1")
-    plan("--device", metavar="NAME", help="H100, A800, ...: the time it takes")
-    plan("--gpu-price", type=float, metavar="PRICE", help="of one rank for an hour: the cost")
+    plan = parser.add_argument_group("options of a dry run").add_argument
+    plan(
+        "--world-size",
+        type=int,
+        metavar="RANKS",
+        help="number of ranks (default: those of this launcher, or 1)",
+    )
+    plan("--device", metavar="NAME", help="estimate the time on H100, A800, ...")
+    plan(
+        "--gpu-price",
+        type=float,
+        metavar="PRICE",
+        help="price of one rank per hour, to estimate the cost",
+    )
     plan("--lengths", metavar="SOURCE", help=LENGTHS)
-    plan("--buckets", type=integers, metavar="N,...", help="of --lengths, as in 1024,2048,4096")
-    plan("--show-config", action="store_true", help="the configuration in full, too")
+    plan(
+        "--buckets",
+        type=integers,
+        metavar="N,...",
+        help="buckets for --lengths, as in 1024,2048,4096",
+    )
+    plan("--show-config", action="store_true", help="print the full configuration, too")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""The loop of a run: steps, and now and then a log line, an evaluation, a checkpoint.
+"""The training loop: steps, log lines, validation, checkpoints.
 
-``Trainer`` is the loop; ``TimedBatches`` hands it the micro batches of a step and says how long
-they were waited for; ``BatchTrace`` writes down what every rank was fed.
+``Trainer`` is the loop. ``TimedBatches`` yields the micro batches of a step and measures how long
+the trainer waits for them. ``BatchTrace`` logs the samples of every micro batch.
 
-Where the configuration has rules (``megapack.training.autopilot``) the loop obeys them: after a
-spike it loads the last checkpoint of before and goes on from there, past what did it; and between
-two steps the sources may be given other weights. Both append a stage to the run's program and open
-its data anew, in the same processes.
+Rules of the configuration (``megapack.training.autopilot``) may change the run. After a loss spike
+the trainer loads the last checkpoint before it and skips its samples; between two steps a mixing
+rule may set new weights of the sources. Both append a stage to the run's program and reopen the
+data in the same processes.
 """
 
 from __future__ import annotations
@@ -44,36 +44,37 @@ from megapack.training.validation import validate_sources
 
 logger = logging.getLogger("megapack")
 
-LOOKED_AT = 32  # steps among which a micro batch is chosen to probe the model on
+PROBE_STEPS = 32  # the probe uses the micro batch with the shortest bucket of these steps
 
 
 class TimedBatches:
-    """Batches of a loader, step by step, and how long the trainer waited for them."""
+    """Batches of a loader, step by step; measures how long the trainer waits for them."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._coming: Iterator[Batch] = iter(())
+        self._iterator: Iterator[Batch] = iter(())
         self._waited = 0.0
         self.imbalance = 1.0
-        """Attention work of the busiest rank over the mean, in the present step."""
+        """Attention work of the busiest rank over the mean, in the current step."""
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Every step with its micro batches of this rank, each gathered when it is asked for.
+        """Yield every step with an iterator over this rank's micro batches.
 
-        A step ends with its last micro batch: the next one's is not waited for before the update.
+        Each batch is gathered on request, so the update of a step does not wait for the first batch
+        of the next one.
         """
         batches = self._batches()
         for first in batches:
-            rest = itertools.islice(batches, first["num_micro_steps"] - 1)
-            yield int(first["step"]), itertools.chain([first], rest)
+            following = itertools.islice(batches, first["num_micro_steps"] - 1)
+            yield int(first["step"]), itertools.chain([first], following)
 
     def close(self) -> None:
-        """End what prepares batches; they are not asked for any more."""
-        if isinstance(self._coming, Generator):
-            self._coming.close()
+        """Stop the threads that prepare batches."""
+        if isinstance(self._iterator, Generator):
+            self._iterator.close()
 
     def _batches(self) -> Iterator[Batch]:
-        batches = self._coming = iter(self.loader)
+        batches = self._iterator = iter(self.loader)
         while True:
             begin = time.perf_counter()
             batch = next(batches, None)
@@ -84,13 +85,13 @@ class TimedBatches:
             yield batch
 
     def waited(self) -> float:
-        """Seconds waited since this was last asked."""
+        """Return the seconds waited since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
 
 class BatchTrace:
-    """What every rank was fed, one line per micro batch: ``batches/rank_00000.jsonl``."""
+    """Log of a rank's micro batches, one line each: ``batches/rank_00000.jsonl``."""
 
     def __init__(self, directory: RunDirectory, world: World, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -98,7 +99,7 @@ class BatchTrace:
         self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
 
     def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Pass batches on, and write down what they are."""
+        """Yield the batches; log each one."""
         for batch in batches:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
             line["tokens_seen"] = self._schedule.tokens_before(line["step"] + 1)
@@ -108,15 +109,19 @@ class BatchTrace:
 
 
 class Trainer:
-    """Everything that a step needs; the same on all ranks.
+    """State of the training loop, the same on all ranks.
 
-    ``find``: the newest good checkpoint of at most so many tokens, and where it lies.
+    Args:
+        find: returns the newest good checkpoint of at most this many tokens, and its store.
+        record: ``run_record`` of the run, saved in checkpoints.
+        start: first step.
+        profile: steps to trace.
     """
 
     def __init__(
         self,
         config: PretrainConfig,
-        here: World,
+        world: World,
         inputs: Inputs,
         *,
         engine: Any,
@@ -128,10 +133,10 @@ class Trainer:
         start: int,
         profile: range | None = None,
     ) -> None:
-        self.config, self.here, self.engine = config, here, engine
+        self.config, self.world, self.engine = config, world, engine
         self.run_dir, self.store, self.find, self.flops = run, store, find, flops
         self.stamps = inputs.file_stamps()
-        self.record = record  # ``run_record``, for checkpoints
+        self.record = record
         self.end = min(inputs.num_steps, config.stop_at or inputs.num_steps)
         self.save_began = self.save_waited = 0.0  # seconds
         self.decisions = inputs.decisions
@@ -139,54 +144,54 @@ class Trainer:
         self.monitor = Monitor(
             run,
             config.logging,
-            here,
+            world,
             samples=inputs.schedule.samples,
             num_steps=inputs.num_steps,
             start=start,
             max_skipped=config.optimizer.max_skipped,
             judge=None if self.watch is None else self.judge,
         )
-        self.profiler = StepProfiler(run.profile, here, profile)
+        self.profiler = StepProfiler(run.profile, world, profile)
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
-        self.agreement = Agreement(here.group)
-        self.saved = self.begun = start  # steps in a checkpoint; in one on its way to the disk
+        self.agreement = Agreement(world.group)
+        self.saved = self.begun = start  # last step with a complete checkpoint; with a begun one
         self.batches = TimedBatches(())
         self.resume(inputs, start)
 
     def resume(self, inputs: Inputs, start: int) -> None:
-        """From a step on, with a program that may be another one from there on."""
+        """Continue at step ``start``; ``inputs`` may have another program from there on."""
         self.batches.close()
         self.inputs = inputs
-        left = max(0, self.end - start)
-        self.batches = TimedBatches(inputs.loader(self.config, self.here, start, left))
+        num_steps = max(0, self.end - start)
+        self.batches = TimedBatches(inputs.loader(self.config, self.world, start, num_steps))
         traced = self.config.logging.batches
-        self.trace = BatchTrace(self.run_dir, self.here, inputs.schedule) if traced else None
+        self.trace = BatchTrace(self.run_dir, self.world, inputs.schedule) if traced else None
         self.set_step(start)
 
     def set_step(self, done: int) -> None:
-        """So many optimizer steps are done."""
+        """Note that ``done`` optimizer steps are complete."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
         self.run_dir.at = {"step": done, "saved": self.saved}
-        self.here.progress.at(f"the end of step {done - 1}")
+        self.world.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
-        """Train to the end, to the step after a signal, or to ``stop_at``; which of them it was."""
+        """Train until the end, a signal or ``stop_at``; return which of the three ended the run."""
         try:
-            if self.validation_is_due and self.done and self.here.on_first(self.left_out):
+            if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
             stopped = None
             while stopped is None:
                 try:
                     stopped = self.train(signals)
                     self.save()
-                except SpikeFound as found:  # on all ranks alike
+                except SpikeFound as found:  # raised on all ranks
                     stopped = None
                     self.roll_back(found.spike)
             self.profiler.close()
             self.monitor.close()
             self.finish_save()
             self.store.wait_for_mirror()
-        except FloatingPointError:  # on all ranks alike, and what was begun before is good
+        except FloatingPointError:  # raised on all ranks; a checkpoint begun before it is good
             self.finish_save()
             raise
         if stopped:
@@ -194,17 +199,19 @@ class Trainer:
         return "stop_at" if self.done < self.inputs.num_steps else "done"
 
     def train(self, signals: StopSignals) -> bool:
-        """All that are left; whether a signal ended them."""
+        """Train the remaining steps; return True if a signal ended them."""
         while True:
             self.mix()
             for step, micro_batches in self.batches.steps():
                 self.profiler.begin(step)
                 self.step(step, micro_batches)
                 self.profiler.end(step)
-                said = self.agreement.any(signals.received is not None, not self.store.is_written)
-                stop, still_writing = said or (False, True)
+                answers = self.agreement.any(
+                    signals.received is not None, not self.store.is_written
+                )
+                stop, still_writing = answers or (False, True)
                 if stop:
-                    logger.warning("a signal came; saving after step %d", step)
+                    logger.warning("received a signal; saving after step %d", step)
                     return True
                 if not still_writing:
                     self.finish_save()
@@ -212,23 +219,23 @@ class Trainer:
                     self.validate()
                 if self.config.checkpoint.is_due(self.done):
                     self.save()
-                if self.to_mix:
+                if self.mixture_is_due:
                     break
             else:
                 return False
 
     def step(self, step: int, micro_batches: Iterable[Batch]) -> None:
-        """One optimizer step."""
+        """Take one optimizer step and log it."""
         inputs, config = self.inputs, self.config
         content = inputs.schedule.step(step)
         lr = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
-        torch.manual_seed(fold_key(config.seed, step, self.here.rank))  # dropout, if there is
+        torch.manual_seed(fold_key(config.seed, step, self.world.rank))  # for dropout
         if self.to_probe:
             self.probe()
         if self.trace is not None:
             micro_batches = self.trace.follow(micro_batches)
         result = train_step(
-            self.engine, micro_batches, world=self.here, config=config.engine, lr=lr
+            self.engine, micro_batches, world=self.world, config=config.engine, lr=lr
         )
         self.set_step(step + 1)
         work = StepWork.of(inputs.schedule, content, self.flops)
@@ -245,29 +252,30 @@ class Trainer:
         self.monitor.step(line, content=content, work=work, result=result)
 
     def probe(self) -> None:
-        """Try the model (``megapack.attention.probe``) on a micro batch of a small bucket.
+        """Probe the model (``megapack.attention.probe``) on a micro batch of a small bucket.
 
-        Not on the first one: that is of the largest bucket, where a row may be one document.
+        The first micro batch is unsuitable: it has the largest bucket, where one document may fill
+        a row.
         """
         self.to_probe = False
-        soon = min(self.done + LOOKED_AT, self.end)
-        step = self.inputs.schedule.shortest_step(self.done, soon)
+        end = min(self.done + PROBE_STEPS, self.end)
+        step = self.inputs.schedule.shortest_step(self.done, end)
 
         def batches_of(step: int) -> Iterable[Batch]:
             sampler = copy(self.batches.loader.sampler)
             sampler.start_step, sampler.num_steps = step, 1
-            of_step: Iterable[Batch] = replace(self.batches.loader, sampler=sampler)
-            return of_step
+            loader: Iterable[Batch] = replace(self.batches.loader, sampler=sampler)
+            return loader
 
         batch = min(batches_of(step), key=lambda batch: int(batch["capacity"]))
         longest = max(batches_of(self.done), key=lambda batch: int(batch["capacity"]))
         dtype = next(self.engine.parameters()).dtype
 
-        def forward(asked: Mapping[str, Any]) -> torch.Tensor:
-            self.here.progress.at("the probe of the model")
-            arguments = on_device({**asked}, self.here.device, self.config.engine)
+        def forward(variant: Mapping[str, Any]) -> torch.Tensor:
+            self.world.progress.at("the probe of the model")
+            arguments = on_device({**variant}, self.world.device, self.config.engine)
             losses: torch.Tensor = self.engine(**arguments)[1]
-            return losses.to(dtype)  # which says how far rounding goes
+            return losses.to(dtype)  # the probe expects rounding errors of this dtype
 
         self.engine.eval()
         try:
@@ -276,7 +284,7 @@ class Trainer:
                     forward,
                     batch,
                     outputs="losses",
-                    counted=lambda asked: asked["labels"] >= 0,
+                    counted=lambda variant: variant["labels"] >= 0,
                     longest=longest,
                     any_length=True,
                 )
@@ -284,65 +292,59 @@ class Trainer:
             self.engine.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
         self.monitor.skip_time()
-        self.batches.waited()  # within that time
+        self.batches.waited()  # skip_time already covers this wait
 
-    # ---- What the run decides itself (``megapack.training.autopilot``)
+    # ---- Decisions of the run (``megapack.training.autopilot``)
 
     def judge(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Look at lines of the log, on the first rank. Raises SpikeFound on all ranks."""
+        """Watch log lines for a spike on the first rank. Raises SpikeFound on all ranks."""
         assert self.watch is not None
         watch, settings_at = self.watch, self.inputs.schedule.settings_at
 
-        def look() -> Spike | None:
-            spikes = (
-                watch.look(
-                    line,
-                    repr(settings_at(line["step"])._replace(begin=0, skip_steps=0, skipped=())),
-                )
-                for line in lines
-            )
-            return next(filter(None, spikes), None)
+        def first_spike() -> Spike | None:
+            for line in lines:
+                settings = settings_at(line["step"])._replace(begin=0, skip_steps=0, skipped=())
+                if (spike := watch.look(line, repr(settings))) is not None:
+                    return spike
+            return None
 
-        spike = self.here.on_first(look)
+        spike = self.world.on_first(first_spike)
         if spike is not None:
             raise SpikeFound(spike)
 
     def decide(self, decision: Decision) -> Inputs:
-        """Append a decision to the program; what the run reads from now on. Collective."""
-        decided = self.decisions or Decisions(
+        """Append a decision to the program and reopen the data; collective."""
+        decisions = self.decisions or Decisions(
             num_epochs=self.config.num_epochs, num_steps=self.inputs.num_steps
         )
-        decided = decided.with_new(decision)
-        inputs = open_inputs(self.config, decided)  # what cannot be is not written down
+        decisions = decisions.with_new(decision)
+        inputs = open_inputs(self.config, decisions)  # raises before an invalid stage is written
         self.check_files(inputs)
-        self.here.on_first(lambda: decided.write(self.run_dir.path))
-        self.decisions = decided
+        self.world.on_first(lambda: decisions.write(self.run_dir.path))
+        self.decisions = decisions
         return inputs
 
     def check_files(self, inputs: Inputs | None = None) -> None:
-        """Refuse files that were replaced or changed since the start; collective.
+        """Check that the data files are those that the run started with; collective.
 
         Args:
-            inputs: opened now; None: opened here if a file has another inode, size or time.
+            inputs: freshly opened; None: open them if a file has another inode, size or time.
 
         Raises:
-            ResumeError: a source has other samples or bytes, or the manifest of the blend changed.
+            ResumeError: a source has other samples or bytes, or the blend's manifest changed.
         """
         problem = None
         stamps = self.inputs.file_stamps()
-        if inputs is None and stamps == self.stamps:
-            pass
-        else:
+        if inputs is not None or stamps != self.stamps:
             try:
-                fresh = inputs or open_inputs(self.config, self.decisions)
-                problem = self._difference(fresh)
+                problem = self._difference(inputs or open_inputs(self.config, self.decisions))
             except (MegapackError, OSError) as error:
                 problem = str(error)
         changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
         what = f"the data changed while the run was reading them ({', '.join(changed[:3])}). "
         what += "Restore the files, and start the run again from its last checkpoint"
-        self.here.fail_together(problem, what)
-        self.stamps = stamps  # a copy with the same content
+        self.world.fail_together(problem, what)
+        self.stamps = stamps  # the files may be new copies with the same content
 
     def _difference(self, fresh: Inputs) -> str | None:
         """Return how opened data differ from those that the run started with."""
@@ -354,23 +356,23 @@ class Trainer:
         return None if fresh.blend == self.inputs.blend else "another manifest of the blend"
 
     def roll_back(self, spike: Spike) -> None:
-        """To the last good checkpoint of before a spike, and on from there without its steps."""
+        """Load the last good checkpoint before a spike; continue without the spike's steps."""
         self.finish_save()
-        decided = self.decisions or Decisions(num_epochs=1, num_steps=1)
-        decision = skip(spike, self.config.autopilot, decided, self.done)
-        found, home = self.find(self.inputs.schedule.tokens_before(decision.begin))
-        if found is None:
+        decisions = self.decisions or Decisions(num_epochs=1, num_steps=1)
+        decision = skip(spike, self.config.autopilot, decisions, self.done)
+        resume, store = self.find(self.inputs.schedule.tokens_before(decision.begin))
+        if resume is None:
             raise FloatingPointError(
-                f"{spike.reason}; no checkpoint of step {decision.begin} or before is left to go "
-                "back to: lower checkpoint.every, or raise checkpoint.keep"
+                f"{spike.reason}; there is no checkpoint of step {decision.begin} or before to "
+                "return to: lower checkpoint.every, or raise checkpoint.keep"
             )
-        # First of all, for whoever is killed here: no program has both the decision and what was
-        # trained without it. Killed before the decision, the run goes on from `found` and meets the
-        # spike again.
-        self.store.abandon_after(found.tag)
+        # Abandon newer checkpoints before writing the decision: if the process is killed between
+        # the two, the run resumes from `resume` and meets the spike again. In the other order it
+        # would resume, with the decision, from a state that was trained without it.
+        self.store.abandon_after(resume.tag)
         inputs = self.decide(decision)
-        home.load(self.engine, found)
-        state = found.manifest.state
+        store.load(self.engine, resume)
+        state = resume.manifest.state
         allowed = set(self.config.checkpoint.allow_change) & ORDER_FIELDS
         start = inputs.schedule.resume_step(state["data"], allowed)
         logger.warning(
@@ -379,43 +381,45 @@ class Trainer:
             *(spike.reason, start, decision.stage.skip_steps, decision.begin),
             self.run_dir.path / "config.yaml",
         )
-        self.begin_again(state, start)
-        self.here.on_first(lambda: self.run_dir.forget_after(inputs.schedule.tokens_before(start)))
+        self.restore_monitors(state, start)
+        self.world.on_first(
+            lambda: self.run_dir.truncate_logs(inputs.schedule.tokens_before(start))
+        )
         self.saved = self.begun = start
         self.resume(inputs, start)
 
-    def begin_again(self, state: Mapping[str, Any], start: int) -> None:
-        """Bring what looks at steps to where a checkpoint was taken."""
+    def restore_monitors(self, state: Mapping[str, Any], start: int) -> None:
+        """Set the monitor and the spike watch to the state of a checkpoint."""
         self.monitor.begin(start)
         if self.watch is not None:
             self.watch.restore(state.get("watch", {}))
 
     @property
-    def to_mix(self) -> bool:
-        """Whether the rule for mixtures is to be asked before the next step."""
+    def mixture_is_due(self) -> bool:
+        """The mixing rule must run before the next step."""
         if self.config.mixing.rule is None or not 0 < self.done < self.end:
             return False
-        made = self.decisions.decisions if self.decisions else ()
-        asked = any(d.by == "mixing" and not d.void and d.begin == self.done for d in made)
-        return self.done % self.config.mixing.every == 0 and not asked
+        decisions = self.decisions.decisions if self.decisions else ()
+        answered = any(d.by == "mixing" and not d.void and d.begin == self.done for d in decisions)
+        return self.done % self.config.mixing.every == 0 and not answered
 
     def mix(self) -> None:
-        """Ask the rule for mixtures, if it is time; on the first rank, for all."""
-        if not self.to_mix:
+        """Run the mixing rule if it is due, on the first rank, and adopt its weights."""
+        if not self.mixture_is_due:
             return
         self.monitor.flush()
         schedule, samples = self.inputs.schedule, self.inputs.schedule.samples
-        held = schedule.settings_at(self.done).weights
+        weights_now = schedule.settings_at(self.done).weights
         sizes = samples.tokens_per_epoch.tolist()
-        given = [n if weight is None else weight for weight, n in zip(held, sizes, strict=True)]
+        shares = [n if w is None else w for w, n in zip(weights_now, sizes, strict=True)]
         report = partial(
             report_of,
             decisions=self.decisions,
-            weights=dict(zip(samples.names, given, strict=True)),
+            weights=dict(zip(samples.names, shares, strict=True)),
             num_steps=self.inputs.num_steps,
             step=self.done,
         )
-        decision = self.here.on_first(
+        decision = self.world.on_first(
             lambda: next_mixture(self.config.mixing, report(read_jsonl(self.run_dir.log)))
         )
         weights = decision.stage.weights or {}
@@ -429,18 +433,18 @@ class Trainer:
 
     @property
     def validation_is_due(self) -> bool:
-        """Whether the steps that are done call for one."""
+        """Validation is due after the steps done so far."""
         every, done = self.config.evaluation.every, self.done
         return done == self.inputs.num_steps or (every is not None and done % every == 0)
 
-    def left_out(self) -> bool:
-        """Whether the validation of now is still to do: a signal does not wait for it."""
+    def not_validated(self) -> bool:
+        """Return True if the last step has no validation, because a signal stopped the run."""
         path = self.run_dir.evaluation
         lines = read_jsonl(path) if path.exists() else ()
         return all(line["step"] != self.done for line in lines)
 
     def validate(self) -> None:
-        """Perplexity of the held-out documents, and of those of every source."""
+        """Log the perplexity of the held-out documents, and that of every source."""
         if not self.inputs.held_out:
             return
         self.monitor.flush()
@@ -449,7 +453,7 @@ class Trainer:
             self.engine,
             self.inputs.valid,
             self.inputs.valid_sources,
-            world=self.here,
+            world=self.world,
             config=self.config.engine,
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
@@ -469,14 +473,14 @@ class Trainer:
 
     @property
     def next_rate(self) -> float | None:
-        """Learning rate of the next step; None after the last one."""
+        """Learning rate of the next step; None: the run is complete."""
         if self.done >= self.inputs.num_steps:
             return None
         config, num_steps = self.config, self.inputs.num_steps
         return config.learning_rate.at(self.done, num_steps=num_steps, peak=config.optimizer.lr)
 
     def save(self) -> None:
-        """Begin a checkpoint; the data order's state is one step number."""
+        """Begin a checkpoint of the current step."""
         if self.begun == self.done:
             return
         self.finish_save()
@@ -490,11 +494,11 @@ class Trainer:
         if self.decisions is not None:
             state["decisions"] = self.decisions.tree
         if self.watch is not None:
-            state["watch"] = self.here.on_first(self.watch.state)
+            state["watch"] = self.world.on_first(self.watch.state)
         self.save_began = time.perf_counter()
         try:
             self.store.begin(self.engine, self.done, self.tokens_seen, state)
-        except FloatingPointError as error:  # of weights, on all ranks alike
+        except FloatingPointError as error:  # weights are not finite; raised on all ranks
             if self.watch is None:
                 raise
             raise SpikeFound(Spike(self.done - 1, self.done - 1, str(error))) from error
@@ -505,7 +509,7 @@ class Trainer:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """See to it that a checkpoint that was begun counts."""
+        """Wait for a checkpoint that was begun, and publish it."""
         tag = self.store.finish()
         if tag is None:
             return

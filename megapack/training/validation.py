@@ -1,11 +1,14 @@
-"""Validation: the perplexity of documents, each token scored once, given its own document.
+"""Validation: perplexity of documents, with every token scored once, given its own document.
 
-Samples come from a packed index, so evaluation runs at the speed of training. Whatever the
-capacity, the same tokens are scored: every token but the first of a document has a label, also
-where a segment begins inside a document. So figures of different capacities compare.
+Samples come from a packed index, so validation runs at the speed of training. Every token but the
+first of a document has a label, also if a segment begins inside a document. So the scored tokens,
+and thus figures, are comparable between capacities.
 
-With ``engine.sequence_parallel_size`` the ranks of a group share samples that are longer than a
-rank's forward as in training, each a slice; what a rank adds up are then the losses of its slices.
+With ``engine.sequence_parallel_size``, ranks share samples that are longer than a rank's forward,
+as in training. A rank then sums the losses of its slices.
+
+    validate(model, data, world=world, config=config, micro_batch_tokens=16384).report()
+    # -> {"loss": 2.87, "perplexity": 17.6, "label_tokens": 1043210, "bucket_loss": {...}}
 """
 
 from __future__ import annotations
@@ -32,16 +35,16 @@ from megapack.training.model.training_model import on_device
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """Summed losses and counts per capacity."""
+    """Summed losses and numbers of label tokens by capacity."""
 
     loss_sums: dict[int, float]
     label_tokens: dict[int, int]
     sources: dict[str, ValidationResult] = field(default_factory=dict)
-    """By source, for the sources of a blend that have held-out documents."""
+    """Results by source, for sources of a blend with held-out documents."""
 
     @staticmethod
     def together(results: Iterable[ValidationResult]) -> ValidationResult:
-        """One result for all documents of several."""
+        """Return one result for the documents of all results."""
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
         for result in results:
@@ -52,7 +55,7 @@ class ValidationResult:
 
     @property
     def loss(self) -> float:
-        """Mean over all label tokens, nats per token; nan where none was scored."""
+        """Mean over all label tokens, in nats per token; nan: there are none."""
         count = sum(self.label_tokens.values())
         return sum(self.loss_sums.values()) / count if count else math.nan
 
@@ -62,9 +65,9 @@ class ValidationResult:
         return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     def report(self) -> dict[str, Any]:
-        """For a log: loss, perplexity, label tokens, the loss per bucket, and per source."""
+        """Return the log line: loss, perplexity, label tokens, loss by bucket and source."""
         scored = {c: n for c, n in self.label_tokens.items() if n}
-        of_sources = {
+        by_source = {
             "source_loss": {name: result.loss for name, result in self.sources.items()},
             "source_perplexity": {name: r.perplexity for name, r in self.sources.items()},
         }
@@ -73,7 +76,7 @@ class ValidationResult:
             "perplexity": self.perplexity,
             "label_tokens": sum(self.label_tokens.values()),
             "bucket_loss": {str(c): self.loss_sums[c] / n for c, n in scored.items()},
-            **(of_sources if self.sources else {}),
+            **(by_source if self.sources else {}),
         }
 
 
@@ -89,14 +92,14 @@ def validate(
     """Score samples on all ranks together; collective.
 
     Args:
-        model: a ``TrainingModel``, or the DeepSpeed engine around one.
-        data: of ``open_validation``.
-        config: how batches are handed to the model.
-        micro_batch_tokens: tokens of a rank's forward; at least one sample is taken, or its slice.
-        max_tokens: of every bucket, score samples up to this many tokens.
+        model: a ``TrainingModel``, or the DeepSpeed engine of one.
+        data: result of ``open_validation``.
+        config: decides how the model takes batches.
+        micro_batch_tokens: tokens of a rank's forward (at least one sample or its slice).
+        max_tokens: largest number of tokens to score of every bucket; None: all.
 
     Returns:
-        The same on every rank.
+        The same result on every rank.
     """
     capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
@@ -125,17 +128,16 @@ def validate(
 def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
-    """Score some documents and those of every source; collective.
+    """Score documents, and those of every source; collective.
 
     Args:
-        model, data: as of ``validate``, like ``how``. Without data the result is that of all
-            sources together.
-        sources: held-out documents by source; at least one where there are no data.
+        model, data: as in ``validate``, like ``how``. Without data, the result sums up all sources.
+        sources: held-out documents by source; at least one if ``data`` is None.
     """
-    found = {name: validate(model, of_source, **how) for name, of_source in sources.items()}
+    results = {name: validate(model, source, **how) for name, source in sources.items()}
     if data is None:
-        return replace(ValidationResult.together(found.values()), sources=found)
-    return replace(validate(model, data, **how), sources=found)
+        return replace(ValidationResult.together(results.values()), sources=results)
+    return replace(validate(model, data, **how), sources=results)
 
 
 def perplexity_by_context(
@@ -144,11 +146,10 @@ def perplexity_by_context(
     contexts: Sequence[int],
     **how: Any,
 ) -> dict[int, ValidationResult]:
-    """The same documents seen through contexts of different length (BucketLLM, Figure 3); ``how``
-    as of ``validate``.
+    """Score the same documents with contexts of different length (BucketLLM, Figure 3).
 
-    With context C, a document longer than C is scored in chunks of C tokens that do not see each
-    other; the tokens scored are the same for every C.
+    With context C, a document longer than C is scored in independent chunks of C tokens. The scored
+    tokens are the same for every C. ``how``: as in ``validate``.
     """
     result = {}
     for context in contexts:
@@ -166,16 +167,16 @@ def _batches(
     config: EngineConfig,
     micro_batch_tokens: int,
 ) -> Iterator[Any]:
-    """This rank's part of samples of one bucket; as many micro batches on every rank."""
+    """Yield this rank's micro batches of one bucket; all ranks have the same number."""
     shared = ranks_per_micro_batch(capacity, micro_batch_tokens, config.sequence_parallel_size)
     layout = _layout(capacity, micro_batch_tokens, shared, config)
     size = layout.num_samples(capacity)
     groups, group = world.size // shared, world.rank // shared
     rounds = -(-len(ids) // (size * groups))
     for i in range(rounds):
-        # Past the end a group scores an empty batch: ZeRO-3 needs everybody in every forward.
-        mine = (i * groups + group) * size
-        batch = data.micro_batch(ids[mine : mine + size], layout=layout, capacity=capacity)
+        # Past the end a group scores an empty batch: ZeRO-3 needs all ranks in every forward.
+        begin = (i * groups + group) * size
+        batch = data.micro_batch(ids[begin : begin + size], layout=layout, capacity=capacity)
         if shared > 1:
             batch = cut_slice(batch, world.rank % shared, shared)
         yield {**batch, "capacity": capacity, "row_tokens": layout.row_tokens}
@@ -184,9 +185,10 @@ def _batches(
 def _layout(
     capacity: int, micro_batch_tokens: int, shared: int, config: EngineConfig
 ) -> BatchLayout:
-    """One stream of ``shared`` equal slices; compiled layers want ``cu_seqlens`` of one shape."""
+    """Return a stream of ``shared`` equal slices."""
     row = -(-capacity // shared) * shared
     size = max(1, micro_batch_tokens * shared // row)
+    # Compiled layers need ``cu_seqlens`` of constant shape.
     kind: Literal["padded", "exact"] = "padded" if config.compile else "exact"
     return BatchLayout(micro_batch_tokens=size * row, row_tokens=row, cu_seqlens=kind)
 
@@ -198,5 +200,5 @@ def _sample_ids(data: PackedDataset, capacity: int, max_tokens: int | None) -> N
     count = end - begin
     if max_tokens is not None:
         count = min(count, max(1, max_tokens // capacity))
-    # Evenly spaced: neighbours in an index are of like length.
+    # Evenly spaced, because neighbors in an index have similar lengths.
     return np.linspace(begin, end, count, endpoint=False).astype(np.int64)

@@ -17,12 +17,12 @@ from torch.autograd.graph import save_on_cpu
 
 import megapack.training.engine.engine as engine_module
 from megapack.config import load_config
-from megapack.training.command import join
+from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.inputs import open_inputs
-from megapack.training.engine.world import world
+from megapack.training.engine.world import connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.trainer import TimedBatches
@@ -51,9 +51,9 @@ def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1], sys.argv[3:])
     if config.optimizer.kind == "muon":
         torch.compiler.set_stance("force_eager")  # DeepSpeed's kernels, a minute each
-    join()
+    set_rank_environment()
     shared = config.engine.sequence_parallel_size
-    with world(timeout_minutes=20, sequence_parallel_size=shared) as here:
+    with connect_ranks(timeout_minutes=20, sequence_parallel_size=shared) as here:
         inputs = open_inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model, _ = open_model(

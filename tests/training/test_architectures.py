@@ -17,7 +17,7 @@ from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.model.architecture import attention_needs, model_configuration
-from megapack.training.model.opening import try_model
+from megapack.training.model.opening import check_packed_rows
 
 from .conftest import Corpus, NewRun
 
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 def attempt(configuration: Any) -> None:
     needs = attention_needs(configuration, CPU, torch.float32)
-    try_model(configuration, backend=choose_backend(needs).name, device=CPU, dtype=torch.float32)
+    check_packed_rows(
+        configuration, backend=choose_backend(needs).name, device=CPU, dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -246,7 +246,7 @@ REPORT = SourceReport(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"c": 1}, "gives a weight to 'c', which is no source"),
+        ({"c": 1}, "gives a weight to 'c', which is not a source"),
         ({"a": -1}, "gives 'a' the weight -1.0; it must be 0 or more"),
         ({"a": math.nan}, "the weight nan"),
         ({"a": 0}, "gives no source a weight"),

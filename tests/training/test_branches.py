@@ -124,7 +124,7 @@ def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"mirror": "/local"}, r"mirror is '/local'; it is an address"),
+        ({"mirror": "/local"}, r"mirror is '/local'; give an address"),
         ({"keep_every": 0}, "keep_every is 0"),
         ({"keep_steps": (0,)}, "keep_steps is 0"),
     ],
@@ -141,7 +141,7 @@ def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None
     (tmp_path / "trunk" / "config.yaml").write_text("checkpoint: {mirror: s3://bucket/run}")
     check_branch(origin, "s3://bucket/branch")
     check_branch(origin, None)
-    with pytest.raises(ConfigError, match="which is that of the run that this one branches from"):
+    with pytest.raises(ConfigError, match="which is the mirror of the run that this one branches"):
         check_branch(origin, "s3://bucket/run/")
 
 

@@ -85,7 +85,7 @@ def test_overrides_that_no_model_has_are_refused_by_name(
 
 def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_path: Path) -> None:
     for name, value, message in (
-        ("n_head", 5, "hidden_size 64 is no multiple of num_attention_heads 5"),
+        ("n_head", 5, "hidden_size 64 is not a multiple of num_attention_heads 5"),
         ("n_layer", 0, "must be 1 or more"),
         ("num_attention_heads", 0, "must be 1 or more"),
         ("n_heads", 4, "did you mean 'n_head'"),
@@ -173,7 +173,7 @@ def test_a_tied_head_stays_tied_and_one_of_its_own_is_not_tied(llama: Path, tmp_
     again = opened(twice).model
     assert again.lm_head.weight is again.model.embed_tokens.weight
     apart = changed(llama, tmp_path / "apart", **{"lm_head.weight": embedding + 1})
-    with pytest.raises(ConfigError, match=r"a head of its own.*tie_word_embeddings to false"):
+    with pytest.raises(ConfigError, match=r"a head that differs.*tie_word_embeddings to false"):
         opened(apart)
     own = opened(apart, tie_word_embeddings=False).model
     assert torch.equal(own.lm_head.weight, embedding + 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapack.errors import ConfigError
-from megapack.training.command import join
+from megapack.training.command import set_rank_environment
 
 from .conftest import Corpus
 from .processes import ROOT, environment
@@ -23,7 +23,7 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*NAMES, *SLURM):
-        # Set first, so that what join() writes is undone as well.
+        # Set first, so that what set_rank_environment() writes is undone as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -38,7 +38,7 @@ def _found() -> dict[str, str | None]:
 
 
 def test_a_plain_process_is_a_run_of_one() -> None:
-    join()
+    set_rank_environment()
     found = _found()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
     assert found["MASTER_ADDR"] == "127.0.0.1" and int(found["MASTER_PORT"] or 0) > 0
@@ -47,23 +47,23 @@ def test_a_plain_process_is_a_run_of_one() -> None:
 def test_deepspeed_launcher_gives_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "5", "WORLD_SIZE": "8", **MASTER}
     _set(monkeypatch, **values)
-    join(local_rank=1)
+    set_rank_environment(local_rank=1)
     assert _found() == {**values, "LOCAL_RANK": "1"}
 
 
 def test_slurm_tasks_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
     with pytest.raises(ConfigError, match="did not set MASTER_ADDR, MASTER_PORT; start with"):
-        join()
+        set_rank_environment()
     _set(monkeypatch, **MASTER)
-    join()
+    set_rank_environment()
     assert list(_found().values())[:3] == ["9", "16", "1"]
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="did not set WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"):
-        join()
+        set_rank_environment()
 
 
 class SlurmScript:

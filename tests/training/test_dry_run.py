@@ -177,7 +177,7 @@ def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path
     with pytest.raises(ResumeError, match="seed was 0 and is 3"):
         dry_run(replace(config, seed=3))
     shorter = replace(config, num_steps=8)
-    with pytest.raises(ResumeError, match="has 9 steps done, and the run num_steps 8"):
+    with pytest.raises(ResumeError, match="has 9 steps done, and num_steps of the run is 8"):
         dry_run(shorter)
     (newest / "manifest.json").write_text("")
     with pytest.raises(ResumeError, match=r"manifest\.json is not valid JSON"):
@@ -189,7 +189,7 @@ def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path
 def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", model={"vocab_size": 64})
     one = dry_run(load_config(PretrainConfig, config), lengths="lognormal:60,50,900", buckets=[128])
-    assert "buckets per step: one, as there is no other" in one
+    assert "buckets per step: one, the only one" in one
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*bucket*.yaml")))

@@ -23,7 +23,7 @@ from megapack.training.model.architecture import (
     model_configuration,
     position_limit,
 )
-from megapack.training.model.opening import build_model, try_positions
+from megapack.training.model.opening import build_model, check_document_positions
 from megapack.training.model.training_model import TrainingModel
 from tests.data.corpora import write_documents
 
@@ -268,7 +268,7 @@ def test_a_model_that_cannot_be_is_refused(arguments: dict[str, object], message
 
 def test_a_run_that_is_taken_for_its_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("num_steps: 3")
-    with pytest.raises(ConfigError, match=rf"a run's directory; its model is in {tmp_path}/model"):
+    with pytest.raises(ConfigError, match=rf"a run directory; its model is in {tmp_path}/model"):
         model_configuration(ModelConfig(pretrained=str(tmp_path)), VOCAB)
 
 
@@ -349,7 +349,7 @@ def test_rope_that_looks_at_the_whole_micro_batch_is_not_trained_across_its_swit
 
     assert torch.allclose(logits_beside(16), logits_beside(10), atol=1e-5)
     assert not torch.allclose(logits_beside(20), logits_beside(10), atol=1e-3)
-    try_positions(configuration, 16)
+    check_document_positions(configuration, 16)
     said = r"original_max_position_embeddings \(16\).* up to 20 pos"
     with pytest.raises(ConfigError, match=said):
-        try_positions(configuration, 20)
+        check_document_positions(configuration, 20)

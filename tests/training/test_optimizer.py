@@ -181,7 +181,7 @@ def test_a_resumed_run_has_the_same_average(
         started = run.start("stop_at=6", ranks=1 if name == "others" else 2, env=eager)
         if (name, kind) == ("others", "muon"):
             assert started.wait() != [0]
-            assert "no place for Muon's momentum; go on with 2 ranks" in started.output()
+            assert "cannot store Muon's momentum; continue with 2 ranks" in started.output()
             return
         started.succeed()
         line = run.lines("evaluation")[-1]

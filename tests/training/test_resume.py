@@ -214,7 +214,7 @@ def test_optimizer_is_that_of_the_configuration_after_a_resume_too(
 def test_nan_loss_ends_the_run(new_run: NewRun) -> None:
     steep = {"optimizer": {"lr": 1e9, "clip": 0.0}, "learning_rate": {"warmup_steps": 0}}
     run = new_run(num_steps=40, **steep)
-    run.start().end_with(1, "is not a number; everything from here on would be lost time")
+    run.start().end_with(1, "is not a number; further training would be wasted")
     assert run.log[0]["loss"] > 0 and run.log[-1]["loss"] is None
 
 
@@ -252,7 +252,7 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
         shift = 0 if path == run.evaluation else 1
         lines = ({"step": i, "tokens_seen": 100 * (i + shift)} for i in range(6))
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run.forget_after(300)
+    run.truncate_logs(300)
     assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 2]
     assert [line["step"] for line in read_jsonl(run.evaluation)] == [0, 1, 2, 3]
     assert len(list(read_jsonl(run.batches / "rank_00000.jsonl"))) == 3
@@ -265,12 +265,12 @@ def test_a_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> 
     lines[2] = damage
     before = b"\n".join(lines) + b"\n"
     run.log.write_bytes(before)
-    [problem] = run.forget_after(500)
+    [problem] = run.truncate_logs(500)
     assert "line 3 is damaged (1 in all)" in problem
     assert [line["step"] for line in read_jsonl(run.log)] == [0, 1, 3, 4]
     assert (tmp_path / "log.jsonl.damaged").read_bytes() == before, "nothing is lost"
-    assert run.forget_after(500) == []
-    [problem] = run.forget_after(800)
+    assert run.truncate_logs(500) == []
+    [problem] = run.truncate_logs(800)
     assert "ends after 500 tokens, and the checkpoint has seen 800" in problem
 
 
@@ -304,7 +304,7 @@ def test_checkpoint_is_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None
     export(tmp_path / "x", "--step", "5").end_with(1, "(steps: 3, 6, 8)")
     other = ("--set", "model.overrides={hidden_act: gelu}")  # the same shapes
     export(tmp_path / "y", *other).end_with(1, "model.hidden_act was 'silu' and is 'gelu'")
-    export(run.dir).end_with(2, "is there and is no model")
+    export(run.dir).end_with(2, "exists and has no config.json")
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before
 
 
@@ -330,8 +330,8 @@ def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_pa
     mine, yours = tmp_path / "mine" / "run", tmp_path / "yours" / "run"
     for path in (mine, yours):
         path.mkdir(parents=True)
-    first = RunDirectory(mine).own_id()
-    assert RunDirectory(mine).own_id() == first != RunDirectory(yours).own_id()
+    first = RunDirectory(mine).create_id()
+    assert RunDirectory(mine).create_id() == first != RunDirectory(yours).create_id()
 
 
 # ---- torchrun's elastic agent: a lost worker restarts the job, without anybody's help

@@ -161,7 +161,7 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         *("--micro-batch-tokens", 512, "--run", runs[0], "--run", runs[1]),
         *("--blend", tmp_path / "blend.json"),
     ).succeed("tiny: perplexity", "context     16")
-    assert "in epochs 0 to 1, the last that all runs have:\nfirst: " in output
+    assert "in epochs 0 to 1, the last of all runs:\nfirst: " in output
     assert output.index("first: final perplexity") < output.index("second: final perplexity")
     found = json.loads((out / "evaluation.json").read_text())
     assert found["runs"]["first"]["mean_rank"] == 1.0
@@ -179,9 +179,9 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         ("--model x=a --model x=b --data nowhere", "two of --model have one name"),
         ("--run x=a --run x=b", "two of --run have one name"),
         ("--model x=a --data nowhere --max-tokens -5", "--max-tokens is -5"),
-        ("--model x=a --run b", "--model is scored by --data"),
-        ("--data nowhere --run b", "--model is scored by --data"),
-        ("--lm-eval piqa", "--model is scored by --data"),
+        ("--model x=a --run b", "--model and one of --data"),
+        ("--data nowhere --run b", "--model and one of --data"),
+        ("--lm-eval piqa", "--model and one of --data"),
         ("--model x=a --data nowhere --contexts 8 0", "--contexts is 0"),
     ],
 )

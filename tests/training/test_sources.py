@@ -24,7 +24,7 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_documen
 from megapack.storage.builder import write_weights
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
-from megapack.training.engine.engine import _by_sample
+from megapack.training.engine.engine import _sum_by_sample
 from megapack.training.engine.inputs import open_inputs
 from megapack.training.monitoring.monitor import mean_by_source, named_means
 
@@ -243,7 +243,7 @@ def test_samples_are_summed_where_rows_end_in_padding() -> None:
     losses = torch.arange(1.0, 21.0)
     batch = {"capacity": 4, "row_tokens": 10, "sample_ids": torch.tensor([7, 3, 5])}
     losses[[4, 9, 14]] = 0  # of padding: row 1 is [1..4 .][6..9 .], row 2 [11..14 .] and empty
-    assert _by_sample(losses, batch).tolist() == [10.0, 30.0, 50.0]
+    assert _sum_by_sample(losses, batch).tolist() == [10.0, 30.0, 50.0]
 
 
 def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from megapack.config import load_config
-from megapack.training.command import join
+from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.inputs import open_inputs, open_validation
-from megapack.training.engine.world import world
+from megapack.training.engine.world import connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.validation import validate_sources
@@ -28,8 +28,8 @@ SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is no multiple of a group
 def main() -> None:
     config = load_config(PretrainConfig, sys.argv[1])
     shared = config.engine.sequence_parallel_size
-    join()
-    with world(timeout_minutes=20, sequence_parallel_size=shared) as here:
+    set_rank_environment()
+    with connect_ranks(timeout_minutes=20, sequence_parallel_size=shared) as here:
         inputs = open_inputs(config)
         model, _ = open_model(
             replace(config.model, overrides={"initializer_range": 0.2}),

@@ -1,10 +1,9 @@
-"""The exponential average of a run's weights: kept beside them, evaluated, saved, exported.
+"""Exponential average of a run's weights: updated, evaluated, saved and exported.
 
 After every update ``average = decay * average + (1 - decay) * weights``, in float32, from the
-initial weights on. A rank keeps the average of those numbers alone whose float32 master weights it
-keeps (all of them without ZeRO), so nothing is sent until somebody wants to see it: ``in_model``
-puts the average in place of the weights. Files say which numbers they hold, so that any number of
-ranks reads what any number has written.
+initial weights on. A rank averages only the float32 master weights that it owns (all of them
+without ZeRO), so updates need no communication. ``in_model`` puts the average in place of the
+weights. Files record which part of a parameter they contain, so any number of ranks can read them.
 
     decay 0.9, a weight of 1.0 that becomes 2.0 and stays  # -> 1.1, 1.19, 1.271
 """
@@ -21,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.training.model.sharding import whole_shape
+from megapack.training.model.flops import whole_shape
 
 logger = logging.getLogger("megapack")
 
 Pieces: TypeAlias = dict[str, tuple[int, Tensor]]
-"""Parameter -> the first of its numbers that this rank keeps, and those numbers, flat."""
+"""Parameter -> offset of this rank's part, and its flat values."""
 
 _FILES = "average_rank_*.pt"
 
 
 def master_pieces(engine: Any) -> Pieces:
-    """The float32 weights that this rank updates, as views or copies of them."""
+    """Return the float32 weights that this rank updates, as views or copies."""
     from deepspeed.utils import safe_get_local_fp32_param  # noqa: PLC0415
 
     stage, pieces = engine.zero_optimization_stage(), {}
@@ -42,7 +41,7 @@ def master_pieces(engine: Any) -> Pieces:
         elif stage == 3:
             share = safe_get_local_fp32_param(parameter).detach().flatten()
             begin = dist.get_rank() * parameter.ds_tensor.ds_numel
-            real = max(0, min(share.numel(), parameter.ds_numel - begin))  # the last is padded
+            real = max(0, min(share.numel(), parameter.ds_numel - begin))  # without padding
             pieces[name] = begin, share[:real]
         elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
             begin = mapping.lp_fragment_address.start
@@ -51,11 +50,11 @@ def master_pieces(engine: Any) -> Pieces:
 
 
 class WeightAverage:
-    """The average of one engine's weights. All methods but ``update`` are collective.
+    """Average of one engine's weights. All methods but ``update`` are collective.
 
     Args:
-        engine: of ``deepspeed.initialize``.
-        decay: what is left of the average after a step.
+        engine: engine of ``deepspeed.initialize``.
+        decay: weight of the former average at an update.
     """
 
     def __init__(self, engine: Any, decay: float) -> None:
@@ -64,12 +63,12 @@ class WeightAverage:
         self.begin()
 
     def begin(self) -> None:
-        """From the present weights on."""
+        """Start the average from the current weights."""
         pieces = master_pieces(self._engine)
         self._average = {name: (begin, piece.clone()) for name, (begin, piece) in pieces.items()}
 
     def update(self) -> None:
-        """A step was taken."""
+        """Update the average after a step."""
         weights = [piece for _, piece in master_pieces(self._engine).values()]
         torch._foreach_lerp_(
             [piece for _, piece in self._average.values()], weights, 1 - self.decay
@@ -77,10 +76,9 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Meanwhile the model has the average in place of its weights, which come back as they
-        were: what an engine updates is not touched."""
+        """Put the average in place of the model's weights, which are restored afterwards."""
         weights = master_pieces(self._engine)
-        if self._stage == 0:  # where the model's are those that it updates
+        if self._stage == 0:  # these are views of the model's weights: copy them
             weights = {name: (begin, piece.clone()) for name, (begin, piece) in weights.items()}
         self._put(self._average)
         try:
@@ -98,13 +96,13 @@ class WeightAverage:
             whole = torch.zeros(shape, device=parameter.device).flatten()
             whole[begin : begin + piece.numel()] = piece
             if self._stage:
-                dist.all_reduce(whole)  # every number has one owner
+                dist.all_reduce(whole)  # every value has one owner
             divided = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
             with divided if self._stage == 3 else nullcontext():
                 parameter.data.copy_(whole.view(shape))
 
     def save(self, save: Callable[[Any, str], None], directory: Path) -> None:
-        """Hand this rank's part over to be written into a checkpoint's directory."""
+        """Call ``save`` with this rank's part and its path in a checkpoint's directory."""
         rank = dist.get_rank()
         if self._stage or rank == 0:
             tree = {
@@ -113,16 +111,17 @@ class WeightAverage:
             save(tree, str(directory / _FILES.replace("*", f"{rank:05d}")))
 
     def load(self, directory: Path) -> None:
-        """Go on from a checkpoint, or, where it has no average, from the weights it has."""
+        """Load the average from a checkpoint; without one, start from the loaded weights."""
         self.begin()
         paths = sorted(directory.glob(_FILES))
         if not paths:
-            logger.warning("%s has no average of weights: it begins with them", directory)
+            logger.warning("%s has no average of weights: it starts from the weights", directory)
         for path in paths:
-            for name, found in torch.load(path, map_location="cpu", mmap=True).items():
-                begin, mine = self._average.get(name, (0, torch.empty(0)))
-                theirs, values = found["begin"], found["values"]
-                first = max(begin, theirs)
-                last = min(begin + mine.numel(), theirs + values.numel())
+            for name, piece in torch.load(path, map_location="cpu", mmap=True).items():
+                begin, average = self._average.get(name, (0, torch.empty(0)))
+                saved_begin, values = piece["begin"], piece["values"]
+                first = max(begin, saved_begin)
+                last = min(begin + average.numel(), saved_begin + values.numel())
                 if first < last:
-                    mine[first - begin : last - begin] = values[first - theirs : last - theirs]
+                    saved = values[first - saved_begin : last - saved_begin]
+                    average[first - begin : last - begin] = saved

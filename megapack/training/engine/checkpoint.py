@@ -1,21 +1,18 @@
-"""Checkpoints: complete or absent, checked before they are loaded, for any number of ranks.
+"""Checkpoints: complete or absent, checked before loading, for any number of ranks.
 
-``<directory>/step_00001000_tokens_4194304000/`` holds DeepSpeed's files and ``manifest.json``
-(step, world size, state of the data order, size and checksum of every file). It is written under
-another name, while training goes on, and renamed when everything is on the disk; ``latest`` names
-the newest. With another number of ranks or another ZeRO stage the checkpoint is first rewritten as
-a DeepSpeed universal checkpoint.
+``<directory>/step_00001000_tokens_4194304000/`` contains DeepSpeed's files and ``manifest.json``
+(step, world size, state of the data order, size and checksum of every file). Ranks write it under
+another name while training continues; when everything is on disk, the first rank renames it.
+``latest`` names the newest. For another number of ranks or another ZeRO stage, DeepSpeed first
+converts the checkpoint to its universal format.
 
-``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files (``manifest.py``: the
-manifest; ``mirror.py``: copies in an object store). DeepSpeed writes with
-``torch.save(path)``, whose C++ writer reports a full disk as "unexpected pos", and without fsync;
-and a rank that raised there would leave the others in a barrier. Its own asynchronous engines give
-neither checksums nor fsync, and its writer process ends in silence; torch's (DCP) writes files that
-DeepSpeed cannot convert for other ranks. So the copy to the host is torch's, the files stay
-DeepSpeed's, and a thread writes them.
+``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files. The state is copied
+to the host by torch, and a thread writes it in DeepSpeed's file format. The alternatives have gaps.
+DeepSpeed's ``torch.save(path)`` reports a full disk as "unexpected pos", does not fsync, and a rank
+that fails there leaves the others in a barrier. Its asynchronous engines have neither checksums nor
+fsync, and their writer process dies without an error. DeepSpeed cannot convert files of torch's DCP
+for other ranks.
 """
-
-from __future__ import annotations
 
 import functools
 import json
@@ -49,16 +46,17 @@ _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
 class WrittenFiles:
-    """Files that this rank wrote, so that nobody has to list a directory that others write to.
+    """Files of a checkpoint that this rank writes.
 
     Args:
-        directory: of the checkpoint.
-        progress: of this rank, which goes on while it waits for files.
+        directory: directory of the checkpoint.
+        progress: progress of this rank, which counts while it waits for files.
         stager: copies state to the host; None: ``save`` writes at once.
 
     Attributes:
-        files: relative name -> ``bytes`` and ``xxh3``.
-        problem: the first failure; nothing is written after it.
+        files: relative name -> size and checksum. The manifest is made from these, because listing
+            a shared directory may miss files of other nodes.
+        problem: the first failure, after which nothing more is written.
     """
 
     def __init__(
@@ -70,29 +68,29 @@ class WrittenFiles:
         self._stager = stager
         self._copies: list[tuple[Any, str]] = []
         self._writing: Future[None] | None = None
-        # What a thread does is no progress of the run, until somebody waits for it.
-        self._steps = progress if stager is None else RankProgress()
+        # The thread's progress counts for the rank only while the rank waits for it.
+        self._written = progress if stager is None else RankProgress()
 
     def save(self, state_dict: Any, path: str) -> None:
-        """In place of the method of DeepSpeed's checkpoint engine."""
+        """Copy or write one file; replaces the method of DeepSpeed's checkpoint engine."""
         if self._stager is None:
             self._write(state_dict, path)
         else:
             self._copies.append((self._stager.stage(state_dict), path))
 
     def start(self) -> None:
-        """Write what was copied, from now on, while others go on."""
+        """Start to write the copies in a thread."""
         self._writing = _WRITER.submit(self._write_copies)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be written, or can be."""
+        """The thread has written all files, or has failed."""
         return self._writing is not None and self._writing.done()
 
     def wait(self) -> None:
-        """Until it is."""
+        """Wait until all files are written."""
         assert self._writing is not None, "start() comes first"
-        self.progress.wait(self._writing, self._steps)
+        self.progress.wait(self._writing, self._written)
 
     def _write_copies(self) -> None:
         while self._copies:
@@ -103,8 +101,8 @@ class WrittenFiles:
             return
         file = None
         try:
-            file = _SummedFile(path, self._steps)
-            torch.save(state_dict, file)  # type: ignore[arg-type]  # all it uses
+            file = _ChecksummedFile(path, self._written)
+            torch.save(state_dict, file)  # type: ignore[arg-type]  # uses write and flush only
             publish(file.file)
         except (OSError, RuntimeError) as error:
             free = shutil.disk_usage(self.directory.parent).free
@@ -114,8 +112,8 @@ class WrittenFiles:
         self.files[name] = FileFacts(bytes=file.num_bytes, xxh3=file.sum.hexdigest())
 
 
-class _SummedFile:
-    """As much of a file as ``torch.save`` asks for."""
+class _ChecksummedFile:
+    """File for ``torch.save`` that computes a checksum."""
 
     def __init__(self, path: str, progress: RankProgress) -> None:
         self._progress = progress
@@ -123,7 +121,7 @@ class _SummedFile:
         self.sum = xxhash.xxh3_128()
         self.num_bytes = 0
         self.error: OSError | None = None
-        """Why it could not be written; torch reports what its zip writer makes of that."""
+        """Error of the disk; torch raises an unrelated one for it."""
 
     def write(self, data: Buffer) -> int:
         try:
@@ -137,34 +135,33 @@ class _SummedFile:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A checkpoint that was found good, and how it must be loaded."""
+    """A good checkpoint, and how to load it."""
 
     tag: str
     manifest: CheckpointManifest
     universal: bool
-    """Another world size or ZeRO stage: load the universal form."""
+    """Convert to the universal format first: the world size or the ZeRO stage differs."""
     rejected: list[str] = field(default_factory=list)
-    """Newer checkpoints that were damaged, and how."""
+    """Problems of newer checkpoints, which are damaged."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run, as ``CheckpointConfig`` has them. All methods but ``tags`` are
-    collective.
+    """Checkpoints of one run. All methods but ``tags`` are collective.
 
     Args:
-        directory: shared by all nodes.
-        keep, asynchronous: of ``CheckpointConfig``.
-        zero_stage: of the engine that saves and loads.
-        scratch: where a checkpoint is rewritten for other ranks; None: beside it.
-        is_milestone: of a number of steps, whether its checkpoint stays.
-        reach: steps that the run may have to take back: the newest checkpoint that is so many
-            behind stays, however many came after it, of signals too.
-        mirror: where every checkpoint is copied to; None: nowhere.
+        directory: directory of the checkpoints, shared by all nodes.
+        keep, asynchronous: as in ``CheckpointConfig``.
+        zero_stage: ZeRO stage of the engine that saves and loads.
+        scratch: folder for universal checkpoints; None: ``directory``.
+        is_milestone: returns True for a step whose checkpoint is never removed.
+        reach: steps that a rollback may take back. The newest checkpoint at least this many steps
+            old is kept in addition to ``keep``.
+        mirror: receives a copy of every checkpoint; None: no copies.
     """
 
     def __init__(
@@ -184,7 +181,7 @@ class CheckpointStore:
         self.is_milestone, self.reach, self.mirror = is_milestone, reach, mirror
         self.zero_stage, self.scratch = zero_stage, scratch or directory
         cuda = torch.cuda.is_available()
-        copies = StagingOptions(  # to the host, where their memory is kept and used again
+        copies = StagingOptions(  # the copies reuse their host memory
             use_pinned_memory=cuda,
             use_shared_memory=False,
             use_async_staging=False,
@@ -194,23 +191,23 @@ class CheckpointStore:
         self._begun: tuple[str, WrittenFiles, dict[str, Any]] | None = None
 
     def tags(self) -> list[str]:
-        """Names of the checkpoints by tokens seen, damaged ones included."""
+        """Return the names of the checkpoints, damaged ones included, by tokens seen."""
         return tags_in(self.directory)
 
     def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
-        """Take a checkpoint of the present; it counts when ``finish`` returns.
+        """Begin a checkpoint of the current state; it counts after ``finish``.
 
-        With ``asynchronous`` this returns when everything was copied to the host.
+        With ``asynchronous`` this returns when everything is copied to the host.
 
         Args:
-            engine: of ``start_engine``.
-            step: optimizer steps that were done.
-            tokens: of all these steps, padding included; decides which checkpoint is the newest.
-            state: goes into the manifest.
+            engine: engine of ``start_engine``.
+            step: optimizer steps done.
+            tokens: tokens of these steps, with padding; the newest checkpoint has the most.
+            state: state for the manifest.
 
         Raises:
-            FloatingPointError: a weight is infinite or not a number.
-            ResumeError: as ``finish``, of one that was begun before.
+            FloatingPointError: a weight is infinite or NaN.
+            ResumeError: as ``finish``, for a checkpoint that was begun earlier.
         """
         self.finish()
         tag = f"step_{step:08d}_tokens_{tokens}"
@@ -220,15 +217,15 @@ class CheckpointStore:
         self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
         self.world.on_first(self._clear_partial)
         files = WrittenFiles(partial, self.world.progress, self._stager)
-        theirs = engine.checkpoint_engine
-        original, theirs.save = theirs.save, files.save
-        try:  # no `latest` from DeepSpeed: it would name a directory before it is complete
+        writer = engine.checkpoint_engine
+        original, writer.save = writer.save, files.save
+        try:  # without DeepSpeed's `latest`, which would name an incomplete directory
             client_state = {"megapack": state}
             engine.save_checkpoint(
                 str(self.directory), partial.name, client_state=client_state, save_latest=False
             )
         finally:
-            theirs.save = original
+            writer.save = original
         if engine.weight_average is not None:
             engine.weight_average.save(files.save, partial)
         files.start()
@@ -236,17 +233,17 @@ class CheckpointStore:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written its part of a checkpoint that waits for ``finish``."""
+        """This rank has written its part of the checkpoint that was begun."""
         return self._begun is not None and self._begun[1].is_complete
 
     def finish(self) -> str | None:
-        """Wait until all ranks have written, publish, and remove checkpoints beyond ``keep``.
+        """Wait for all ranks, publish the checkpoint, and remove those beyond ``keep``.
 
         Returns:
-            The checkpoint's name; None when none was begun. Of the same name it replaces one.
+            Name of the checkpoint (it replaces one of the same name); None: none was begun.
 
         Raises:
-            ResumeError: some rank could not write; nothing appears under the final name.
+            ResumeError: a rank could not write. The checkpoint is removed.
         """
         if self._begun is None:
             return None
@@ -260,7 +257,7 @@ class CheckpointStore:
         try:
             self.world.fail_together(problem, f"checkpoint {tag} could not be written")
         except ResumeError:
-            self.world.on_first(self._clear_partial)  # half of it may fill the disk
+            self.world.on_first(self._clear_partial)  # free the disk
             raise
         manifest = CheckpointManifest(
             world_size=self.world.size,
@@ -272,34 +269,33 @@ class CheckpointStore:
         return tag
 
     def wait_for_mirror(self) -> None:
-        """Until copies that were begun are done; collective."""
+        """Wait for uploads in progress; collective."""
         if self.mirror is not None:
             self.world.on_first(self.mirror.wait)
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        _remove_left(self.directory, "partial", "universal")
+        _remove_leftovers(self.directory, "partial", "universal")
 
     def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
         partial = self.directory / f"{tag}.partial"
         manifest.write(partial)
         self._remove(tag)
         partial.rename(self.directory / tag)
-        with atomic_write(self.directory / "latest", "w") as file:  # syncs the directory, too
+        with atomic_write(self.directory / "latest", "w") as file:  # also syncs the directory
             file.write(tag)
-        newest = self.tags()
-        behind = [old for old in newest if step_of(old) <= step_of(tag) - self.reach]
-        for old in newest[: max(0, newest.index(tag) + 1 - self.keep)]:
-            if old not in behind[-1:] and not self.is_milestone(step_of(old)):
+        tags = self.tags()
+        reached = [old for old in tags if step_of(old) <= step_of(tag) - self.reach]
+        for old in tags[: max(0, tags.index(tag) + 1 - self.keep)]:
+            if old not in reached[-1:] and not self.is_milestone(step_of(old)):
                 self._remove(old)
         if self.mirror is not None:
             self.mirror.copy(self.directory, self.tags(), tag)
 
     def _remove(self, tag: str) -> None:
-        """A checkpoint half removed must not look like one."""
+        # Rename first: a checkpoint half removed must not look like one.
         if (self.directory / tag).exists():
-            gone = (self.directory / tag).rename(self.directory / f"{tag}.old.partial")
-            shutil.rmtree(gone)
+            shutil.rmtree((self.directory / tag).rename(self.directory / f"{tag}.old.partial"))
 
     def find(
         self,
@@ -308,16 +304,16 @@ class CheckpointStore:
         fallback: bool = False,
         among: Callable[[str], bool] = lambda _: True,
     ) -> Resume | None:
-        """The newest good checkpoint; None when the run has none.
+        """Return the newest good checkpoint; None: the run has no checkpoints.
 
         Args:
-            verify: compare sizes, or read every file and compare checksums.
-            fallback: skip damaged checkpoints instead of refusing to start.
-            among: of a checkpoint's name, whether it is looked at.
+            verify: compare sizes, or checksums of all bytes.
+            fallback: skip damaged checkpoints instead of raising.
+            among: returns True for the names to consider.
 
         Raises:
-            ResumeError: the newest is damaged and ``fallback`` is off, or all are; or it is of a
-                ZeRO stage that cannot be carried over.
+            ResumeError: the newest is damaged and ``fallback`` is off, or all are damaged, or
+                DeepSpeed cannot convert its ZeRO stage.
         """
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
@@ -328,8 +324,8 @@ class CheckpointStore:
                 manifest = CheckpointManifest.read(self.directory / tag)
                 universal = self._needs_universal(manifest)
                 self.world.on_first(lambda: self._set_aside(list(rejected)))
-                why = list(rejected.values())
-                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=why)
+                reasons = list(rejected.values())
+                return Resume(tag=tag, manifest=manifest, universal=universal, rejected=reasons)
             rejected[tag] = f"{self.directory / tag} is damaged: {'; '.join(problems)}"
             if not fallback:
                 raise ResumeError(
@@ -341,8 +337,8 @@ class CheckpointStore:
         return None
 
     def abandon_after(self, tag: str) -> None:
-        """Checkpoints of more tokens than this one are of a path that the run left: aside, and only
-        the newest of them is kept; collective."""
+        """Set aside the newest of the checkpoints with more tokens than this one, and remove the
+        others: the run rolls back to before them. Collective."""
         self.world.on_first(lambda: self._abandon_after(tag))
 
     def _abandon_after(self, tag: str) -> None:
@@ -354,78 +350,79 @@ class CheckpointStore:
             for other in newer[:-1]:
                 self._remove(other)
             with atomic_write(self.directory / "latest", "w") as file:
-                file.write(tag)  # or of its trunk
+                file.write(tag)
             if self.mirror is not None:
                 self.mirror.keep_only(self.directory, self.tags())
 
     def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
-        """Checkpoints keep their files under a name that nobody loads or prunes."""
+        # Nothing loads or removes a directory with such a name.
         for tag in tags:
             target = self.directory / f"{tag}.{kind}"
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / tag).rename(target)
 
     def _needs_universal(self, manifest: CheckpointManifest) -> bool:
-        """Whether a checkpoint must be rewritten for this number of ranks and ZeRO stage."""
+        """Return True if the checkpoint needs conversion for this world size and ZeRO stage."""
         before, now = manifest.zero_stage, self.zero_stage
         if before != now and not {before, now} <= {1, 2}:
             raise ResumeError(
                 f"the checkpoint was written with ZeRO-{before} and this run has ZeRO-{now}: "
-                f"DeepSpeed cannot carry optimizer state from one to the other. Set "
-                f"engine.zero_stage={before}, or begin anew from the exported model"
+                f"DeepSpeed cannot convert optimizer state between the two. Set "
+                f"engine.zero_stage={before}, or start a new run from the exported model"
             )
-        if now == 0:  # every rank holds everything: any number of ranks can load it
+        if now == 0:  # every rank has the whole state, so any number of ranks can load it
             return False
         return (manifest.world_size, before) != (self.world.size, now)
 
     def load(self, engine: Any, resume: Resume) -> None:
-        """Bring the engine to the state of a checkpoint that ``find`` returned.
+        """Load a checkpoint that ``find`` returned into the engine.
 
         Raises:
             ResumeError: DeepSpeed refuses it (another model, optimizer or precision), or the
-                manifest is not that of its weights.
+                manifest belongs to other weights.
         """
-        place = self.directory / resume.tag
+        folder = self.directory / resume.tag
         if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
             raise ResumeError(
-                f"{place}: DeepSpeed's universal checkpoints have no place for Muon's momentum; go "
-                f"on with {resume.manifest.world_size} ranks and "
-                f"ZeRO-{resume.manifest.zero_stage}, or begin anew from the exported model"
+                f"{folder}: DeepSpeed's universal checkpoints cannot store Muon's momentum; "
+                f"continue with {resume.manifest.world_size} ranks and "
+                f"ZeRO-{resume.manifest.zero_stage}, or start a new run from the exported model"
             )
         if resume.universal:
-            place = self.world.on_first(lambda: self._convert(resume.tag))
-        # DeepSpeed asks its configuration at every load, and a run that goes back loads both kinds.
+            folder = self.world.on_first(lambda: self._convert(resume.tag))
+        # DeepSpeed reads this at every load, and a rollback may load the other kind.
         engine._config.load_universal_checkpoint = resume.universal
-        with _own_settings(engine):
+        with _keep_settings(engine):
             try:
-                path, saved = engine.load_checkpoint(str(place.parent), tag=place.name)
+                path, saved = engine.load_checkpoint(str(folder.parent), tag=folder.name)
                 problem = None if path else "DeepSpeed found nothing to load"
                 if path and json.dumps(saved["megapack"]) != json.dumps(resume.manifest.state):
-                    problem = f"{MANIFEST} is damaged: its state is not that of the weights"
+                    problem = f"{MANIFEST} is damaged: its state differs from that in the weights"
             except (OSError, RuntimeError, ValueError, KeyError, AssertionError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        self.world.fail_together(problem, f"checkpoint {place} does not fit this run")
+        self.world.fail_together(problem, f"checkpoint {folder} does not fit this run")
         if engine.weight_average is not None:
             engine.weight_average.load(self.directory / resume.tag)
         if resume.universal:
-            # With ZeRO-3 DeepSpeed gives all parts one step count, and each of them would raise it.
+            # With ZeRO-3 all parts share DeepSpeed's one step count, which each would increment.
             for state in engine.optimizer.optimizer.state.values():
                 if "step" in state:
                     state["step"] = deepcopy(state["step"])
-            self.world.on_first(lambda: shutil.rmtree(place, ignore_errors=True))
+            self.world.on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
             self.world.on_first(lambda: (self.scratch / "latest_universal").unlink(missing_ok=True))
 
     def _convert(self, tag: str) -> Path:
-        """Into a folder of this start's own: the converter of one that was killed may go on."""
-        _remove_left(self.scratch, "universal")
+        """Convert to the universal format, in a new folder; return the folder."""
+        # The name is unique because the converter of a killed start may still be running.
+        _remove_leftovers(self.scratch, "universal")
         universal = self.scratch / f"{tag}.{uuid.uuid4().hex}.universal"
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(self.directory / tag)]
         command += ["--output_folder", str(universal), "--inject_missing_state"]
-        # Its own process group variables would make the converter join this run.
+        # With these variables the converter would join this run's process group.
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        with tempfile.TemporaryFile("w+") as said:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=env)
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=env)
             try:
                 place = f"rewriting {tag} for this number of ranks"
                 with self.world.progress.while_written(universal, place):
@@ -434,50 +431,50 @@ class CheckpointStore:
                 process.kill()
                 process.wait()
                 raise
-            said.seek(0)
-            last = (said.read().strip().splitlines() or ["no message"])[-1]
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["no message"])[-1]
         if process.returncode != 0:
             raise ResumeError(
-                f"checkpoint {tag} cannot be rewritten for another number of ranks or ZeRO "
+                f"checkpoint {tag} cannot be converted for this number of ranks or ZeRO "
                 f"stage: {last}"
             )
         return universal
 
     def _problems(self, tag: str, verify: Verify) -> list[str]:
-        """Faults of a checkpoint, the same list on every rank."""
-        mine: list[str] = []
+        """Return the faults of a checkpoint; ranks share the work and get the same list."""
+        faults: list[str] = []
         try:
             manifest = CheckpointManifest.read(self.directory / tag)
         except ResumeError as error:
-            mine = [str(error)]
+            faults = [str(error)]
         else:
             for name in sorted(manifest.files)[self.world.rank :: self.world.size]:
                 place = f"the check of {tag}/{name}"
                 read = functools.partial(self.world.progress.inside, place)
                 problem = manifest.files[name].problem(self.directory / tag / name, verify, read)
                 if problem:
-                    mine.append(f"{name} {problem}")
-        return sorted({problem for part in self.world.gather(mine) for problem in part})
+                    faults.append(f"{name} {problem}")
+        return sorted({fault for part in self.world.gather(faults) for fault in part})
 
 
-def _remove_left(directory: Path, *kinds: str) -> None:
-    """What a start that was killed has left."""
+def _remove_leftovers(directory: Path, *kinds: str) -> None:
+    # They belong to a start that was killed.
     for kind in kinds:
         for leftover in directory.glob(f"step_*.{kind}"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
-def _own_settings(engine: Any) -> Iterator[None]:
-    """The optimizer keeps what this run's configuration says (weight decay, betas, clipping): with
-    its state DeepSpeed loads those of the run that saved it."""
+def _keep_settings(engine: Any) -> Iterator[None]:
+    """Keep the configured settings of the optimizer (weight decay, betas, clipping), which
+    DeepSpeed's load would replace by those of the saved run."""
     clip = getattr(engine.optimizer, "clip_grad", None)  # none without ZeRO: ``clip_and_skip``
-    groups = [
+    configured = [
         {name: value for name, value in group.items() if name != "params"}
         for group in engine.optimizer.param_groups
     ]
     yield
-    for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
-        group.update(own)
+    for group, settings in zip(engine.optimizer.param_groups, configured, strict=True):
+        group.update(settings)
     if clip is not None:
         engine.optimizer.clip_grad = clip

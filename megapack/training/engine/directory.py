@@ -1,20 +1,24 @@
-"""The directory of a run: everything needed to say later what was run, on what, with what.
+"""Directory of a run: what was run, on which data, with which code, and with which result.
 
-``config.yaml`` the resolved configuration, ``starts.jsonl`` one line per start (versions, git,
-hosts, fingerprints, command), ``log.jsonl`` one line per step, ``evaluation.jsonl``,
-``checkpoints/``, ``tensorboard/``, ``model/`` and ``model_average/`` (what ``from_pretrained``
-loads), ``end.json`` (why and where the run ended), and when asked for ``batches/``, what every rank
-was fed, ``profile/``, traces of steps, and ``run_id``, the name of its curves on a server and the
-owner of its mirror.
-``flight/`` has the collectives of every rank after a timeout of NCCL.
+    config.yaml            resolved configuration
+    starts.jsonl           one line per start: versions, git, hosts, fingerprints, command
+    log.jsonl              one line per step
+    evaluation.jsonl       one line per validation
+    checkpoints/           checkpoints (``checkpoint.py``)
+    model/, model_average/ models for ``from_pretrained``
+    end.json               why and where the run ended
+    run_id                 id of the run on a server of curves; owner of its mirror
+    tensorboard/, batches/, profile/  curves, samples of every rank, traces, if requested
+    flight/                collectives of every rank after a timeout of NCCL
 
-Whoever reads a run, as ``megapack-build report`` does, needs no torch.
+Reading a run (``megapack-build report``) does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -48,7 +52,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "trito
 
 
 class RunDirectory:
-    """Paths of a run, and the files one process writes once."""
+    """Paths of a run, and the files that one process writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -61,7 +65,7 @@ class RunDirectory:
         self.profile = self.path / "profile"
         self.flight = self.path / "flight"
         self.at: dict[str, int] = {}
-        """``step`` and ``saved``: steps done and steps in a checkpoint, for ``end.json``."""
+        """``step`` (steps done) and ``saved`` (steps in a checkpoint), for ``end.json``."""
         self.config = self.path / "config.yaml"
         self.starts = self.path / "starts.jsonl"
         self.ended = self.path / "end.json"
@@ -70,28 +74,27 @@ class RunDirectory:
 
     @property
     def known_id(self) -> str | None:
-        """The id of this run, None where nobody has asked for one yet."""
+        """Id of this run; None before ``create_id``."""
         path = self.path / RUN_ID
         return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
-    def own_id(self, given: str | None = None) -> str:
-        """An id of this run that no other directory has; the same at every start. ``given``: that
-        of the run that it goes on with, where it has none yet."""
-        found = self.known_id or given or uuid.uuid4().hex
+    def create_id(self, given: str | None = None) -> str:
+        """Return the id of this run; create it at the first call, from ``given`` or at random."""
+        run_id = self.known_id or given or uuid.uuid4().hex
         if self.known_id is None:
             with atomic_write(self.path / RUN_ID, "w") as file:
-                file.write(found)
-        return found
+                file.write(run_id)
+        return run_id
 
     @contextmanager
     def held(self, world: World) -> Iterator[None]:
-        """Nobody else trains into this directory meanwhile; collective.
+        """Lock the directory against other runs; collective.
 
-        The lock is the first rank's and the kernel's: it ends with that process, however it ends.
-        ``end.json`` says "running" until something better is known, also after a SIGKILL.
+        The first rank holds a kernel lock, which ends with its process. ``end.json`` says
+        "running" until the run ends, and keeps saying so after a SIGKILL.
 
         Raises:
-            LockedError: another run does; names its host and process.
+            LockedError: another run holds the lock; the message names its host and process.
         """
         world.on_first(self._hold)
         self._is_held = True
@@ -107,21 +110,23 @@ class RunDirectory:
         self.end("running")
 
     def settings(self) -> dict[str, Any]:
-        """What ``config.yaml`` says; empty where it cannot be read."""
+        """Return the content of ``config.yaml``; empty if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             tree = read_yaml(self.config.read_text(encoding="utf-8"))
             return tree if isinstance(tree, dict) else {}
         return {}
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
-        """Record a start: the configuration in full, and one line of facts."""
+        """Record a start: the full configuration, and one line of facts."""
         with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
         append_jsonl(self.starts, {"time": time.time(), **environment(), **facts})
 
     def record_flight(self) -> None:
-        """Have NCCL write the last collectives of every rank here when one of them times out;
-        before the process group is made. What the environment says already stays."""
+        """Let NCCL write the last collectives of every rank to ``flight/`` after a timeout.
+
+        Call it before the process group exists. Variables that are set already stay.
+        """
         self.flight.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -129,59 +134,60 @@ class RunDirectory:
             os.environ.setdefault(name, str(self.flight / "rank_"))
 
     def fail(self, message: str) -> None:
-        """Record why this process gives up; the first one that says so is believed."""
+        """Record why this process gives up, unless another process has recorded a reason."""
         if not self._is_held:
-            return  # the directory is another run's
-        with contextlib.suppress(OSError, ValueError):  # "running" is all that can be said
+            return  # the directory belongs to another run
+        with contextlib.suppress(OSError, ValueError):  # leave "running" on a full disk
             if json.loads(self.ended.read_text(encoding="utf-8"))["reason"] == "running":
                 self.end("error", message=message)
 
     def end(self, reason: str, **facts: Any) -> None:
-        """Record how the run ended: "done", "signal", "stop_at", "error"; or that it runs."""
+        """Record the state: "done", "signal", "stop_at", "error" or "running"."""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         with atomic_write(self.ended, "w") as file:
             json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
 
-    def take_logs(self, trunk: Path) -> None:
-        """The lines that another run wrote, where this one branches from it and has none."""
+    def copy_logs(self, trunk: Path) -> None:
+        """Copy the logs of the run that this one branches from, unless it has logs already."""
         for path in (self.log, self.evaluation):
             if (trunk / path.name).exists() and not path.exists():
-                with (trunk / path.name).open("rb") as theirs, atomic_write(path) as ours:
-                    shutil.copyfileobj(theirs, ours)
+                with (trunk / path.name).open("rb") as source, atomic_write(path) as target:
+                    shutil.copyfileobj(source, target)
 
-    def forget_after(self, tokens: int) -> list[str]:
-        """Drop the lines that a run which continues after these tokens writes again.
+    def truncate_logs(self, tokens: int) -> list[str]:
+        """Drop the log lines after ``tokens`` tokens, which the resumed run will write again.
 
         Returns:
-            Sentences about damaged lines, which are dropped from a log that is kept under another
-            name, and about lines that are missing at the end. Nothing in a log decides a resume.
+            Warnings about damaged lines (dropped; a copy of the log is kept under another name) and
+            about lines that are missing at the end. No resume depends on a log.
         """
         problems = []
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if not path.exists():
                 continue
             damaged: list[int] = []
-            seen = [(line["tokens_seen"], line) for line in read_jsonl(path, damaged)]
+            lines = [(line["tokens_seen"], line) for line in read_jsonl(path, damaged)]
             if damaged:
-                aside = path.with_name(f"{path.name}.damaged")
+                names = (f"{path.name}.damaged{n or ''}" for n in itertools.count())
+                aside = next(p for p in map(path.with_name, names) if not p.exists())
                 shutil.copyfile(path, aside)
                 numbers = ", ".join(map(str, damaged[:5]))
                 problems.append(
                     f"{path}: line {numbers} is damaged ({len(damaged)} in all); the run continues "
                     f"without them, and a copy of the damaged log is {aside}"
                 )
-            last = max((count for count, _ in seen), default=0)
+            last = max((count for count, _ in lines), default=0)
             if path == self.log and last < tokens:
                 problems.append(
                     f"{path} ends after {last:,} tokens, and the checkpoint has seen {tokens:,}: "
                     "lines at its end are missing"
                 )
             with atomic_write(path, "w") as file:
-                file.writelines(json.dumps(line) + "\n" for count, line in seen if count <= tokens)
+                file.writelines(json.dumps(line) + "\n" for count, line in lines if count <= tokens)
         return problems
 
     def check_writable(self) -> None:
-        """Make the directory. Raises OSError: nothing can be written there."""
+        """Create the directory and check that files can be written there. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             if folder.exists():
@@ -190,28 +196,31 @@ class RunDirectory:
 
 
 def tags_in(directory: Path) -> list[str]:
-    """Names of the checkpoints by tokens seen, damaged ones included.
+    """Return the names of the checkpoints, damaged ones included, by tokens seen.
 
-    Not by steps: they count anew when a run goes on with other ``tokens_per_step``.
+    Steps do not order them: a resumed run with another ``tokens_per_step`` counts steps anew.
     """
-    found = (path.name for path in directory.glob("step_*") if path.is_dir())
-    return sorted((name for name in found if "." not in name), key=tokens_of)
+    names = (path.name for path in directory.glob("step_*") if path.is_dir())
+    return sorted((name for name in names if "." not in name), key=tokens_of)
 
 
 def step_of(tag: str) -> int:
-    """Optimizer steps of a checkpoint's name."""
+    """Return the optimizer steps in a checkpoint's name."""
     return int(tag.split("_")[1])
 
 
 def tokens_of(tag: str) -> int:
-    """Tokens seen of a checkpoint's name; -1: it has none."""
+    """Return the tokens seen in a checkpoint's name; -1: the name has none."""
     number = tag.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Add lines to a log, in place of a last one that a kill or a full disk cut short. Raises
-    OSError with the path, which that of a full disk does not have."""
+    """Append lines to a log; replace a last line that a kill or a full disk cut short.
+
+    Raises:
+        OSError: with the path (Python's error of a full disk has none).
+    """
     try:
         with path.open("ab+") as file:
             if file.tell():
@@ -226,17 +235,17 @@ def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log. A last line cut short by a kill is left out.
+    """Yield the lines of a log, without a last line that a kill cut short.
 
     Args:
-        path: of the log.
-        damaged: list to append the numbers of damaged lines to; these lines are left out.
+        path: path of the log.
+        damaged: list that receives the numbers of damaged lines, which are left out.
 
     Raises:
         FormatError: a line is damaged, and ``damaged`` is None.
         OSError: the file cannot be read.
     """
-    remedy = "remove the line; a run that is started again does so itself"
+    remedy = "remove the line; a resumed run removes it, too"
     with Path(path).open("rb") as file:
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
@@ -256,14 +265,14 @@ def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[d
 
 
 def is_lost(line: Mapping[str, Any]) -> bool:
-    """Whether the loss of a line of ``log.jsonl`` is no number. A step without a label that counts
-    has none either, and no gradient."""
+    """Return True if the loss of a line of ``log.jsonl`` is NaN or infinite. A step without labels
+    has no loss either, but its gradient norm is 0."""
     return line.get("loss") is None and line.get("grad_norm") != 0
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, host, and the state of the working tree (None outside of a repository)."""
-    import torch  # noqa: PLC0415 - whoever starts a run has it
+    """Return versions, device, host, and the git commit (None outside a repository)."""
+    import torch  # noqa: PLC0415 - readers of a run need no torch
 
     versions = {"python": platform.python_version(), "megapack": megapack.__version__}
     for package in _PACKAGES:

@@ -1,18 +1,17 @@
-"""DeepSpeed around a model, and one optimizer step of it.
+"""DeepSpeed engine of a model, and one optimizer step with it.
 
-The loss of a step is the mean over the label tokens of all ranks and micro batches; where sources
-have loss weights, the weighted mean, which is divided by the sum of the weights. Every micro batch
-contributes the sum of its losses times ``number of ranks / loss denominator of the step``;
-DeepSpeed averages over ranks, which takes the factor back out, whether ranks have a micro batch
-each or a slice of one. So the gradient is the same for any split of the step into ranks and micro
-batches, and clipping sees the gradient of the mean. The load-balancing loss of a mixture of experts
-goes the same way, and counts as often as its micro batch has labels
-(``megapack.attention.experts``).
+The loss of a step is the mean over the label tokens of all ranks and micro batches; with loss
+weights, the weighted mean, divided by the sum of the weights. Every micro batch contributes the sum
+of its losses times ``number of ranks / loss denominator of the step``. DeepSpeed averages over
+ranks, which cancels the factor, also if ranks share a micro batch in slices. So the gradient does
+not depend on how the step is split into ranks and micro batches, and clipping uses the gradient of
+the mean. The load-balancing loss of a mixture of experts is treated alike, and weighted by the
+labels of its micro batch (``megapack.attention.experts``).
 
-``start_engine`` makes the engine (AdamW or Muon, and the average of weights), ``train_step`` takes
-a step, ``StepResult`` is what a rank knows of it. With 2 ranks and micro batches of 100 and 50
-label tokens on each, 300 in the step, every loss is a sum times 2 / 300, and DeepSpeed's mean over
-the ranks the sum of all losses over 300.
+``start_engine`` creates the engine (AdamW or Muon, and the average of weights), ``train_step``
+takes a step, ``StepResult`` is a rank's result. Example: 2 ranks, each with micro batches of 100
+and 50 label tokens, 300 in the step. Each loss is a sum times 2 / 300; the mean over the 2 ranks is
+the sum of all losses / 300.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConf
 from megapack.training.engine.average import WeightAverage
 from megapack.training.engine.deepspeed_config import deepspeed_configuration
 from megapack.training.engine.world import World
-from megapack.training.model.sharding import whole_shape
+from megapack.training.model.flops import whole_shape
 from megapack.training.model.training_model import TrainingModel, is_weighted, on_device
 
 
 class Stopwatch:
-    """``with stopwatch:`` around calls; how long a device was at work in them is known later.
+    """``with stopwatch:`` measures how long a device works on calls, without waiting for it.
 
     Args:
-        device: of the work; on CUDA, events in its stream.
+        device: device of the work; on CUDA, events in its stream measure the time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +62,7 @@ class Stopwatch:
         self._spans.append((self._begin, self._now()))
 
     def seconds(self) -> float:
-        """Seconds of all calls together; waits for the last one."""
+        """Return the seconds of all calls; waits for the last one."""
         if not self._cuda:
             return float(sum(end - begin for begin, end in self._spans))
         for _, end in self._spans[-1:]:
@@ -73,30 +72,30 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One rank's result of a step; nothing in it has waited for the device."""
+    """One rank's result of a step. None of its values has waited for the device."""
 
     loss_sum: Tensor
-    """Scalar on the device: losses of this rank's label tokens, weighted and summed."""
+    """Scalar on the device: weighted sum of the losses of this rank's label tokens."""
     balance_sum: Tensor | None
     """Sum of the load-balancing losses of this rank's micro batches, weighted by their labels,
     without their coefficient; None: the model has none."""
     label_weight: float
     """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
-    """(samples,) on the device: the sum of every sample of this rank, not weighted."""
+    """(samples,) on the device: unweighted sum of the losses of every sample of this rank."""
     source: NDArray[np.int64]
-    """(samples,) the number of the source of each."""
+    """(samples,) number of each sample's source."""
     grad_norm: float | Tensor
     """Norm of the whole gradient before clipping."""
     forward: Stopwatch
     """Time of this rank's forwards."""
     skipped: bool
-    """The gradient was not finite: the weights are those of before, on all ranks."""
+    """The gradient was not finite, so no rank updated its weights."""
 
 
 def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices with weight decay; norms, biases and (if asked) embeddings without; with Muon the
-    matrices of decoder layers apart from the others (``use_muon``)."""
+    """Return the optimizer's groups: matrices with weight decay; norms, biases and (if configured)
+    embeddings without; with Muon, the matrices of decoder layers (``use_muon``)."""
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -104,32 +103,32 @@ def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[d
         for parameter in module.parameters(recurse=False)
     }
     muon = model.hidden_matrices if optimizer.kind == "muon" else []
-    taken = {id(parameter) for parameter in muon}
+    in_muon = {id(parameter) for parameter in muon}
     decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if not parameter.requires_grad or id(parameter) in taken:
+        if not parameter.requires_grad or id(parameter) in in_muon:
             continue
-        spared = id(parameter) in embeddings and not optimizer.decay_embeddings
-        (kept if len(whole_shape(parameter)) < 2 or spared else decayed).append(parameter)
+        exempt = id(parameter) in embeddings and not optimizer.decay_embeddings
+        (not_decayed if len(whole_shape(parameter)) < 2 or exempt else decayed).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": optimizer.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     if optimizer.kind == "muon":
-        aside = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
-        groups = [{**group, **aside, "use_muon": False} for group in groups]
-        how = {"lr": optimizer.muon_lr, "momentum": optimizer.muon_momentum, "use_muon": True}
-        groups.append({"params": muon, "weight_decay": optimizer.weight_decay, **how})
+        adamw = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
+        groups = [{**group, **adamw, "use_muon": False} for group in groups]
+        options = {"lr": optimizer.muon_lr, "momentum": optimizer.muon_momentum, "use_muon": True}
+        groups.append({"params": muon, "weight_decay": optimizer.weight_decay, **options})
     return [group for group in groups if group["params"]]
 
 
 def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> Any:
-    """A DeepSpeed engine around ``model``, ready for ``train_step`` or a checkpoint."""
+    """Return a DeepSpeed engine of ``model``, ready for ``train_step`` or a checkpoint."""
     import deepspeed  # noqa: PLC0415
 
     if config.engine.activation_checkpointing:
-        # Page-locked memory, which copies need not wait for.
+        # Copies to and from page-locked memory are asynchronous.
         on_host = partial(save_on_cpu, pin_memory=world.device.type == "cuda")
         model.checkpoint_activations(on_host if config.engine.offload_activations else None)
     buffers = {
@@ -163,12 +162,12 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
         if name in buffers and buffer.dtype != buffers[name].dtype:
             buffer.data = buffers[name].to(world.device)
     if config.engine.stage == 3:
-        # The loss reads the head's weight outside of the head's own forward.
+        # ``linear_cross_entropy`` reads the head's weight outside the head's own forward.
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:
-        # Layer by layer: all share one graph per longest segment (see ``longest_segment``). ZeRO-3
-        # fetches parameters between the parts of a layer, which no single graph can hold.
+        # All layers share one graph per longest segment (see ``longest_segment``). ZeRO-3 fetches
+        # parameters between the parts of a layer, so its layers cannot be single graphs.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in model.layers:
             layer.compile(fullgraph=config.engine.stage < 3, dynamic=False)
@@ -179,49 +178,50 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
 
 
 def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """Make an optimizer clip, skip and tell what DeepSpeed's ZeRO optimizers do; without ZeRO it
-    asks the optimizer for ``overflow`` and ``_global_grad_norm`` only.
+    """Make an optimizer clip gradients and skip updates, as DeepSpeed's ZeRO optimizers do.
+
+    Without ZeRO, DeepSpeed only reads ``overflow`` and ``_global_grad_norm`` of the optimizer.
 
     Args:
         optimizer: changed.
-        clip: largest norm of the gradient; 0 clips nothing.
+        clip: largest norm of the gradient; 0: do not clip.
     """
-    told: Any = optimizer
+    patched: Any = optimizer
     update = optimizer.step
 
     @torch.no_grad()
     def step(closure: Any = None) -> Any:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        told._global_grad_norm = norm
-        told.overflow = not bool(torch.isfinite(norm))
-        if told.overflow:
+        patched._global_grad_norm = norm
+        patched.overflow = not bool(torch.isfinite(norm))
+        if patched.overflow:
             return None
         if clip > 0:
             nn.utils.clip_grads_with_norm_(params, clip, norm)
         return update(closure)
 
-    told.step, told.overflow = step, False
+    patched.step, patched.overflow = step, False
 
 
 def train_step(
     engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
 ) -> StepResult:
-    """Forward and backward of this rank's micro batches, then the optimizer, once.
+    """Run forward and backward of this rank's micro batches, then the optimizer once.
 
     Args:
-        engine: of ``start_engine``.
-        micro_batches: of one step, on the host, in order; the same number on every rank.
-        config: decides how batches are handed to the model.
+        engine: engine of ``start_engine``.
+        micro_batches: micro batches of one step, on the host, in order; all ranks have as many.
+        config: decides how the model takes batches.
         lr: learning rate of this step.
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * (engine.muon_lr_ratio if group.get("use_muon") else 1.0)
-    sums, of_samples, source, forward = [], [], [], Stopwatch(world.device)
+    loss_sums, sample_losses, source, forward = [], [], [], Stopwatch(world.device)
     balances: list[Tensor] = []
     for batch in micro_batches:
         world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
-        # The loss denominator of the step; 0 for one without labels, whose sums are 0, too.
+        # 0 for a step without labels, whose loss sums are 0, too.
         denominator = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
         weight = float(batch[denominator])
         scale = world.size / (weight or 1.0)
@@ -230,14 +230,15 @@ def train_step(
         arguments = on_device(batch, world.device, config)
         with forward:
             loss, losses, balance = engine(**arguments, scale=scale)
-        # A new tensor: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps all the same
-        # when backward starts at the very tensor that its forward returned.
+        # Clone: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps in spite of
+        # scale_wrt_gas if backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
         label_weights = arguments.get("label_weights")
-        sums.append((losses if label_weights is None else losses * label_weights.flatten()).sum())
+        weighted = losses if label_weights is None else losses * label_weights.flatten()
+        loss_sums.append(weighted.sum())
         if balance is not None:
             balances.append(balance)
-        of_samples.append(_by_sample(losses, batch))
+        sample_losses.append(_sum_by_sample(losses, batch))
         source.append(batch["source"].numpy())
     skipped_before = engine.skipped_steps
     engine.step()
@@ -245,10 +246,10 @@ def train_step(
     if engine.weight_average is not None and not skipped:
         engine.weight_average.update()
     return StepResult(
-        loss_sum=torch.stack(sums).sum(),
+        loss_sum=torch.stack(loss_sums).sum(),
         balance_sum=torch.stack(balances).sum() if balances else None,
         label_weight=weight,
-        sample_losses=torch.cat(of_samples),
+        sample_losses=torch.cat(sample_losses),
         source=np.concatenate(source),
         grad_norm=engine.get_global_grad_norm(),
         forward=forward,
@@ -256,26 +257,23 @@ def train_step(
     )
 
 
-def _by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """(samples,) sums of (T,): a sample lies at the begin of its slot, and padding behind it.
-
-    Of a slice: what this rank has of every sample.
-    """
+def _sum_by_sample(losses: Tensor, batch: Batch) -> Tensor:
+    """Return (samples,) sums of the losses (T,); of a slice, this rank's part of every sample."""
     if (shared := batch.get("sequence_parallel_size", 1)) > 1:
         whole = losses.new_zeros(shared, len(losses))
         whole[batch["sequence_parallel_rank"]] = losses
         losses = whole.flatten()
     capacity = int(batch["capacity"])
     row = int(batch.get("row_tokens", capacity))
+    # A sample begins at the begin of its slot, followed by padding; the row may end in padding.
     slots = row // capacity
-    slot = row // slots  # what the last one has beyond is padding
-    return (
-        losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)[: len(batch["sample_ids"])].sum(1)
-    )
+    slot = row // slots
+    by_slot = losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)
+    return by_slot[: len(batch["sample_ids"])].sum(1)
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Names of parameters of which this rank's share holds an infinity or no number."""
+    """Return the names of parameters whose part on this rank contains infinities or NaN."""
     shares = {name: getattr(p, "ds_tensor", p).detach() for name, p in model.named_parameters()}
     sums = torch.stack([share.sum(dtype=torch.float32) for share in shares.values()])
     bad = (~torch.isfinite(sums)).tolist()

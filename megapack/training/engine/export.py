@@ -1,4 +1,4 @@
-"""A trained model as a directory that ``from_pretrained`` loads, from any ZeRO stage."""
+"""Export of a trained model to a directory that ``from_pretrained`` loads, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megapack.training.engine.world import World
 
 logger = logging.getLogger("megapack")
 
-# Spaces, lines, digits, letters of several scripts: where two tokenizers differ, they differ here.
+# Spaces, line breaks, digits, several scripts: texts on which tokenizers usually differ.
 _PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U0001f600")
 
 
@@ -33,15 +33,15 @@ def export_model(
 ) -> None:
     """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
 
-    The directory appears complete: it is written beside its place and renamed.
+    The directory appears complete, by a rename.
 
     Args:
-        engine: of ``start_engine``.
+        engine: engine of ``start_engine``.
         directory: replaced if it exists.
-        tokenizer: of ``open_tokenizer``; goes along.
-        end: the token with which documents end, where ``generate`` stops; it also fills rows.
+        tokenizer: tokenizer of ``open_tokenizer``, exported with the model.
+        end: token that ends documents, at which ``generate`` stops; also used for padding.
     """
-    weights: dict[str, Tensor] | None = None  # they are whole anyway
+    weights: dict[str, Tensor] | None = None  # None: the engine has them whole
     if engine.zero_optimization_stage() == 3:
         import deepspeed  # noqa: PLC0415
 
@@ -55,7 +55,7 @@ def export_model(
         partial = directory.with_name(f"{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         if end is not None:
-            # Not ``config.pad_token_id``: an embedding does not train the row that it names.
+            # Not ``config.pad_token_id``: the embedding would not train that row.
             model = engine.module.model
             model.config.eos_token_id = model.generation_config.eos_token_id = end
             if model.generation_config.pad_token_id is None:
@@ -73,32 +73,32 @@ def export_model(
 
 
 def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
-    """The id with which documents end, as the meta files of all datasets say; None if none does."""
-    found = set(end_tokens(datasets))
-    if len(found) > 1:
-        logger.warning("the datasets end their documents differently (%s): no eos_token_id", found)
-    return found.pop() if len(found) == 1 else None
+    """Return the token that ends documents in all datasets, by their meta files; None: unknown."""
+    tokens = set(end_tokens(datasets))
+    if len(tokens) > 1:
+        logger.warning("the datasets end their documents differently (%s): no eos_token_id", tokens)
+    return tokens.pop() if len(tokens) == 1 else None
 
 
 def tokenizer_of(config: ModelConfig) -> Any:
-    """The tokenizer exported with the model: the one named, the checkpoint's own, or None.
+    """Return the tokenizer to export: the configured one, else the checkpoint's, else None.
 
     Raises:
-        ConfigError: the one named cannot be loaded.
+        ConfigError: the configured one cannot be loaded.
     """
     source = config.tokenizer or config.pretrained
     return source and open_tokenizer(source, required=source == config.tokenizer)
 
 
 def open_tokenizer(source: str, *, required: bool) -> Any:
-    """A transformers tokenizer of a directory, a hub name, a tokenizer.json or a .model.
+    """Open a tokenizer from a directory, a hub name, a tokenizer.json or a .model.
 
     Args:
-        source: where it is.
-        required: it was asked for; otherwise the log says that there is none.
+        source: path or name.
+        required: raise if it cannot be loaded; otherwise log it and return None.
 
     Raises:
-        ConfigError: there is none and it is required.
+        ConfigError: it cannot be loaded and is required.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -107,18 +107,18 @@ def open_tokenizer(source: str, *, required: bool) -> Any:
         if path.is_file() and path.suffix == ".json":
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         if path.is_file():
-            return _of_sentencepiece(path)
+            return _from_sentencepiece(path)
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         if required:
             raise ConfigError(f"model: tokenizer {source!r} cannot be loaded: {reason}") from error
-        logger.info("no tokenizer goes with the model: %s", reason)
+        logger.info("the model is exported without a tokenizer: %s", reason)
         return None
 
 
-def _of_sentencepiece(path: Path) -> Any:
-    """The transformers tokenizer of a .model, which gives the same ids or is none."""
+def _from_sentencepiece(path: Path) -> Any:
+    """Return a transformers tokenizer with the same ids as a .model. Raises ValueError."""
     from sentencepiece import SentencePieceProcessor  # noqa: PLC0415
     from transformers import LlamaTokenizer  # noqa: PLC0415
 
@@ -131,6 +131,6 @@ def _of_sentencepiece(path: Path) -> Any:
             if list(ids) == [model.encode(text) for text in _PROBES]:
                 return tokenizer
     raise ValueError(
-        "transformers gives other ids than sentencepiece with it; name the directory of a "
+        "transformers gives other ids than sentencepiece for this file; name the directory of a "
         "transformers tokenizer instead"
     )

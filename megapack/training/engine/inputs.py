@@ -1,11 +1,11 @@
 """Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``open_inputs`` opens training and validation data; ``check_run`` checks everything that is known
-before processes connect and a model is built; ``open_validation`` opens held-out documents;
-``steps_from_lengths`` plans a run whose corpus does not exist yet; ``run_record`` lists, for
-checkpoints, everything that determines a run.
+``open_inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
+connect and its model is built. ``open_validation`` opens held-out documents. ``steps_from_lengths``
+plans a run before its corpus exists. ``run_record`` lists everything that determines a run, for
+checkpoints.
 
-    read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens in the mean
+    read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens on average
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from megapack.training.model.architecture import (
     position_limit,
 )
 from megapack.training.model.flops import num_experts
-from megapack.training.model.opening import try_positions
+from megapack.training.model.opening import check_document_positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(OpenRun):
-    """Open files of a run."""
+    """Opened data of a run."""
 
     vocab_size: int
     valid: PackedDataset | None
     """Held-out documents of ``data.valid_prefix``."""
     valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
-    """Held-out documents of the blend's sources, by name, of those that have some."""
+    """Held-out documents of the blend's sources, by name."""
 
     @property
     def held_out(self) -> list[PackedDataset]:
@@ -68,7 +68,7 @@ class Inputs(OpenRun):
     def loader(
         self, config: PretrainConfig, world: World, start: int, num_steps: int
     ) -> PackedLoader:
-        """The micro batches of this rank for so many steps from ``start`` on."""
+        """Return this rank's loader for ``num_steps`` steps from ``start`` on."""
         return build_loader(
             self.data,
             self.schedule,
@@ -84,7 +84,7 @@ class Inputs(OpenRun):
         )
 
     def fingerprints(self) -> dict[str, Any]:
-        """Identities of documents and samples, for the run directory."""
+        """Return the fingerprints of documents and samples, for the run directory."""
         return {
             "documents": [dataset.fingerprint for dataset in self.data.datasets],
             "samples": list(self.schedule.samples.fingerprints),
@@ -92,20 +92,20 @@ class Inputs(OpenRun):
 
 
 def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inputs:
-    """Open training and validation data and compute the length of the run.
+    """Open training and validation data and plan the steps of the run.
 
     Args:
-        config: of the run.
-        decided: what it decided; None: as its directory says.
+        config: configuration of the run.
+        decided: decisions of the run; None: read them from its directory.
 
     Raises:
-        ConfigError: sizes that do not fit, an unknown vocabulary, or a file that does not exist.
-        IndexMismatchError: an index of other documents.
+        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
+        IndexMismatchError: an index belongs to other documents.
         FormatError, OSError: a file is damaged or cannot be read.
     """
     try:
         run = open_run(config, decided)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "buckets": config.evaluation.buckets or run.schedule.capacities,
             "positions": _valid_positions(config.data.positions),
         }
@@ -113,8 +113,10 @@ def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inp
         return Inputs(
             **run.__dict__,
             vocab_size=vocabulary_size(config, run),
-            valid=None if prefix is None else open_validation(prefix, index, **how),
-            valid_sources={} if run.blend is None else open_validation_of_sources(run.blend, **how),
+            valid=None if prefix is None else open_validation(prefix, index, **options),
+            valid_sources=(
+                {} if run.blend is None else open_validation_of_sources(run.blend, **options)
+            ),
         )
     except FileNotFoundError as error:
         raise ConfigError(
@@ -124,35 +126,34 @@ def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inp
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
-    """Position ids for held-out documents, which are scored alone."""
+    # Held-out documents are scored alone, so "sample" does not apply.
     return "document" if positions == "document" else "segment"
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
-    """The configuration's vocabulary, else the data's; 1 where only the model knows it.
+    """Return the configured vocabulary size, else the data's; 1 if only the model knows it.
 
     Raises:
-        ConfigError: nobody knows it.
+        ConfigError: neither the configuration nor the data nor the model states it.
     """
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
     known = {dataset.prefix: dataset.vocab_size for dataset in datasets}
     if not config.model.has_vocabulary and (None in known.values() or not known):
-        nameless = [prefix for prefix, size in known.items() if size is None]
+        unnamed = [prefix for prefix, size in known.items() if size is None]
         raise ConfigError(
-            f"{nameless[0]}.meta.json does not tell the size of the vocabulary; set "
-            "model.vocab_size"
-            if nameless
-            else "without data the size of the vocabulary is unknown; set model.vocab_size"
+            f"{unnamed[0]}.meta.json does not contain the vocabulary size; set model.vocab_size"
+            if unnamed
+            else "without data the vocabulary size is unknown; set model.vocab_size"
         )
     return max((size for size in known.values() if size is not None), default=1)
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Read every .samples file once per host and compare its checksums; collective.
+    """Compare the checksums of every .samples file, once per host; collective.
 
-    Those of shards are opened when they are drawn from, and compared with their manifest then.
+    Shards are compared with their manifest later, when the first sample is drawn from them.
 
     Raises:
         FormatError: a file is damaged or cannot be read; on all ranks.
@@ -175,20 +176,20 @@ def _verify(inputs: Inputs) -> None:
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
-    """Everything about a run that can be known before its processes meet and its model is made.
+    """Check a run before its ranks connect and its model is built.
 
     Args:
-        run: of ``open_inputs``, or of ``plan_steps``, whose lengths are all that is checked.
-        num_ranks: that it will have.
+        run: result of ``open_inputs``, or of ``plan_steps`` (then only lengths are checked).
+        num_ranks: number of ranks of the run.
 
     Returns:
         The transformers configuration of its model.
 
     Raises:
         ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
-            configuration; a document is longer than the positions of the model, or a token id is
-            beyond its vocabulary; a checkpoint is not of the model.
-        FormatError: it seems so because a .samples file is damaged.
+            configuration; a document is longer than the positions of the model; a token id is
+            outside its vocabulary; a checkpoint does not fit the model.
+        FormatError: as ConfigError, but the cause is a damaged .samples file.
     """
     run.sampler(0, num_ranks)
     check_deepspeed(config)
@@ -198,7 +199,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     if config.optimizer.kind == "muon" and num_experts(architecture) is not None:
         raise ConfigError(
             f"optimizer: kind is muon and {architecture.model_type!r} has experts, whose matrices "
-            "are stacked; DeepSpeed's Muon takes single ones: set optimizer.kind to adamw"
+            "are stacked; DeepSpeed's Muon needs single matrices: set optimizer.kind to adamw"
         )
     positions = config.data.positions
     try:
@@ -216,7 +217,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
                 check_token_ids(data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
-            _verify(run)  # what a damaged index says is not to be believed
+            _verify(run)  # a damaged index may be the cause
         raise
     return architecture
 
@@ -230,11 +231,12 @@ def _check_positions(
     room: int = 0,
     row_tokens: int | None = None,
 ) -> None:
-    """room: tokens that a document may grow by, in its bucket."""
+    """Check that the model has enough positions; ``room``: tokens that fill-in-the-middle may add
+    to a document, within its bucket."""
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
     in_documents = positions == "document"
     reaches = [i.longest_reach if in_documents else i.longest_segment for i in indices]
-    grouped = any(index.has_groups for index in indices)  # which may be one segment
+    grouped = any(index.has_groups for index in indices)  # a group may be one segment
     longest = max(reaches, default=0)
     longest = min(longest + room, max(longest, bucket))
     longest = bucket if positions == "sample" or grouped else longest
@@ -246,7 +248,7 @@ def _check_positions(
             f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
             f"{limit.tokens}{cut}, or {limit.remedy}"
         )
-    try_positions(
+    check_document_positions(
         architecture, longest_position(indices, positions=positions, row_tokens=row_tokens)
     )
 
@@ -258,17 +260,17 @@ def open_validation(
     buckets: Sequence[int],
     positions: Literal["segment", "document"] = "segment",
 ) -> PackedDataset:
-    """Held-out documents with their samples, packed here when there is no index.
+    """Open held-out documents and their samples; pack them without an index.
 
     Args:
-        prefix: of the documents.
-        index: their .samples file.
+        prefix: prefix of the documents.
+        index: path of their .samples file, or None.
         buckets: capacities to pack into, without an index.
-        positions: as in training; a document is always scored alone.
+        positions: as in training; each document is scored alone.
 
     Raises:
-        ConfigError: the index repeats or drops tokens, so it does not score each token once; or
-            there is no token to score.
+        ConfigError: the index repeats or drops tokens, so that it does not score each token once;
+            or no token can be scored.
     """
     dataset = IndexedDataset(prefix)
     if index is None:
@@ -287,16 +289,16 @@ def open_validation(
     if not any(data.count_labels(part).any() for part in parts):
         raise ConfigError(
             f"{prefix}: none of its {len(dataset):,} held-out documents has a token with a label: "
-            "they are empty, of one token each, or masked; give others, since nothing can be scored"
+            "they are empty, of one token each, or masked; give others to have a validation loss"
         )
     return data
 
 
 def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
-    """Held-out documents by source, of the sources that have some; ``how`` and errors as above.
+    """Open the held-out documents of the blend's sources, by name, as ``open_validation`` does.
 
     Raises:
-        ConfigError: two of them have one name.
+        ConfigError: two of the sources have the same name.
     """
     result: dict[str, PackedDataset] = {}
     for source in blend.sources:
@@ -316,16 +318,15 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """Plan the run on documents of such lengths, packed by strategy bucket; its own data
-    are not opened.
+    """Plan the run on documents of given lengths, in strategy bucket, without opening its data.
 
     Args:
-        config: of the run.
-        source: of ``read_lengths``.
+        config: configuration of the run.
+        source: source of ``read_lengths``.
         buckets: capacities; None: powers of two from 1,024 on that divide a micro batch.
 
     Raises:
-        ConfigError: sizes that do not fit.
+        ConfigError: sizes do not fit.
     """
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
@@ -334,17 +335,17 @@ def steps_from_lengths(
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
-    """Tokens per document.
+    """Return the tokens per document.
 
     Args:
-        source: a .npy file of integers, or ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (of FineWeb-Edu,
-            999 and 603).
-        seed: of the draws.
+        source: a .npy file of integers, or ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (FineWeb-Edu: 999
+            and 603).
+        seed: random seed.
 
     Raises:
-        ConfigError: neither, or no such law.
-        DataError: the file holds something else.
-        OSError: it cannot be read.
+        ConfigError: neither, or an invalid distribution.
+        DataError: the file contains something else.
+        OSError: the file cannot be read.
     """
     if source.startswith(_LAW):
         try:
@@ -354,7 +355,7 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
         if not (1 <= median <= mean < math.inf and 1 <= count < math.inf):
             raise ConfigError(
                 f"{source!r}: mean, median and number of documents must be 1 or more and finite, "
-                "and the mean is not below the median"
+                "and the mean at least the median"
             )
         sigma = math.sqrt(2 * math.log(mean / median))
         values = np.random.default_rng(seed).lognormal(math.log(median), sigma, round(count))
@@ -363,13 +364,13 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
 
 
 # ---- The record of a run -------------------------------------------------------------------------
-# A key of the configuration counts unless NO_EFFECT names it, so a new key is compared by default.
+# A resume compares every key of the configuration that NO_EFFECT does not name: a new key counts.
 
 # Keys, or sections, that do not determine what a step computes, and why:
-_LENGTH = "the learning rate depends on it; a jump is reported, and the length of a run may change"
+_LENGTH = "may change; the learning rate depends on it, and a jump is reported"
 _ORDER = "compared as the order of samples, stage by stage (megapack.data.resume)"
 _RESOLVED = "the resolved model, tokenizer or data are compared"
-_OUTPUT = "decides what is written or checked, not what is trained"
+_OUTPUT = "affects output and checks, not training"
 _LAYOUT = "divides the same computation among ranks, memory or time"
 NO_EFFECT = {
     **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
@@ -410,16 +411,16 @@ def run_record(
 ) -> dict[str, Any]:
     """Return everything that determines a run, except the order of its samples; JSON.
 
-    Keys of the model and the data are replaced by what they resolve to: fields of the transformers
-    configuration, the attention backend, digests of the tokenizer and of the data's bytes. The
-    order of samples is compared by ``megapack.data.resume``.
+    Keys of the model and the data are replaced by their values: fields of the transformers
+    configuration, the attention backend, digests of the tokenizer and of the data's bytes.
+    ``megapack.data.resume`` compares the order of samples.
 
     Args:
-        config: of the run.
-        inputs: its open data.
+        config: configuration of the run.
+        inputs: its opened data.
         architecture: transformers configuration of its model.
-        tokenizer: exported with the model.
-        attention: backend that was chosen; None: not known yet, and not compared.
+        tokenizer: tokenizer that is exported with the model.
+        attention: chosen backend; None: not known yet, and not compared.
     """
     record = {
         key: value

@@ -1,13 +1,12 @@
-"""Copies of checkpoints in an object store, written behind the training; back from there.
+"""Copies of checkpoints in an object store: ``Mirror`` uploads them and restores them.
 
-``Mirror`` is given every checkpoint that is complete on the disk, and a ``run_dir`` without any is
-filled from it. With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
+With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
-    s3://bucket/run/run_id  # whose store it is, as in that run_dir
-    s3://bucket/run/log.jsonl  # and evaluation.jsonl: rules of mixtures look back on them
+    s3://bucket/run/run_id  # owner of the store, as in its run_dir
+    s3://bucket/run/log.jsonl  # and evaluation.jsonl: mixing rules need the log of earlier steps
     s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
     s3://bucket/run/step_00001000_tokens_4096000.manifest.json
-    s3://bucket/run/step_00002000_tokens_8192000/...  # no manifest yet: it is being copied
+    s3://bucket/run/step_00002000_tokens_8192000/...  # upload in progress: no manifest yet
     Mirror("s3://bucket/run").restore(run_dir / "checkpoints")  # -> "step_00001000_tokens_4096000"
 """
 
@@ -35,87 +34,89 @@ from megapack.training.engine.directory import LOGS, RUN_ID, RunDirectory, tags_
 from megapack.training.engine.manifest import MANIFEST, CheckpointManifest, FileFacts
 from megapack.training.engine.world import RankProgress
 
-_MIRRORED = ".manifest.json"
-_MIRROR = ThreadPoolExecutor(1, "mirror")
+_MANIFEST_SUFFIX = ".manifest.json"
+_THREAD = ThreadPoolExecutor(1, "mirror")
 logger = logging.getLogger("megapack")
 
 
 class Mirror:
-    """Checkpoints in an object store, for a node whose disk is lost.
+    """Checkpoints of one run in an object store, for a node that loses its disk.
 
-    Objects are ``<address>/<tag>/<file>`` and, last of all, ``<address>/<tag>.manifest.json``: a
-    checkpoint is complete there or absent; the logs that led to it are there before. They are
-    copied in a thread while training goes on, one checkpoint at a time; where one is not done when
-    the next is there, that one is left out, but not the last of a run. What the directory no longer
-    has is removed. A failure is said and does not stop the run. The store is that of the run which
-    copied there first, or is restored from there: no other one copies or removes anything.
+    A thread uploads a checkpoint while training continues: first the files, then the logs, and last
+    ``<address>/<tag>.manifest.json``, without which a checkpoint does not count. If an upload takes
+    longer than the time to the next checkpoint, the mirror skips that one, but never the last of a
+    run. It removes checkpoints that the directory no longer has. A failed upload logs a warning and
+    does not stop the run. The first run that uploads to a store, or restores from it, owns it: the
+    mirror of another run changes nothing there.
 
     Args:
-        address: of the store.
-        progress: of this rank, which goes on while it waits for files; None: nobody looks at it.
+        address: address of the store.
+        progress: progress of this rank, which counts while it waits for files; None: ignored.
     """
 
     def __init__(self, address: str, progress: RankProgress | None = None) -> None:
         self.address = address.rstrip("/")
         self._progress = progress or RankProgress()
-        self._copied = RankProgress()  # of the thread
-        self._copying: Future[None] | None = None
-        self._left_out: tuple[Path, list[str], str] | None = None
+        self._upload_progress = RankProgress()
+        self._upload: Future[None] | None = None
+        self._skipped: tuple[Path, list[str], str] | None = None
 
     def check_owner(self, run: RunDirectory) -> str | None:
-        """The ``run_id`` of the store, None where it has none yet. Raises ConfigError: it is not
-        that of this run, whose directory is not empty."""
-        found = find_object(f"{self.address}/{RUN_ID}")
-        owner = found and bytes(found.read(0, found.num_bytes)).decode().strip()
+        """Return the ``run_id`` of the store; None: it has no owner.
+
+        Raises:
+            ConfigError: another run owns the store, and the directory of this run is not empty.
+        """
+        run_id = find_object(f"{self.address}/{RUN_ID}")
+        owner = run_id and bytes(run_id.read(0, run_id.num_bytes)).decode().strip()
         if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
             raise ConfigError(
                 f"checkpoint.mirror is {self.address}, which is that of another run than {run.path}"
-                f": what it has there would be removed; give another address or, where it is this "
-                f"run after all, copy {self.address}/{RUN_ID} into {run.path}"
+                ": this run would remove its checkpoints; give another address or, if the mirror "
+                f"does belong to this run, copy {self.address}/{RUN_ID} into {run.path}"
             )
         return owner or None
 
     def copy(self, directory: Path, tags: list[str], tag: str) -> None:
-        """Begin to copy a checkpoint of the directory, which holds these."""
-        if self._copying is not None and not self._copying.done():
-            logger.warning(
-                "%s: still busy with a checkpoint before, %s left out", self.address, tag
-            )
-            self._left_out = directory, tags, tag
+        """Begin to upload checkpoint ``tag``; ``tags`` are all checkpoints of the directory."""
+        if self._upload is not None and not self._upload.done():
+            logger.warning("%s: still uploading a checkpoint, skipping %s", self.address, tag)
+            self._skipped = directory, tags, tag
             return
-        self._left_out = None
-        self._copying = _MIRROR.submit(self._copy, directory, tags, tag)
+        self._skipped = None
+        self._upload = _THREAD.submit(self._copy, directory, tags, tag)
 
     def wait(self) -> None:
-        """Until what was begun is done, and the newest checkpoint is not left out."""
-        self._progress.wait(_MIRROR.submit(int), self._copied)
-        if self._left_out is not None:
-            self.copy(*self._left_out)
-            self._progress.wait(_MIRROR.submit(int), self._copied)
+        """Wait for the upload in progress, and for the newest checkpoint if it was skipped."""
+        self._progress.wait(_THREAD.submit(int), self._upload_progress)
+        if self._skipped is not None:
+            self.copy(*self._skipped)
+            self._progress.wait(_THREAD.submit(int), self._upload_progress)
 
     def _copy(self, directory: Path, tags: list[str], tag: str) -> None:
         try:
             manifest = CheckpointManifest.read(directory / tag)
             run = RunDirectory(directory.parent)
             if self.check_owner(run) is None:
-                run.own_id()
+                run.create_id()
                 put_object(f"{self.address}/{RUN_ID}", run.path / RUN_ID)
-            remove_object(f"{self.address}/{tag}{_MIRRORED}")  # of a path that the run left
-            copied = functools.partial(self._copied.inside, f"copying {tag} to its mirror")
+            # An abandoned checkpoint may have the same name.
+            remove_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
+            copied = functools.partial(self._upload_progress.inside, f"copying {tag} to its mirror")
             for name in manifest.files:
                 put_object(f"{self.address}/{tag}/{name}", directory / tag / name, copied)
             for log in (directory.parent / name for name in LOGS):
                 if log.exists():
                     put_object(f"{self.address}/{log.name}", log)
-            put_object(f"{self.address}/{tag}{_MIRRORED}", directory / tag / MANIFEST)
+            put_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}", directory / tag / MANIFEST)
         except (OSError, MegapackError) as error:
             logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
         else:
             self._remove_all_but(directory, tags)
 
     def keep_only(self, directory: Path, tags: list[str]) -> None:
-        """Begin to remove all others: the run of the directory left their path."""
-        _MIRROR.submit(self._remove_all_but, directory, tags)  # after a copy that was begun
+        """Begin to remove all other checkpoints, which the run abandoned."""
+        _THREAD.submit(self._remove_all_but, directory, tags)  # after an upload in progress
 
     def _remove_all_but(self, directory: Path, tags: list[str]) -> None:
         try:
@@ -126,57 +127,65 @@ class Mirror:
             logger.warning("%s: old checkpoints stay: %s", self.address, error)
 
     def _remove(self, tag: str) -> None:
-        url = f"{self.address}/{tag}{_MIRRORED}"
+        url = f"{self.address}/{tag}{_MANIFEST_SUFFIX}"
         with tempfile.TemporaryDirectory() as folder:
-            found = find_object(url)
-            names = [] if found is None else list(_fetched(found, tag, Path(folder) / "m").files)
-        remove_object(url)  # first, so that what is left is not taken for a checkpoint
+            manifest = find_object(url)
+            names = (
+                [] if manifest is None else list(_fetch(manifest, tag, Path(folder) / "m").files)
+            )
+        remove_object(url)  # first, so that a checkpoint half removed does not count
         for name in names:
             remove_object(f"{self.address}/{tag}/{name}")
 
     def tags(self) -> list[str]:
-        """The checkpoints that are complete there, by tokens seen."""
+        """Return the names of the complete checkpoints in the store, by tokens seen."""
         try:
             names = [name.rpartition("/")[2] for name in names_in(self.address)]
         except FileNotFoundError:  # a folder of a file system, before the first checkpoint
             names = []
-        own = (n for n in names if n.startswith("step_") and n.endswith(_MIRRORED))
-        return sorted((name.removesuffix(_MIRRORED) for name in own), key=tokens_of)
+        manifests = (n for n in names if n.startswith("step_") and n.endswith(_MANIFEST_SUFFIX))
+        return sorted((name.removesuffix(_MANIFEST_SUFFIX) for name in manifests), key=tokens_of)
 
     def restore(self, directory: Path, at_most: int | None = None) -> str | None:
-        """Bring the newest checkpoint, of those after so many tokens or fewer, into a directory
-        that has none, and the logs beside it; its name.
+        """Download the newest checkpoint, and the logs, into a directory without checkpoints.
+
+        Args:
+            directory: ``checkpoints`` of the run.
+            at_most: skip checkpoints of more tokens; None: skip none.
+
+        Returns:
+            Name of the checkpoint; None: the store has none.
 
         Raises:
             ResumeError: a file is missing.
-            FormatError: one is not what its manifest says, again and again.
-            ConfigError: the store is another run's, or as of OSError.
-            OSError: it cannot be read.
+            FormatError: repeated downloads of a file do not match the manifest.
+            ConfigError: the store belongs to another run, or its address is invalid.
+            OSError: the store cannot be read.
         """
         run = RunDirectory(directory.parent)
         owner = self.check_owner(run)
-        known = [tag for tag in self.tags() if at_most is None or tokens_of(tag) <= at_most]
-        if not known:
+        tags = [tag for tag in self.tags() if at_most is None or tokens_of(tag) <= at_most]
+        if not tags:
             return None
-        tag = known[-1]
-        found = find_object(f"{self.address}/{tag}{_MIRRORED}")
-        assert found is not None, "listed just now"
-        came = functools.partial(self._progress.inside, f"restoring {tag} from its mirror")
+        tag = tags[-1]
+        manifest_object = find_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
+        assert manifest_object is not None, "it was listed above"
+        progress = functools.partial(self._progress.inside, f"restoring {tag} from its mirror")
         partial = directory / f"{tag}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        manifest = _fetched(found, tag, partial / MANIFEST)
+        manifest = _fetch(manifest_object, tag, partial / MANIFEST)
         for name, expected in manifest.files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             file = find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
-            check = functools.partial(_check, expected, came)
-            open_cache().fetch(file, partial / name, check, came)
+            check = functools.partial(_check, expected, progress)
+            open_cache().fetch(file, partial / name, check, progress)
         for log in (directory.parent / name for name in LOGS):
             if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
-        run.own_id(owner)
+        run.create_id(owner)
         partial.rename(directory / tag)
         with atomic_write(directory / "latest", "w") as latest:
             latest.write(tag)
@@ -184,13 +193,13 @@ class Mirror:
 
 
 def _check(expected: FileFacts, progress: Callable[[], object], path: Path) -> None:
-    """Check a file that was fetched. Raises FormatError: it is not as in its manifest."""
+    """Check a downloaded file. Raises FormatError: it does not match its manifest."""
     problem = expected.problem(path, "checksum", progress)
     if problem is not None:
         raise FormatError(f"{path} {problem}")
 
 
-def _fetched(found: RemoteObject, tag: str, path: Path) -> CheckpointManifest:
-    """Copy a manifest of the store to ``path`` and read it. Raises ResumeError: it is damaged."""
-    open_cache().fetch(found, path)
+def _fetch(manifest: RemoteObject, tag: str, path: Path) -> CheckpointManifest:
+    """Download a manifest to ``path`` and read it. Raises ResumeError: it is damaged."""
+    open_cache().fetch(manifest, path)
     return CheckpointManifest.read(Path(tag), path)

@@ -1,7 +1,7 @@
-"""Processes of a run: who they are, how they start, how they agree, how they stop.
+"""Processes of a run: connect them, let them agree and fail together, and track their progress.
 
-The same script works under ``deepspeed``, ``torchrun``, ``srun`` (one task per device) and as one
-plain process; they differ only in the environment variables they set.
+The same script runs under ``deepspeed``, ``torchrun``, ``srun`` (one task per device) and as one
+plain process; these differ only in the environment variables that they set.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ T = TypeVar("T")
 
 
 class RankProgress:
-    """How far this process is: places that all ranks reach alike, counted and in words; and signs
-    that it gets on between two of them, where every rank has work of its own."""
+    """Progress of this process, in two counters.
+
+    ``count`` advances at places that all ranks reach alike; ``signs`` advances in between, where
+    each rank has its own amount of work. ``place`` is in words.
+    """
 
     def __init__(self) -> None:
         self.count, self.signs, self.place = 0, 0, "the start"
 
     def at(self, place: str) -> None:
-        """The next place that all ranks reach."""
+        """Note the next place that all ranks reach."""
         self.count, self.place = self.count + 1, place
 
     def inside(self, place: str) -> None:
-        """On the way there, at work on something that other ranks have less or more of."""
+        """Note progress on work of which other ranks have another amount."""
         self.signs, self.place = self.signs + 1, place
 
     def wait(self, work: Future[Any], thread: RankProgress) -> None:
-        """Until a thread's work is done. Raises what it raised.
+        """Wait for the work of a thread. Raises what the thread raised.
 
         Args:
-            thread: what the thread reports; its signs become those of this rank.
+            work: the thread's work.
+            thread: progress of the thread; its signs count for this rank, too.
         """
         seen = thread.signs
         while not wait([work], timeout=1.0).done:
@@ -56,17 +60,17 @@ class RankProgress:
 
     @contextmanager
     def while_written(self, folder: Path, place: str) -> Iterator[None]:
-        """Between two places: what others write into a folder meanwhile is a sign."""
+        """Count it as progress when another process writes into a folder meanwhile."""
         done = threading.Event()
 
-        def look() -> None:
-            before = 0
+        def watch() -> None:
+            last_size = 0
             while not done.wait(1.0):
-                if (now := sum(file.num_bytes for file in files_below(folder))) != before:
-                    before = now
+                if (size := sum(file.num_bytes for file in files_below(folder))) != last_size:
+                    last_size = size
                     self.inside(place)
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
             yield
@@ -85,20 +89,19 @@ class World:
     device: torch.device
     host: str
     group: Any = None
-    """Process group for CPU messages between ranks (gloo), on which waiting is free; None: the
-    default group."""
+    """Process group for CPU messages (gloo), to wait without the device; None: the default group."""
     sequence_group: Any = None
     """Process group of the ranks that share long samples with this one; None: no sharing."""
     progress: RankProgress = field(default_factory=RankProgress)
-    """Progress of this rank, which the heartbeat reports to the others."""
+    """Progress of this rank; the heartbeat reports it to the others."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files that only one may write."""
+        """This rank writes the files that only one rank may write."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank; collective."""
+        """Return every rank's value, by rank; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -106,16 +109,16 @@ class World:
     def fail_together(
         self, problem: str | None, what: str, error: type[Exception] = ResumeError
     ) -> None:
-        """Raise ``error`` on all ranks when any of them has a problem; collective."""
-        found = sorted({text for text in self.gather(problem) if text})
-        if found:
-            raise error(f"{what}: {'; '.join(found)}")
+        """Raise ``error`` on all ranks if any of them has a problem; collective."""
+        problems = sorted({text for text in self.gather(problem) if text})
+        if problems:
+            raise error(f"{what}: {'; '.join(problems)}")
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on the first rank while the others wait; what it gives, on all ranks.
+        """Run ``action`` on the first rank; return its result on all ranks. Collective.
 
         Raises:
-            MegapackError, OSError: of ``action``, of its class and on all ranks.
+            MegapackError, OSError: raised by ``action``; all ranks raise the same.
         """
         value: Any = None
         problem: Exception | None = None
@@ -124,23 +127,23 @@ class World:
                 value = action()
             except (OSError, MegapackError) as error:
                 problem = error
-        found, raised = self.gather((value, problem))[0]
+        result, raised = self.gather((value, problem))[0]
         if raised is not None:
             raise raised
-        result: T = found
-        return result
+        returned: T = result
+        return returned
 
 
 @contextmanager
-def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterator[World]:
-    """Join the other processes, after ``megapack.training.command.join``; leave them in order.
+def connect_ranks(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterator[World]:
+    """Connect this process to the other ranks, after ``command.set_rank_environment``.
+
+    At the end every rank waits for the others, so that no launcher kills a rank that still writes.
+    After an exception no rank waits, because the others may be gone.
 
     Args:
-        timeout_minutes: of collectives.
-        sequence_parallel_size: of groups that share samples; divides the number of ranks.
-
-    Every rank waits for the others at the end, so that none is killed by its launcher while it
-    still writes. After an exception nobody waits: the others may be gone.
+        timeout_minutes: timeout of collectives.
+        sequence_parallel_size: consecutive ranks that share samples; divides the number of ranks.
     """
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415
@@ -165,13 +168,13 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
             raise
         raise ConfigError(
-            f"torchrun has restarted this job, and its ranks do not find each other ({error}): its "
-            "store still has the addresses of those before. Start it with "
+            f"torchrun has restarted this job, and its ranks cannot connect ({error}): its "
+            "store still has the addresses of the former ranks. Start it with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d"
         ) from error
-    sequence_group = None  # of so many consecutive ranks
+    sequence_group = None
     if sequence_parallel_size > 1:
-        divide: Any = dist.new_subgroups  # which has no types
+        divide: Any = dist.new_subgroups  # untyped
         sequence_group, _ = divide(sequence_parallel_size)
     yield World(
         rank=dist.get_rank(),
@@ -179,7 +182,7 @@ def world(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterato
         local_rank=local_rank,
         device=torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"),
         host=socket.gethostname(),
-        # Without a limit of its own: the heartbeat ends a run in which somebody is lost.
+        # A long timeout, because the heartbeat ends a run that lost a rank.
         group=dist.new_group(backend="gloo", timeout=timedelta(days=7)),
         sequence_group=sequence_group,
     )

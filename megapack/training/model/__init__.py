@@ -1,1 +1,1 @@
-"""What is trained: architecture, loss, and what a step of it costs."""
+"""Models: architecture, loss, FLOPs and memory of a step."""

@@ -1,10 +1,13 @@
-"""Which model: its transformers configuration and its checkpoint, and what both ask for.
+"""Transformers configuration of a model, and checks of it and of its checkpoint.
 
-``model_configuration`` of a preset, a checkpoint or any transformers configuration, with overrides;
-``check_checkpoint`` tensor by tensor; ``attention_needs``; ``position_limit``, how long a document
-may be. transformers takes what it is given: a field that no architecture has, sizes that fit no
-layer, a checkpoint of another model, whose missing tensors begin at random. Here all of that is
-refused, before a model is built.
+``model_configuration`` makes it from a preset, a checkpoint or any configuration, with overrides.
+``check_checkpoint`` compares tensors, ``attention_needs`` lists requirements of the attention, and
+``position_limit`` is the longest possible document. transformers accepts unknown fields, sizes that
+fit no layer, and checkpoints of other models (with random values for missing tensors). This module
+refuses them before a model is built.
+
+    model_configuration(ModelConfig(preset="llama_1b", overrides={"num_layer": 2}), 32000)
+    # ConfigError: model.overrides.num_layer: no field of a llama configuration ...
 """
 
 from __future__ import annotations
@@ -34,15 +37,15 @@ from megapack.training.presets import PRESETS
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What published files say and models with RoPE take, whether their class declares it or not.
-_TAKEN = ("rope_theta", "rope_scaling", "head_dim")
-# Fields that count something of which there is at least one, if the architecture has any.
+# Fields of published files that models with RoPE use without declaring them.
+_ROPE_FIELDS = ("rope_theta", "rope_scaling", "head_dim")
+# Fields that must be 1 or more if the architecture has them.
 _SIZES = re.compile(
     r"(size|dim|rank|inner|embd|positions|embeddings|layers?|heads?|experts|per_tok)$"
 )
-_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")  # a row per position
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")  # model types with learned positions
 _SHOWN = 3  # tensors in an error
-# Keys of a config.json about the file and where it came from.
+# Keys of a config.json about the file and its origin.
 _ABOUT_THE_FILE = (
     *("architectures", "auto_map", "_name_or_path", "transformers_version"),
     *("dtype", "torch_dtype", "_attn_implementation_autoset"),
@@ -50,16 +53,16 @@ _ABOUT_THE_FILE = (
 
 
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
-    """The transformers configuration of a run.
+    """Return the transformers configuration of a run.
 
     Args:
         config: preset, checkpoint or transformers configuration, and overrides.
-        vocab_size: tokens of the dataset's vocabulary; a preset, and keys without a ``vocab_size``,
-            get it, rounded up to ``vocab_multiple``; others must hold it.
+        vocab_size: vocabulary size of the dataset. Presets, and keys without ``vocab_size``, take
+            it, rounded up to ``vocab_multiple``; the vocabulary of others must be as large.
 
     Raises:
-        ConfigError: unknown preset, overrides that name no field or fit no model, a vocabulary too
-            small, or attention dropout.
+        ConfigError: an unknown preset, overrides that are not fields or fit no model, a vocabulary
+            that is too small, or attention dropout.
     """
     vocab_size = config.vocab_size or vocab_size
     register_architectures()
@@ -104,7 +107,7 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
     try:
         before = AutoConfig.for_model(kind)
-    except Exception as error:  # whatever the validators of its class raise
+    except Exception as error:  # of the validators of its class
         text = " ".join(str(error).split())
         raise ConfigError(
             f"model.config: model_type {kind} has no configuration: {text}"
@@ -118,9 +121,9 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 def _keys(config: ModelConfig) -> dict[str, Any]:
     """Return the keys of a preset or of ``model.config``, without those about a file.
 
-    An option that is off (``attention_bias: false``) and that the architecture does not have is
-    left out later, by ``_check_names_and_values``. A file is written by transformers with
-    everything: its dropouts and special tokens are of another training.
+    ``_check_names_and_values`` accepts an unknown option that is off (``attention_bias: false``).
+    A file of transformers contains all fields; its dropouts and special tokens belong to another
+    training, and are dropped.
     """
     from transformers import PreTrainedConfig  # noqa: PLC0415
 
@@ -143,7 +146,7 @@ def _loaded_configuration(config: ModelConfig) -> Any:
 
     try:
         result = AutoConfig.from_pretrained(config.pretrained)
-    except Exception as error:  # whatever the validators of its class raise
+    except Exception as error:  # of the validators of its class
         raise _not_loaded(config.pretrained, error) from error
     _check_decoder(result)
     _without_dropout(result)
@@ -160,19 +163,19 @@ def _loaded_configuration(config: ModelConfig) -> Any:
 def _not_loaded(source: Any, error: Exception) -> ConfigError:
     why = " ".join(str(error).split())
     if (Path(str(source)) / "config.yaml").exists():
-        why = f"it is a run's directory; its model is in {source}/model (megapack-export)"
+        why = f"it is a run directory; its model is in {source}/model (megapack-export)"
     return ConfigError(f"model: {source!r} cannot be loaded: {why}")
 
 
 def _check_kind(kind: Any) -> None:
-    """Refuse a type of which transformers has no causal language model. Raises ConfigError."""
+    """Check that transformers has a causal language model of this type. Raises ConfigError."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
 
-    # Going through the mapping imports two hundred modules, which every rank would pay.
+    # Look up one type: iterating over the mapping imports two hundred modules on every rank.
     name = str(kind)
     if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
-    known = [one.model_type for one in MODEL_FOR_CAUSAL_LM_MAPPING]  # ours among them
+    known = [one.model_type for one in MODEL_FOR_CAUSAL_LM_MAPPING]
     raise ConfigError(
         f"model.config: transformers has no causal language model of model_type {kind!r}"
         + nearest(name, known)
@@ -180,10 +183,10 @@ def _check_kind(kind: Any) -> None:
 
 
 def _begin_anew(configuration: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Without dropouts and special tokens that are not given: boundaries come from the index, and
-    an embedding does not train the row of a ``pad_token_id``."""
+    """Remove dropouts and special tokens that are not given. Document boundaries come from the
+    index, and an embedding would not train the row of ``pad_token_id``."""
     for name in set(_SPECIAL) - set(given):
-        with suppress(StrictDataclassError):  # of the few classes that must have one
+        with suppress(StrictDataclassError):  # few classes require one
             setattr(configuration, name, None)
     _without_dropout(configuration, given)
 
@@ -195,12 +198,12 @@ def _without_dropout(configuration: Any, given: Mapping[str, Any] = MappingProxy
 
 
 def _check_decoder(configuration: Any) -> None:
-    """Refuse what is no decoder of text with attention, alike in all layers. Raises ConfigError."""
+    """Check for a text decoder with attention of equal size in all layers. Raises ConfigError."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     kind = f"model: architecture {configuration.model_type!r}"
     try:
         *sizes, _ = (getattr(configuration, name, None) for name in names)
-    except RuntimeError as error:  # sizes that vary by layer
+    except RuntimeError as error:  # sizes differ between layers
         raise ConfigError(
             f"{kind} cannot be trained here: {' '.join(str(error).split())}"
         ) from error
@@ -216,31 +219,32 @@ def _overridden(
     known: tuple[str, ...] = (),
     where: str = "model.overrides",
 ) -> Any:
-    """The configuration with the overrides, if they are fields, sizes, and agree.
+    """Return the configuration with overrides, after checks of their names, values and sizes.
 
     Args:
-        overrides: by name.
-        before: the configuration without them.
-        change: gives the one with them; it may change ``before``.
-        known: further names that the class takes.
-        where: the overrides stand, for messages.
+        overrides: values by name.
+        before: configuration without them.
+        change: returns the configuration with them; it may change ``before``.
+        known: further names that the class accepts.
+        where: key of the overrides, for messages.
     """
     if not overrides:
         return change()
     _check_names_and_values(overrides, before, known, where)
-    said: list[str] = []
+    problems: list[str] = []
     try:
-        with _warnings_of_rope(said):
+        with _rope_warnings(problems):
             result = change()
-    except Exception as error:  # whatever the validators of its class raise
-        said.insert(0, str(error))
-    problem = said[0] if said else _disagreement(result.get_text_config(decoder=True))
+    except Exception as error:  # of the validators of its class
+        problems.insert(0, str(error))
+    problem = problems[0] if problems else _find_conflict(result.get_text_config(decoder=True))
     if problem:
         text = " ".join(problem.split())
-        said_of = [
+        # Name the overrides that the text mentions, literally or in words, else all.
+        in_words = [
             name for name in overrides if name.removeprefix("num_").replace("_", " ") in text
         ]
-        names = [name for name in overrides if name in text] or said_of or list(overrides)
+        names = [name for name in overrides if name in text] or in_words or list(overrides)
         raise ConfigError(f"{where}.{', '.join(names)}: {text}")
     return result
 
@@ -250,7 +254,7 @@ def _check_names_and_values(
 ) -> None:
     names = {
         *known,
-        *(_TAKEN if hasattr(before, "rope_parameters") else ()),
+        *(_ROPE_FIELDS if hasattr(before, "rope_parameters") else ()),
         *before.to_dict(),
         *type(before).attribute_map,
     }
@@ -258,26 +262,28 @@ def _check_names_and_values(
     for name, value in overrides.items():
         where = f"{section}.{name}"
         if section == "model.config" and name not in names and value in (None, False):
-            continue  # an option that is off, and that this architecture does not have
+            continue  # an unknown option that is off
         if name not in names or name.startswith("_"):
             hint = nearest(name, sorted(names))
             raise ConfigError(f"{where}: no field of a {before.model_type} configuration{hint}")
-        was = getattr(before, name, None)
-        is_size = type(was) is int and was > 0 and _SIZES.search(name) and "shared" not in name
+        default = getattr(before, name, None)
+        is_size = (
+            type(default) is int and default > 0 and _SIZES.search(name) and "shared" not in name
+        )
         if is_size and type(value) is int and value < 1:
             raise ConfigError(f"{where} is {value}; it must be 1 or more")
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{where} is {value}; it must be finite")
 
 
-def _disagreement(configuration: Any) -> str | None:
-    """Refuse values that transformers accepts and a model fails or idles with."""
+def _find_conflict(configuration: Any) -> str | None:
+    """Return a conflict of values that transformers does not detect; None: no conflict."""
     sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok")
     hidden, heads, groups, chosen = (getattr(configuration, name, None) for name in sizes)
     if heads and not getattr(configuration, "head_dim", None) and hidden % heads:
-        return f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        return f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
     if heads and groups and heads % groups:
-        return f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+        return f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
     experts = num_experts(configuration)
     if experts and chosen and chosen > experts:
         return f"num_experts_per_tok is {chosen}, of {experts} experts"
@@ -290,18 +296,18 @@ def _disagreement(configuration: Any) -> str | None:
 
 
 @contextmanager
-def _warnings_of_rope(said: list[str]) -> Iterator[None]:
-    """Collect what transformers only warns of in RoPE's parameters, but not its advice.
+def _rope_warnings(warnings: list[str]) -> Iterator[None]:
+    """Append transformers' warnings about RoPE's parameters to ``warnings``.
 
-    Advice is what it says once per process (``warning_once``): how a configuration should be
-    written. To refuse that would refuse a model the first time only.
+    Without ``warning_once``: these advise on how to write a configuration, and appear only once per
+    process, so that they would refuse a model the first time only.
     """
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
 
     def emit(record: logging.LogRecord) -> None:
         if record.funcName != "warning_once":
-            said.append(record.getMessage())
+            warnings.append(record.getMessage())
 
     handler.emit = emit  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -314,14 +320,13 @@ def _warnings_of_rope(said: list[str]) -> Iterator[None]:
 
 
 def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
-    """Refuse a checkpoint of which a tensor has no place in the model, or the other way round.
+    """Check that checkpoint and model have the same tensors, by names and shapes.
 
-    Reads names and shapes only. What is not in the checkpoint would begin at random, what is not in
-    the model would be lost.
+    Tensors that the checkpoint lacks would get random values, those that the model lacks be lost.
 
     Args:
-        config: which checkpoint (none: nothing is checked), and what may be missing.
-        configuration: of ``model_configuration``.
+        config: checkpoint (None: check nothing), and tensors that may be missing.
+        configuration: result of ``model_configuration``.
 
     Raises:
         ConfigError: naming the first tensors, and how many there are.
@@ -330,7 +335,7 @@ def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
 
     if config.pretrained is None:
         return
-    _, found = AutoModelForCausalLM.from_pretrained(
+    _, report = AutoModelForCausalLM.from_pretrained(
         config.pretrained,
         config=copy.deepcopy(configuration),
         device_map="meta",
@@ -338,31 +343,31 @@ def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
         output_loading_info=True,
     )
     shapes = {
-        f"{name} {tuple(theirs)} instead of {tuple(ours)}": name
-        for name, theirs, ours in found["mismatched_keys"]
+        f"{name} {tuple(saved)} instead of {tuple(expected)}": name
+        for name, saved, expected in report["mismatched_keys"]
     }
     problems = {
-        "lacks tensors of the model, which would begin at random": found["missing_keys"],
-        "has tensors that the model lacks, which would be lost": found["unexpected_keys"],
+        "lacks tensors of the model, which would begin at random": report["missing_keys"],
+        "has tensors that the model lacks, which would be lost": report["unexpected_keys"],
         "has tensors of other shapes, which would begin at random": shapes,
     }
     for problem, names in problems.items():
-        left = sorted(
+        tensors = sorted(
             text
             for text in names
             if not any(fnmatchcase(shapes.get(text, text), p) for p in config.allow_missing)
         )
-        if left:
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        if tensors:
+            more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
             raise ConfigError(
-                f"model: checkpoint {config.pretrained!r} {problem}: {', '.join(left[:_SHOWN])}"
+                f"model: checkpoint {config.pretrained!r} {problem}: {', '.join(tensors[:_SHOWN])}"
                 f"{more}; make model.overrides fit the checkpoint, or name them in "
                 "model.allow_missing"
             )
 
 
 def register_architectures() -> None:
-    """Make transformers' Auto classes know the architectures that are ours."""
+    """Register megapack's architectures with transformers' Auto classes."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     from megapack.training.model import modeling_gpt2_alibi as ours  # noqa: PLC0415
@@ -374,7 +379,7 @@ def register_architectures() -> None:
 
 
 def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype) -> AttentionNeeds:
-    """The architecture's needs: heads, window, soft cap, ALiBi."""
+    """Return what the attention must support: heads, window, soft cap, ALiBi."""
     heads = configuration.num_attention_heads
     width = getattr(configuration, "qk_head_dim", None) or getattr(configuration, "head_dim", None)
     width = width or configuration.hidden_size // heads
@@ -394,23 +399,23 @@ def attention_needs(configuration: Any, device: torch.device, dtype: torch.dtype
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLimit:
-    """The longest document that a transformers configuration allows."""
+    """Longest document that a transformers configuration allows."""
 
     tokens: int
     source: str
-    """The field that says so."""
+    """Field of the configuration with the limit."""
     remedy: str
-    """Instead of shorter documents."""
+    """Alternative to shorter documents."""
     is_hard: bool = True
-    """The model has no positions beyond; else it was only not trained there."""
+    """The model has no further positions; False: it was not trained on them."""
 
 
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
-    """The limit of an architecture; None: any length, as with ALiBi or without positions.
+    """Return the limit of an architecture; None: any length, as with ALiBi or without positions.
 
     Args:
-        configuration: of the transformers model.
-        wanted: tokens, which the remedy is for.
+        configuration: transformers configuration.
+        wanted: tokens that the remedy should allow.
     """
     limit = getattr(configuration, "max_position_embeddings", None)
     alibi = configuration.model_type == "gpt2_alibi" or getattr(configuration, "alibi", False)

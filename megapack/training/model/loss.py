@@ -1,11 +1,11 @@
 """Cross entropy of a linear head, summed, without ever holding all logits.
 
-A vocabulary of 128k and 48k positions are 25 GB of float32 logits. Here the positions are taken in
-chunks: logits, their loss, and at once their gradient, which replaces them. What stays is the
-gradient of the hidden states and of the weight (accumulated in float32), scaled in the backward.
+The float32 logits of 48k positions and a vocabulary of 128k take 25 GB. So the positions are
+processed in chunks: logits, their loss, and at once their gradient, which overwrites them. Only the
+gradients of the hidden states and of the weight (accumulated in float32) are kept for the backward.
 
     positions 48,000, vocabulary 128,000, chunk_tokens 2,048
-    # -> 24 chunks, of whose logits one exists at a time: 1.0 GB of float32 instead of 24.6
+    # -> 24 chunks; the logits of one exist at a time: 1.0 GB of float32 instead of 24.6
 """
 
 from __future__ import annotations
@@ -32,35 +32,34 @@ def linear_cross_entropy(
     chunk_tokens: int = 2048,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``scale`` times the sum over positions of ``-log softmax(cap(hidden @ weight.T))[label]``.
+    """Return ``scale * sum(-log softmax(cap(hidden @ weight.T))[label])``, and all losses.
 
-    A sum, not a mean: a micro batch knows nothing of the label tokens of the others, so the mean is
-    taken over the whole step (see ``engine``). A micro batch without labels gives 0 and zero
-    gradients.
+    A sum, because only the whole step knows the number of its label tokens (see ``engine``). A
+    micro batch without labels gives 0 and zero gradients.
 
     Args:
         hidden: ``[T, width]``, the states before the head.
         weight: ``[vocabulary, width]``.
-        labels: ``[T]`` int64; -100 where there is none.
-        label_weights: ``[T]`` float32, a factor on the loss of every label; None: 1.
-        scale: factor on the loss; here, so that it meets the gradient in float32, before bfloat16.
+        labels: ``[T]`` int64; -100: no label.
+        label_weights: ``[T]`` float32, factors on the loss of every label; None: 1.
+        scale: factor on the loss, applied to the gradient in float32, before it becomes bfloat16.
         softcap: with c > 0, logits become ``c * tanh(logits / c)`` (Gemma-2).
-        z_loss: this times the square of the logits' logsumexp is added to the loss of every label
-            (PaLM, arXiv 2204.02311, section 5), under the same weights and scale.
+        z_loss: coefficient of the square of the logits' logsumexp, which is added to the loss of
+            every label (PaLM, arXiv 2204.02311, section 5), under the same weights and scale.
         chunk_tokens: positions whose logits exist at once.
         fused: compile the elementwise part of a chunk.
 
     Returns:
-        The scaled and weighted sum, a scalar, and the cross entropy of every position ``[T]``,
-        neither scaled nor weighted, 0 where there is no label and without a gradient; both float32
-        (float64 for float64 inputs).
+        The scaled and weighted sum, a scalar, and the cross entropy of every position, ``[T]``,
+        unscaled, unweighted, without a gradient, 0 without a label; both float32 (float64 for
+        float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind):
         compute = torch.get_autocast_dtype(kind)
     hidden, weight = hidden.to(compute), weight.to(compute)
-    wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, losses, _, _ = torch.ops.megapack.linear_cross_entropy(
         hidden,
         weight,
@@ -70,7 +69,7 @@ def linear_cross_entropy(
         softcap=softcap,
         z_loss=z_loss,
         chunk_tokens=chunk_tokens,
-        gradients=wanted,
+        gradients=gradients,
         fused=fused,
     )
     return loss, losses.detach()
@@ -79,8 +78,8 @@ def linear_cross_entropy(
 def _loss_and_slope(
     logits: Tensor, labels: Tensor, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropies and trained losses ``[chunk]``, and d of these / d logits written over
-    ``logits`` ``[chunk, vocabulary]``."""
+    """Return cross entropies and trained losses, ``[chunk]``, and the derivative of the latter by
+    the logits, ``[chunk, vocabulary]``, which overwrites ``logits``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL

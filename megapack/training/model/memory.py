@@ -1,9 +1,8 @@
-"""How much memory a rank will need, counted before it is taken.
+"""Estimate of the memory that a rank needs, without a device.
 
-A forward and its backward run on fake tensors, which have shapes and no numbers, and every storage
-is counted while it lives: activations, what autocast and a recomputed layer make, gradients on
-their way. What an operation of ours holds while it runs is counted from its shapes. What DeepSpeed
-0.19 holds beside them is known by stage:
+A forward and its backward run on fake tensors (shapes without values), and every storage counts
+while it lives: activations, copies of autocast, recomputed layers, temporary gradients. Temporaries
+of our own operations are computed from their shapes. DeepSpeed 0.19 holds in addition, by stage:
 
     stage     parameters  gradients  master weights  optimizer  buckets
     0, fp32   4P          4P                         8P         the reduction's copy, 4P
@@ -13,8 +12,8 @@ their way. What an operation of ours holds while it runs is counted from its sha
     2         2P or 4P    4P/N       4P/N            8P/N       of reduce_bucket_size, 2 or 4 each
     3         the same/N  4P/N       4P/N            8P/N       the same, and gathered parameters
 
-for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` holds it against
-DeepSpeed's own engines under torch's memory tracker.
+for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` compares it with the memory
+of DeepSpeed's engines under torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _GATHERED = 10**9  # stage3_max_live_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank, when it needs most.
+    """Peak memory of one rank, in bytes.
 
     Attributes:
-        parts: of its device, by what they hold.
-        on_host: page-locked ones of its host, where inputs of layers are offloaded.
+        parts: memory of the device, by content.
+        on_host: page-locked memory of the host, if inputs of layers are offloaded.
     """
 
     parts: dict[str, int]
@@ -53,7 +52,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes on the device, all parts together."""
+        """Bytes on the device."""
         return sum(self.parts.values())
 
 
@@ -65,52 +64,55 @@ def estimate_memory(
     longest: int,
     zero: dict[str, Any],
 ) -> MemoryEstimate:
-    """The most memory a rank needs: in the loss, in the backward, or at the end of a step.
+    """Return the peak memory of a rank: in the loss, in the backward, or at the end of a step.
 
     Args:
-        model: on the meta device; it becomes fake, and checkpoints its activations if asked to.
-        world_size: ranks, over which ZeRO divides.
+        model: model on the meta device; becomes fake, and checkpoints activations if configured.
+        world_size: number of ranks, among which ZeRO divides.
         longest: tokens of the largest bucket.
-        zero: DeepSpeed's ``zero_optimization``, as ``deepspeed_configuration`` makes it.
+        zero: ``zero_optimization`` of ``deepspeed_configuration``.
     """
     engine, stage = config.engine, config.engine.stage
     count = model.num_parameters
     low = engine.precision == "bf16" and stage > 0
-    over = {at: world_size if stage >= at else 1 for at in (1, 2, 3)}
+    # Number of ranks that share what each stage divides.
+    shares = {at: world_size if stage >= at else 1 for at in (1, 2, 3)}
     bucket = int(zero.get("reduce_bucket_size", 5 * 10**8))
     width = 2 if low else 4
     in_loss, in_backward, on_host = _activations(model, config, longest)
-    # In bfloat16, stage 1 is an optimizer of its own, with gradients of its own.
-    own = low and stage == 1
-    each = 1 if own or stage == 0 else world_size
+    # BF16_Optimizer has undivided float32 gradients.
+    is_bf16_optimizer = low and stage == 1
+    gradient_shares = 1 if is_bf16_optimizer or stage == 0 else world_size
     micro_steps = config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
     muon = model.hidden_matrices if config.optimizer.kind == "muon" else []
-    momentum_alone = sum(p.numel() for p in muon)
+    without_variance = sum(p.numel() for p in muon)  # Muon has momentum alone
     held = {
-        "parameters": count * width // over[3],
-        "master weights": count * 4 // over[1] if stage else 0,
-        "optimizer state": (count * 8 - momentum_alone * 4) // over[1],
-        "average of weights": count * 4 // over[1] if config.optimizer.ema_decay else 0,
+        "parameters": count * width // shares[3],
+        "master weights": count * 4 // shares[1] if stage else 0,
+        "optimizer state": (count * 8 - without_variance * 4) // shares[1],
+        "average of weights": count * 4 // shares[1] if config.optimizer.ema_decay else 0,
     }
     gathered = min(count, int(zero.get("stage3_max_live_parameters", _GATHERED))) * width
     buckets = 0
     if stage == 3:
         held["gathered parameters"] = gathered
         buckets = bucket * width
-    elif stage and not own:
+    elif stage and not is_bf16_optimizer:
         buckets = bucket * width * (2 if zero.get("overlap_comm") else 1)
-    # They wait for the next micro step (in stage 1 undivided), or in buffers that stay.
-    waiting = count * 4 // (each if stage > 1 else 1)
-    waiting = waiting if own or stage == 3 or micro_steps > 1 else 0
-    held["gradients"] = waiting
+    # Gradients are kept between micro steps (undivided in stage 1), or in permanent buffers.
+    kept = count * 4 // (gradient_shares if stage > 1 else 1)
+    held["gradients"] = kept if is_bf16_optimizer or stage == 3 or micro_steps > 1 else 0
     loss = {**held, "activations": in_loss[0], "loss": in_loss[1]}
-    if stage == 3:  # whose bucket stays
+    if stage == 3:  # its bucket is permanent
         loss["reduce buckets"] = buckets
     backward = {**held, "reduce buckets": buckets, "activations": in_backward}
-    copied = 4 * min(count, 5 * 10**8) if world_size > 1 and (own or not stage) else 0
+    copied = 4 * min(count, 5 * 10**8) if world_size > 1 and (is_bf16_optimizer or not stage) else 0
     end = {
         **held,
-        "gradients": count * 4 // each * (2 if stage in (1, 2) and not own else 1),
+        "gradients": count
+        * 4
+        // gradient_shares
+        * (2 if stage in (1, 2) and not is_bf16_optimizer else 1),
         "reduce buckets": copied,
     }
     most = max(loss, backward, end, key=lambda parts: sum(parts.values()))
@@ -120,10 +122,10 @@ def estimate_memory(
 def _activations(
     model: TrainingModel, config: PretrainConfig, longest: int
 ) -> tuple[tuple[int, int], int, int]:
-    """Bytes beside parameters: when the loss is computed (activations, and what it holds), at most
-    in forward and backward, and on the host."""
+    """Return bytes without parameters: at the loss (activations, temporaries), the peak of forward
+    and backward, and bytes on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
-    # torch has no grouped product of fake float32 tensors: experts are counted in half of it.
+    # torch has no grouped product of fake float32 tensors: count experts in bfloat16, times 2.
     in_half = engine.precision != "bf16" and num_experts(model.configuration) is not None
     dtype = torch.bfloat16 if engine.precision == "bf16" or in_half else None
     if dtype is not None and (engine.stage > 0 or in_half):
@@ -154,26 +156,25 @@ def _activations(
 
 
 def loss_temporaries(chunk_tokens: int, vocab_size: int, width: int, *, half: bool) -> int:
-    """Bytes that ``linear_cross_entropy`` holds at most beside what it takes and gives.
-
-    In float32 the logits of a chunk and the copy that their logsumexp makes; the product that is
-    added to the gradient of the weight, and where that is half precision, its float32 sum.
+    """Return the peak bytes of the temporaries of ``linear_cross_entropy``.
 
     Args:
-        chunk_tokens, vocab_size: of the logits.
-        width: of the hidden states.
+        chunk_tokens, vocab_size: shape of the logits.
+        width: width of the hidden states.
         half: it computes in bfloat16.
     """
+    # The logits of a chunk and their copy in logsumexp, float32; the product that is added to the
+    # gradient of the weight, and in half precision its float32 sum.
     return chunk_tokens * vocab_size * 8 + vocab_size * width * (6 if half else 4)
 
 
 def _forget(parameter: Tensor) -> None:
-    """DeepSpeed takes a gradient as soon as it is there."""
+    # DeepSpeed moves a gradient as soon as it exists.
     parameter.grad = None
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operations made meanwhile and that live: now, and at most."""
+    """Counter of live storages that operations create meanwhile: bytes now, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,21 +186,21 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         result = func(*args, **(kwargs or {}))
-        taken = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if _is_tensor(x)}
+        inputs = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if _is_tensor(x)}
         for tensor in filter(_is_tensor, tree_iter(result)):
             storage = tensor.untyped_storage()
-            if id(storage) not in self._known and id(storage) not in taken:
+            if id(storage) not in self._known and id(storage) not in inputs:
                 self._add(storage)
         return result
 
     def _add(self, storage: Any) -> None:
         key, size = id(storage), storage.nbytes()
 
-        def ends(_: Any) -> None:
+        def freed(_: Any) -> None:
             del self._known[key]
             self.now -= size
 
-        self._known[key] = weakref.ref(storage, ends)
+        self._known[key] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
 
@@ -209,16 +210,16 @@ def _is_tensor(x: Any) -> bool:
 
 
 class _Offloaded:
-    """Counts inputs kept for recomputation as host memory."""
+    """Counter of host memory for offloaded inputs of layers."""
 
     num_bytes = 0
 
     def hooks(self) -> saved_tensors_hooks:
-        """The innermost alone are called: what those inside of these get is not counted here."""
+        """Return hooks that count; torch calls the innermost hooks only."""
         return saved_tensors_hooks(self._pack, lambda unpack: unpack())
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         size = tensor.nbytes
-        self.num_bytes += 1 << (size - 1).bit_length()  # torch takes it in powers of two
+        self.num_bytes += 1 << (size - 1).bit_length()  # torch allocates powers of two
         shape, dtype = tensor.shape, tensor.dtype
         return lambda: torch.empty(shape, dtype=dtype)

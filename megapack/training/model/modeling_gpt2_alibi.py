@@ -1,8 +1,8 @@
 """GPT-2 with ALiBi in place of position embeddings.
 
-Stands alone (torch and transformers only), because ``save_pretrained`` copies this file beside the
-weights: ``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`` then works on a
-machine without megapack. The model type is its own, so that no stock GPT-2 is loaded by mistake.
+This file needs only torch and transformers, because ``save_pretrained`` copies it next to the
+weights: ``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`` then works
+without megapack. A separate model type prevents loading the weights as a stock GPT-2.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class GPT2AlibiConfig(GPT2Config):  # type: ignore[misc]  # transformers is not 
 
 
 class _NoPositions(nn.Module):
-    """Stands where the position embeddings were: adds nothing and has no parameters."""
+    """Replacement of the position embeddings: adds 0 and has no parameters."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.zeros((), device=position_ids.device)
 
 
 class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
-    """GPT-2 whose attention scores get ``-slope * (i - j)``.
+    """GPT-2 that adds ``-slope * (i - j)`` to its attention scores.
 
-    For the attention implementations of transformers (eager, sdpa) the bias is part of the mask;
-    megapack's adds it itself, from slopes that ``build_model`` gives every layer.
+    With the attention implementations of transformers (eager, sdpa) the bias is part of the mask;
+    megapack's attention adds it from slopes that ``build_model`` sets in every layer.
     """
 
     config_class = GPT2AlibiConfig
@@ -71,7 +71,7 @@ class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
         )
 
     def _alibi_mask(self, length: int, past: int, attention_mask: Tensor | None) -> Tensor:
-        """Bias and causal mask in one ``[B or 1, heads, length, past + length]`` tensor."""
+        """Return bias plus causal mask, ``[B or 1, heads, length, past + length]``."""
         weight = self.transformer.wte.weight
         slopes = torch.tensor(self.config.alibi_slopes, device=weight.device).view(1, -1, 1, 1)
         rows = torch.arange(past, past + length, device=weight.device).unsqueeze(1)

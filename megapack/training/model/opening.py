@@ -1,10 +1,11 @@
-"""The model of a run: an architecture from transformers, our attention, our loss.
+"""Model of a run: an architecture from transformers, with megapack's attention and loss.
 
-``open_model`` chooses the attention, tries the architecture and builds, which is ``build_model``;
-``tile_mlps`` computes the MLPs of long rows a chunk of tokens at a time, by DeepSpeed's TiledMLP:
-the activations between an MLP's two projections are its widest, and in chunks only those of one
-chunk exist at once, and are computed again in the backward (Bekman et al., *Arctic Long Sequence
-Training*, 2025). The gradients of a weight over the chunks are added up in the weight's dtype.
+``open_model`` chooses the attention, checks the architecture and builds the model
+(``build_model``), with ZeRO-3 without ever holding it whole. ``tile_mlps`` computes the MLPs of
+long rows in chunks of tokens, by DeepSpeed's TiledMLP: the activations between an MLP's two
+projections are its widest; with chunks only those of one chunk exist at once, and the backward
+recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a weight
+over the chunks are added in the weight's dtype.
 
     num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
 """
@@ -38,13 +39,12 @@ from megapack.training.model.architecture import (
     check_checkpoint,
     register_architectures,
 )
-from megapack.training.model.sharding import in_shares
 from megapack.training.model.training_model import TrainingModel
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """Equal chunks (the last may be shorter) of at most so many tokens: how many ``torch.chunk``
-    really makes, which is fewer than it is asked for where they would not come out."""
+    """Return the number of equal chunks (the last may be shorter) of at most ``chunk_tokens``: what
+    ``torch.chunk`` makes, which may be fewer than requested."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     return -(-num_tokens // size)
 
@@ -54,11 +54,11 @@ def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
 
     Args:
         layers: decoder layers with an ``mlp`` each; changed.
-        chunk_tokens: the most of a chunk.
+        chunk_tokens: largest number of tokens of a chunk.
 
     Raises:
-        ConfigError: an MLP is none of dense layers alone: where a chunk does not reach a weight (a
-            mixture of experts), its gradient would be lost, and dropout would not be drawn again.
+        ConfigError: an MLP does not consist of dense layers alone. In a mixture of experts a chunk
+            may not reach a weight, whose gradient would be lost; dropout would be drawn again.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
@@ -79,9 +79,9 @@ def _problem(mlp: nn.Module | None) -> str | None:
     for module in mlp.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"has dropout {module.p} in its {type(mlp).__name__}"
-        own = next(module.parameters(recurse=False), None)
+        weight = next(module.parameters(recurse=False), None)
         if isinstance(module, nn.ModuleList) or not (
-            own is None or isinstance(module, (nn.Linear, Conv1D))
+            weight is None or isinstance(module, (nn.Linear, Conv1D))
         ):
             return f"has a {type(module).__name__} in its {type(mlp).__name__}"
     return None
@@ -90,14 +90,14 @@ def _problem(mlp: nn.Module | None) -> str | None:
 def _in_chunks(
     mlp: nn.Module, forward: Callable[[Tensor], Tensor], chunk_tokens: int, hidden: Tensor
 ) -> Tensor:
-    """``forward(hidden)`` of ``[..., tokens, width]``."""
+    """Return ``forward(hidden)`` of ``[..., tokens, width]``, computed in chunks of tokens."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP  # noqa: PLC0415
 
     chunks = num_chunks(hidden.shape[-2], chunk_tokens)
     if chunks == 1:
         return forward(hidden)
     kind = hidden.device.type
-    # The backward, which computes it again, runs outside of the forward's autocast.
+    # The backward recomputes outside of the forward's autocast.
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else None
 
@@ -123,29 +123,31 @@ def open_model(
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> tuple[TrainingModel, Choice]:
-    """The model of a run in float32, and the attention that was chosen for it; with ``zero_3``
-    collective, and in the dtype it will compute in; with ``sequence_group`` collective, too.
+    """Build the model of a run in float32, and choose its attention.
+
+    Collective with ``zero_3`` (the model then has the dtype of the run) and with
+    ``sequence_group``.
 
     Args:
-        config: which weights and which attention.
-        engine: in which precision it will compute, and how its loss and its MLPs are cut.
-        architecture: of ``model_configuration``.
-        device: where it will compute.
-        seed: of weights from scratch.
-        empty: shapes without numbers (the meta device), for an estimate.
-        zero_3: DeepSpeed's configuration, where ZeRO-3 is to divide parameters as they are made.
+        config: weights and attention.
+        engine: precision, and chunks of loss and MLPs.
+        architecture: result of ``model_configuration``.
+        device: device of the run.
+        seed: random seed of weights from scratch.
+        empty: build on the meta device, for an estimate.
+        zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
         sequence_group: process group of the ranks that share long samples.
-        progress: called for every tensor that is loaded, but with ``zero_3``, where nobody tells.
+        progress: called for every loaded tensor (not with ``zero_3``).
 
     Raises:
-        ConfigError: no attention can serve it, packed rows would train it wrongly, or its MLPs
-            cannot be cut.
+        ConfigError: no attention supports the model, packed rows would train it wrongly, or its
+            MLPs cannot be cut.
     """
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention_backend)
-    try_model(architecture, backend=choice.name, device=device, dtype=dtype)
+    check_packed_rows(architecture, backend=choice.name, device=device, dtype=dtype)
     if sequence_group is not None:
-        try_slices(
+        check_slices(
             architecture, backend=choice.name, group=sequence_group, device=device, dtype=dtype
         )
     with torch.device("meta") if empty else device:
@@ -162,19 +164,19 @@ def open_model(
         )
     if engine.mlp_chunk_tokens is not None:
         tile_mlps(model.layers, engine.mlp_chunk_tokens)
-    # DeepSpeed casts a model, and not one that is divided already.
+    # DeepSpeed casts a whole model, but not one that is divided already.
     return (model if zero_3 is None else model.cast(dtype)), choice
 
 
 def compute_dtype(engine: EngineConfig) -> torch.dtype:
-    """The dtype of activations, which decides the attention backend."""
+    """Return the dtype of activations, which decides the attention backend."""
     return torch.bfloat16 if engine.precision == "bf16" else torch.float32
 
 
-def try_model(
+def check_packed_rows(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse an architecture that packed rows would train wrongly; see ``check_architecture``.
+    """Check that packed rows train an architecture correctly (``check_architecture``).
 
     Raises:
         ConfigError: naming the architecture, the layer and the difference.
@@ -192,12 +194,12 @@ def try_model(
     )
 
 
-def try_positions(configuration: Any, longest: int) -> None:
-    """Refuse a model in which a document depends on longer ones of its row (``check_positions``).
+def check_document_positions(configuration: Any, longest: int) -> None:
+    """Check that no document depends on longer ones of its row (``check_positions``).
 
     Args:
-        configuration: of the transformers model.
-        longest: most positions of a document or of padding, tokens.
+        configuration: transformers configuration.
+        longest: most positions of a document or of padding, in tokens.
 
     Raises:
         ConfigError: naming the architecture, the field and its value.
@@ -207,10 +209,10 @@ def try_positions(configuration: Any, longest: int) -> None:
     check_positions(configuration, attention=ATTENTION_NAME, build=_from_scratch, longest=longest)
 
 
-def try_slices(
+def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse an architecture that would not learn from slices; see ``check_sequence_parallel``.
+    """Check that an architecture learns from slices of samples (``check_sequence_parallel``).
 
     Raises:
         ConfigError: naming the architecture and the difference.
@@ -229,20 +231,19 @@ def try_slices(
 def _summed_loss(
     model: Any, row: Any, sequence_parallel_size: int = 1, *, group: Any = None
 ) -> Tensor:
-    """The loss of a row of documents as a run computes it."""
-    wrapped, size = (
-        TrainingModel(model, chunk_tokens=32, sequence_group=group),
-        sequence_parallel_size,
-    )
+    # The loss of a row of documents, as a run computes it.
+    wrapped = TrainingModel(model, chunk_tokens=32, sequence_group=group)
     *tensors, longest = row
-    result: Tensor = wrapped(*tensors, max_seqlen=longest, sequence_parallel_size=size)[0]
+    result: Tensor = wrapped(
+        *tensors, max_seqlen=longest, sequence_parallel_size=sequence_parallel_size
+    )[0]
     return result
 
 
 def _from_scratch(configuration: Any, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    if configuration.model_type == "gpt2_alibi":  # that of the model check has fewer heads
+    if configuration.model_type == "gpt2_alibi":  # the model check uses fewer heads
         configuration.alibi_slopes = alibi_slopes(configuration.n_head).tolist()
     model = AutoModelForCausalLM.from_config(
         configuration, attn_implementation=implementation, dtype=torch.float32
@@ -262,12 +263,12 @@ def build_model(
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> TrainingModel:
-    """The model in float32 on the current default device, divided by ZeRO-3 if asked to.
+    """Build the model in float32 on the current default device; divide it under ZeRO-3.
 
-    From scratch, the weights are a function of ``seed``, the architecture and the kind of device.
+    Weights from scratch are a function of ``seed``, the architecture and the kind of device.
 
     Raises:
-        ConfigError: the checkpoint is not of this model; see ``check_checkpoint``.
+        ConfigError: the checkpoint does not fit the model (``check_checkpoint``).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -276,15 +277,15 @@ def build_model(
     register(backend, shared)
     check_checkpoint(config, configuration)
     empty = torch.get_default_device().type == "meta"
-    # The generators of this process's device only: the others' would be initialised for it.
-    mine = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=mine):
+    # Fork only this device's generator: forking the others would initialize their devices.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         if config.pretrained is None:
-            with in_shares(zero_3):
+            with divided_by_zero_3(zero_3):
                 model = _from_scratch(configuration, ATTENTION_NAME)
         else:
-            with in_shares(zero_3, loaded=True), _telling(progress):
+            with divided_by_zero_3(zero_3, loaded=True), _reporting(progress):
                 model = AutoModelForCausalLM.from_pretrained(
                     config.pretrained,
                     config=configuration,
@@ -294,9 +295,9 @@ def build_model(
                     device_map="meta" if empty else None,
                 )
             model = _with_slopes(model)
-            if not empty:  # only numbers tell whether a head is the embedding
+            if not empty:  # the check compares storages
                 _check_tied(model, config)
-    # from_pretrained gives a model in evaluation mode, which would not checkpoint activations.
+    # from_pretrained returns a model in evaluation mode, which does not checkpoint activations.
     return TrainingModel(
         model,
         chunk_tokens=chunk_tokens,
@@ -306,12 +307,64 @@ def build_model(
     ).train()
 
 
+# From scratch, ZeRO-3 gives every rank a part of an undivided model of the same seed: every module
+# is created and initialized whole, on all ranks in the same order and from the same random numbers.
+
+
 @contextmanager
-def _telling(progress: Callable[[], object]) -> Iterator[None]:
-    """Of every item for which transformers moves a progress bar."""
+def divided_by_zero_3(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iterator[None]:
+    """Divide the modules of transformers that are created meanwhile among all ranks.
+
+    Args:
+        zero_3: DeepSpeed's configuration; None: divide nothing.
+        loaded: ``from_pretrained`` creates them (the first rank alone reads the files).
+    """
+    if zero_3 is None:
+        yield
+    elif loaded:
+        from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
+
+        # transformers sees the configuration as long as this object lives.
+        active = HfDeepSpeedConfig(dict(zero_3))
+        yield
+        del active
+    else:
+        import deepspeed  # noqa: PLC0415
+
+        # Without overrides of new tensors: they would round RoPE's frequencies to bfloat16.
+        divided = deepspeed.zero.Init(config_dict_or_path=dict(zero_3), tensor_overrides=[])
+        with _initialized_whole(), divided:
+            yield
+
+
+@contextmanager
+def _initialized_whole() -> Iterator[None]:
+    """Gather the parameters of a module while transformers initializes it."""
+    import deepspeed  # noqa: PLC0415
+    from transformers import PreTrainedModel  # noqa: PLC0415
+
+    original = PreTrainedModel._initialize_weights
+
+    def initialize(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # An initialization may also reach for the children's parameters, as GPT-2's does.
+        children = (m for m in module.children() if not isinstance(m, PreTrainedModel))
+        reached = [p for m in (module, *children) for p in m.parameters(recurse=False)]
+        with deepspeed.zero.GatheredParameters(reached, modifier_rank=0):
+            original(self, module, *args, **kwargs)
+
+    PreTrainedModel._initialize_weights = initialize
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = original
+
+
+@contextmanager
+def _reporting(progress: Callable[[], object]) -> Iterator[None]:
+    """Call ``progress`` for every item for which transformers moves a progress bar."""
     from transformers.utils import logging  # noqa: PLC0415
 
-    def told(items: Iterable[Any]) -> Iterator[Any]:
+    def reported(items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
             progress()
             yield item
@@ -319,29 +372,28 @@ def _telling(progress: Callable[[], object]) -> Iterator[None]:
     def bar(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if args:
             options = {"total": length_hint(args[0]) or None, **options}
-            args = (told(args[0]), *args[1:])
+            args = (reported(args[0]), *args[1:])
         return make(*args, **options)
 
-    before = logging.set_tqdm_hook(bar)
+    former = logging.set_tqdm_hook(bar)
     try:
         yield
     finally:
-        logging.set_tqdm_hook(before)
+        logging.set_tqdm_hook(former)
 
 
 def _check_tied(model: Any, config: ModelConfig) -> None:
-    """Refuse a head that would be trained apart from an embedding it is to be one with: saved as
-    the configuration says, it would be lost."""
+    # Such a head would be trained apart from its embedding, and not be saved.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if model.config.tie_word_embeddings and head.weight is not embedding.weight:
         raise ConfigError(
-            f"model: checkpoint {config.pretrained!r} has a head of its own, and its "
-            "tie_word_embeddings is true; set model.overrides.tie_word_embeddings to false"
+            f"model: checkpoint {config.pretrained!r} has a head that differs from its embedding, "
+            "and its tie_word_embeddings is true; set model.overrides.tie_word_embeddings to false"
         )
 
 
 def _with_slopes(model: Any) -> Any:
-    """ALiBi's slopes in every layer; after loading, which leaves buffers of no file empty."""
+    """Set ALiBi's slopes in every layer. Call it after loading, which leaves buffers empty."""
     if model.config.model_type == "gpt2_alibi":
         for block in model.transformer.h:
             values = torch.tensor(

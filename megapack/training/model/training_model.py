@@ -1,9 +1,11 @@
-"""What DeepSpeed wraps: one stream of tokens in, its losses and their scaled sum out.
+"""Module that DeepSpeed wraps: takes one stream of tokens, returns its losses and their scaled sum.
 
-The scaled sum is the architecture's own training loss, ``model(labels=...).loss`` of transformers,
-times the labels of the stream: with the load-balancing loss of a mixture of experts, where the
-architecture adds one (``megapack.attention.experts``); ``check_architecture`` compares the two. A
-z-loss may be added to it.
+The scaled sum is the architecture's training loss, ``model(labels=...).loss`` of transformers,
+times the labels of the stream, with the load-balancing loss if the architecture has one
+(``megapack.attention.experts``); ``check_architecture`` compares the two. A z-loss may be added.
+
+    loss, losses, balance = TrainingModel(model, chunk_tokens=2048)(**on_device(batch, ...))
+    # -> the sum of the losses of the labels, the loss of every position, None without experts
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
 from megapack.training.config import EngineConfig
+from megapack.training.model.flops import whole_shape
 from megapack.training.model.loss import IGNORED_LABEL, linear_cross_entropy
-from megapack.training.model.sharding import whole_shape
 
 Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
 
 class TrainingModel(nn.Module):
-    """A causal language model that takes one stream of tokens and gives its losses.
+    """Causal language model that takes one stream of tokens and returns its losses.
 
     Args:
-        model: of transformers.
+        model: transformers model.
         chunk_tokens: positions whose logits exist at once.
         fused_loss: compile the elementwise part of the loss.
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
@@ -57,10 +59,10 @@ class TrainingModel(nn.Module):
         self.fused_loss = fused_loss
         self.z_loss = z_loss
         self.sequence_group = sequence_group
-        found = LoadBalancing.of(model)
-        wanted = getattr(model.config, "output_router_logits", False)
-        self.balancing = found if wanted else None
-        self.left_out = None if wanted else found
+        balancing = LoadBalancing.of(model)
+        is_on = getattr(model.config, "output_router_logits", False)
+        self.balancing = balancing if is_on else None
+        self.unused_balancing = None if is_on else balancing
 
     @property
     def configuration(self) -> Any:
@@ -69,41 +71,42 @@ class TrainingModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers, tied ones once, wherever ZeRO-3 keeps them."""
+        """Number of trained parameters, tied ones once, with those of all ZeRO-3 ranks."""
         return sum(math.prod(whole_shape(p)) for p in self.parameters())
 
     @property
     def description(self) -> str:
-        """For people: architecture, size, and what is trained besides the loss of the labels."""
+        """Text for the log: architecture, size, and additional losses."""
         text = f"{self.configuration.model_type}, {self.num_parameters:,} parameters"
         if self.z_loss:
             text += f", with {self.z_loss:g} times the z-loss"
         if self.balancing is not None:
             return f"{text}, with {self.balancing}"
-        if self.left_out is not None:
-            return f"{text}, without {self.left_out} (model.overrides.output_router_logits adds it)"
+        if self.unused_balancing is not None:
+            hint = "model.overrides.output_router_logits adds it"
+            return f"{text}, without {self.unused_balancing} ({hint})"
         return text
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
+        """Decoder layers."""
         count = self.configuration.num_hidden_layers
         lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         return next(layers for layers in lists if len(layers) == count)
 
     @property
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """The trained matrices of the decoder layers: what Muon is for."""
+        """Trained matrices of the decoder layers, which Muon updates."""
         return [p for p in self.layers.parameters() if p.requires_grad and p.ndim == 2]
 
     def hidden_states(self, tokens: Tensor, position_ids: Tensor, *segments: Any) -> Tensor:
-        """``[T, width]``: the states before the head, of ``tokens [1, T]``; ``segments`` as of
-        ``varlen_arguments``."""
+        """Return the states before the head, ``[T, width]``, of ``tokens [1, T]``; ``segments`` as
+        in ``varlen_arguments``."""
         result: Tensor = self._outputs(tokens, position_ids, *segments).last_hidden_state
         return result.flatten(0, 1)
 
     def _outputs(self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any) -> Any:
-        """Outputs of the model without its head."""
+        """Return the outputs of the model without its head."""
         base: Any = self.model.base_model
         return base(
             input_ids=tokens, position_ids=position_ids, **varlen_arguments(*segments), **options
@@ -123,24 +126,23 @@ class TrainingModel(nn.Module):
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Losses of one micro batch, or of a slice of it (``sequence_parallel_size`` above 1);
-        ``cu_seqlens`` and ``dataset_ids`` are of the whole.
+        """Return the losses of a micro batch, or of a slice of it (``sequence_parallel_size`` > 1).
 
         Args:
             tokens, labels, position_ids: ``[1, T]`` int64.
-            cu_seqlens: ``[entries]`` int32.
-            max_seqlen: the longest segment.
-            label_weights: ``[1, T]`` float32, a factor on the loss of every label; None: 1.
-            dataset_ids: int32, of every segment, -1 for padding; None: there is no padding.
+            cu_seqlens: ``[entries]`` int32, of the whole micro batch.
+            max_seqlen: longest segment.
+            label_weights: ``[1, T]`` float32, factors on the loss of every label; None: 1.
+            dataset_ids: ``[segments]`` int32, of the whole micro batch, -1 for padding; None: no
+                padding.
             scale: factor on the first result.
 
         Returns:
-            ``scale`` times its part of the training loss, a scalar (where the model is evaluated,
-            of the labels alone); the loss of every position ``[T]``, without a gradient
-            (``linear_cross_entropy``); and its part of the load-balancing loss times the labels of
-            the micro batch, a scalar without a gradient, neither scaled nor multiplied with its
-            coefficient (None: there is none, or the model is evaluated). The parts of slices add
-            up.
+            Three results, of which those of slices add up. First, ``scale`` times the training
+            loss, a scalar (in evaluation mode, the cross entropy alone). Second, the loss of every
+            position, ``[T]``, without a gradient (``linear_cross_entropy``). Third, the
+            load-balancing loss times the labels of the micro batch, a scalar without a gradient,
+            scale or coefficient; None without experts or in evaluation mode.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
@@ -148,7 +150,7 @@ class TrainingModel(nn.Module):
         outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-        # What some architectures multiply their logits with: Cohere's scale, Granite's divisor.
+        # Some architectures scale their logits: Cohere has a factor, Granite a divisor.
         scales = (getattr(self.configuration, x, None) for x in ("logit_scale", "logits_scaling"))
         factor, divisor = (float(value or 1.0) for value in scales)
         if factor != divisor:
@@ -180,10 +182,10 @@ class TrainingModel(nn.Module):
         return loss + scale * balancing.coefficient * balance, losses, balance.detach()
 
     def cast(self, dtype: torch.dtype) -> TrainingModel:
-        """Parameters in ``dtype``; buffers (RoPE frequencies) keep their precision."""
+        """Cast parameters to ``dtype``; buffers (RoPE frequencies) keep theirs."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-            share = getattr(parameter, "ds_tensor", None)  # of ZeRO-3
+            share = getattr(parameter, "ds_tensor", None)  # ZeRO-3
             if share is not None:
                 share.data = share.data.to(dtype)
         return self
@@ -192,8 +194,8 @@ class TrainingModel(nn.Module):
         """Recompute every layer in the backward instead of keeping its activations.
 
         Args:
-            saving: hooks that get what a layer keeps for it: its input ``[1, T, width]``. What all
-                layers share (RoPE's table, cu_seqlens) is referred to, not saved.
+            saving: hooks that save a layer's input, ``[1, T, width]``; None: keep it. Tensors that
+                all layers share (RoPE's table, cu_seqlens) are not saved.
         """
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -207,11 +209,11 @@ class TrainingModel(nn.Module):
                     module._gradient_checkpointing_func = partial(_saved_by, saving, recompute)
 
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write what ``from_pretrained`` loads.
+        """Write a directory for ``from_pretrained``.
 
         Args:
-            directory: created when missing.
-            weights: full parameters by name in this module, when they are not held here (ZeRO-3).
+            directory: created if missing.
+            weights: whole parameters by name in this module, for ZeRO-3; None: take the module's.
         """
         state = None
         if weights is not None:
@@ -221,22 +223,22 @@ class TrainingModel(nn.Module):
 
 
 def _saved_by(saving: Saving, recompute: Callable[..., Any], *layer: Any, **arguments: Any) -> Any:
-    """Inside of the layer the checkpoint's own hooks are the innermost, which alone are called."""
+    # Outside the layer: inside it, the checkpoint's own hooks are innermost, and only those run.
     with saving():
         return recompute(*layer, **arguments)
 
 
 def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
-    """The arguments of ``TrainingModel.forward`` for one micro batch.
+    """Return the arguments of ``TrainingModel.forward`` for one micro batch.
 
-    Its ``loss_mask`` goes along where it holds more than which labels there are.
+    ``loss_mask`` is passed as ``label_weights`` if losses are weighted.
     """
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
-    given = {name: batch[name] for name in names}
+    tensors = {name: batch[name] for name in names}
     if is_weighted(batch):
-        given["label_weights"] = batch["loss_mask"]
+        tensors["label_weights"] = batch["loss_mask"]
     return {
-        **{name: value.to(device, non_blocking=True) for name, value in given.items()},
+        **{name: value.to(device, non_blocking=True) for name, value in tensors.items()},
         "max_seqlen": longest_segment(batch, config),
         "sequence_parallel_size": int(batch.get("sequence_parallel_size", 1)),
         "sequence_parallel_rank": int(batch.get("sequence_parallel_rank", 0)),
@@ -244,16 +246,16 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
 
 
 def is_weighted(batch: Batch) -> bool:
-    """Whether losses are weighted: a loader's batch says what the weights of the step add up to."""
+    """Return True if losses are weighted: then batches have the sum of the step's weights."""
     return "step_label_weight" in batch
 
 
 def longest_segment(batch: Batch, config: EngineConfig) -> int:
-    """The ``max_seqlen`` a forward is given.
+    """Return ``max_seqlen`` for a forward.
 
-    The exact one keeps the attention grid tight. A compiled layer is specialised on it, so there
-    it is the most that the bucket can have (the padding of an empty slot), whatever the attention
-    window: one graph per bucket instead of one per batch.
+    The exact length keeps the grid of the attention kernel small. But a compiled layer is
+    specialized on it, so with ``compile`` it is the longest segment that the bucket allows (padding
+    that fills a slot): one graph per bucket instead of one per batch.
     """
     if not config.compile:
         return int(batch["max_seqlen"])

@@ -1,1 +1,1 @@
-"""What is seen of a run while it goes on: logs, signals, lost ranks."""
+"""Monitoring of a run: log, signals, lost ranks."""

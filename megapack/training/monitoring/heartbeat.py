@@ -1,12 +1,12 @@
-"""Who is still there: when a node is lost, the others end the job and name it.
+"""Heartbeat: if a rank or node is lost or hangs, end the job and name it.
 
-A collective that waits for a dead process says at best that a connection was closed, and with NCCL
-nothing for the whole timeout. Here every rank writes to a small store once in a while how far it
-is, in a thread of its own; the first rank reads them.
+A collective that waits for a dead process reports a closed connection at best; with NCCL it waits
+for the whole timeout. So a thread of every rank regularly writes the rank's progress to a small
+store, which the first rank reads:
 
     lost contact to rank 5 on node7                # no beat for engine.heartbeat_timeout_seconds
     no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7 of step 12, the
-    furthest at the end of step 12                 # nobody got on for engine.hang_timeout_seconds
+    furthest at the end of step 12                 # no progress for engine.hang_timeout_seconds
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import torch.distributed as dist
 from megapack.training.engine.world import World
 
 LOST_CONTACT = 76
-"""Exit code of a rank that ended because another one was lost."""
+"""Exit code of a rank that ends because another rank is lost."""
 
 
 class Heartbeat:
-    """One thread per rank; ``with Heartbeat(world):`` around the whole run.
+    """Thread that reports this rank and watches the others: ``with Heartbeat(world):``.
 
-    A beat says how far the rank is (``World.progress``), since a rank that hangs beats on.
+    A beat contains the progress of the rank (``World.progress``), because the thread of a hanging
+    rank keeps beating.
 
     Args:
         interval: seconds between beats.
-        heartbeat_timeout, hang_timeout: of ``EngineConfig``, in seconds. Longer than any pause of
-            a healthy process, such as slow storage.
-        on_loss: called with the reason before this process is ended.
+        heartbeat_timeout, hang_timeout: as in ``EngineConfig``, in seconds. They must exceed any
+            pause of a healthy process, such as slow storage.
+        on_loss: called with the reason before this process ends.
     """
 
     def __init__(
@@ -55,12 +56,15 @@ class Heartbeat:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._reached: tuple[list[tuple[int, int]], float] = [], 0.0  # by all ranks, and when
+        self._reached: tuple[list[tuple[int, int]], float] = (
+            [],
+            0.0,
+        )  # progress of all ranks, and its time
         self._lost: str | None = None
-        # A store of our own: waiting in the one of torch.distributed would block its users.
-        own = self._open_store(0) if world.is_first else None  # at any free port
-        port = world.gather(0 if own is None else own.port)[0]
-        self._store = self._open_store(port) if own is None else own
+        # A separate store, because a wait in that of torch.distributed would block its users.
+        first_store = self._open_store(0) if world.is_first else None  # at any free port
+        port = world.gather(0 if first_store is None else first_store.port)[0]
+        self._store = self._open_store(port) if first_store is None else first_store
         self._hosts = world.gather(world.host)
         self._beat()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
@@ -87,10 +91,9 @@ class Heartbeat:
         return f"rank {rank} on {self._hosts[rank]}"
 
     def explain(self) -> str | None:
-        """After a collective failed: which ranks are gone, waiting a few beats to be sure.
+        """Return a sentence that names the lost ranks after a failed collective; None: all beat.
 
-        Returns:
-            A sentence that names them; None when all ranks still beat.
+        Waits a few beats to be sure.
         """
         timeout = 3 * self.interval
         deadline = time.monotonic() + timeout + 3 * self.interval
@@ -103,7 +106,7 @@ class Heartbeat:
         while not self._stop.wait(self.interval):
             self._attempt(self._beat)
             self._look(self.heartbeat_timeout)
-            # The first rank may simply be done before us: give the main thread time to leave.
+            # The first rank may have finished before this one: let the main thread exit first.
             patience = min(30.0, self.heartbeat_timeout, self.hang_timeout)
             if self._lost is not None and not self._stop.wait(patience):
                 sys.stderr.write(f"megapack: {self._lost}; this job ends\n")
@@ -117,7 +120,7 @@ class Heartbeat:
         self._store.set(f"beat/{self.world.rank}", json.dumps(beat))
 
     def _look(self, timeout: float) -> None:
-        """The first rank decides, by its own clock alone; the others read what it says."""
+        # The first rank decides, by its own clock; the others read its decision.
         self._attempt(lambda: self._decide(timeout) if self.world.is_first else self._read())
 
     def _decide(self, timeout: float) -> None:
@@ -159,5 +162,5 @@ class Heartbeat:
     def _attempt(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except RuntimeError:  # torch's errors of stores and networks are RuntimeErrors
+        except RuntimeError:  # raised by torch's stores and networks
             self._lost = f"lost contact to {self._name(0)}, which keeps the beats of all ranks"

@@ -1,8 +1,8 @@
-"""What a run shows: one JSON line per step, a log line now and then, TensorBoard, W&B.
+"""Log of a run: one JSON line per step, a regular log line, TensorBoard, Weights & Biases.
 
-``Monitor`` collects steps and writes them; ``StepWork`` is what a step holds and how much
-arithmetic it is, from the index alone; ``SourceLosses`` the loss of every source of a blend. The
-device is waited for only when a log line is due: until then losses stay where they are.
+``Monitor`` collects steps and writes them. ``StepWork`` counts tokens and operations of a step from
+the index alone; ``SourceLosses`` computes the loss of every source of a blend. Losses stay on the
+device until a log line is due, so that steps do not wait for it.
 
     step 40/200, loss 3.1042 (web 3.2100, code 2.4100), lr 3.00e-04, bucket 4096, 91,000 tok/s
     (90,400 useful), wait 0.1%, MFU 41.2% (naive 55.0%), 60.1 GiB, 0:12:30 left
@@ -46,13 +46,13 @@ class StepWork:
     """Tokens and operations of one step."""
 
     tokens: int
-    """Padding included."""
+    """With padding."""
     useful_tokens: int
     """Tokens of documents that are not masked."""
     flops: float
-    """The model's operations: tokens of documents, attention inside segments and the window."""
+    """Model FLOPs: tokens of documents, attention within segments and window."""
     naive_flops: float
-    """Had every sample been one document of its capacity: the figure that flatters packing."""
+    """FLOPs if every sample were one document of its capacity; inflates the MFU of packed data."""
 
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
@@ -71,35 +71,31 @@ class StepWork:
 
 
 def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
-    """Lengths of all segments of a step, tokens, in any order, cut by its window; none masked."""
+    """Return the lengths in tokens of all unmasked segments of a step, cut by its window."""
     lengths = schedule.samples.segment_lengths(step.sample_ids, step.view)
     return cut_lengths(lengths, step.view.window)
 
 
 class SourceLosses:
-    """Mean loss per label token of every source that a step holds.
-
-    Args:
-        samples: of the run.
-    """
+    """Mean loss per label token of every source in a step."""
 
     def __init__(self, samples: SampleSource, world: World) -> None:
         self.samples, self.world = samples, world
         self.names = list(dict.fromkeys(samples.names))
         place = {name: i for i, name in enumerate(self.names)}
-        self._place = np.array([place[name] for name in samples.names])  # of two of one name, one
+        self._place = np.array([place[name] for name in samples.names])  # same name, same place
 
     def label_tokens(self, content: Step) -> dict[str, int]:
-        """Label tokens of a step by source, over all ranks."""
+        """Return the label tokens of a step by source, over all ranks."""
         source = self._place[self.samples.locate(content.sample_ids)[0]]
         counts = np.bincount(source, content.label_counts)
         return {self.names[place]: int(counts[place]) for place in np.unique(source).tolist()}
 
     def add_losses(self, lines: Sequence[dict[str, Any]], results: Sequence[StepResult]) -> None:
-        """Give lines with ``source_label_tokens`` a ``source_loss``; collective.
+        """Set ``source_loss`` in lines with ``source_label_tokens``; collective.
 
-        Samples are summed one by one and on the host, so the figures are the same on every device
-        and differ between numbers of ranks by no more than the losses do.
+        The host sums sample by sample, so all devices give the same figures, and another number of
+        ranks changes them no more than the losses.
         """
         width = len(self.names)
         losses = torch.cat([result.sample_losses for result in results])
@@ -110,8 +106,8 @@ class SourceLosses:
         )
         sums = torch.from_numpy(table).view(-1, width).to(self.world.device)
         dist.all_reduce(sums)
-        for line, of_step in zip(lines, sums.tolist(), strict=True):
-            loss = dict(zip(self.names, of_step, strict=True))
+        for line, step_sums in zip(lines, sums.tolist(), strict=True):
+            loss = dict(zip(self.names, step_sums, strict=True))
             line["source_loss"] = {
                 name: _finite(loss[name] / labels)
                 for name, labels in line["source_label_tokens"].items()
@@ -120,10 +116,10 @@ class SourceLosses:
 
 
 def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Source -> its mean loss over lines of ``log.jsonl`` and the label tokens it is of.
+    """Return source -> (mean loss over lines of ``log.jsonl``, label tokens of these losses).
 
-    Sources by falling number of label tokens; lines without ``source_loss`` give nothing, and so
-    does a loss that is no number.
+    Sources with more label tokens come first. Lines without ``source_loss``, and losses that are
+    NaN or infinite, are left out.
     """
     sums: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -133,12 +129,12 @@ def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float,
                 labels = line["source_label_tokens"][name]
                 sums[name] = sums.get(name, 0.0) + loss * labels
                 tokens[name] = tokens.get(name, 0) + labels
-    falling = sorted(tokens, key=lambda name: -tokens[name])
-    return {name: (sums[name] / tokens[name], tokens[name]) for name in falling}
+    by_tokens = sorted(tokens, key=lambda name: -tokens[name])
+    return {name: (sums[name] / tokens[name], tokens[name]) for name in by_tokens}
 
 
 def named_means(means: Mapping[str, tuple[float, int]]) -> str:
-    """`` (web 3.1, code 2.0)``, of the sources with the most label tokens; empty for none."""
+    """Return `` (web 3.1, code 2.0)`` of the sources with the most label tokens."""
     shown = [f"{name} {loss:.4f}" for name, (loss, _) in list(means.items())[:_SHOWN]]
     if len(means) > _SHOWN:
         shown.append(f"{len(means) - _SHOWN} more")
@@ -150,19 +146,18 @@ def _finite(value: float) -> float | None:
 
 
 class Monitor:
-    """Collects steps and writes them. ``step`` and ``flush`` are called on every rank.
+    """Collects steps and writes them. All ranks call ``step`` and ``flush``.
 
-    ``loss`` is that of the labels, per label token; what a mixture of experts is trained with
-    besides, ``load_balancing_loss``, stands beside it, without its coefficient.
+    ``loss`` is the mean over label tokens; ``load_balancing_loss`` of a mixture of experts is
+    separate from it, without its coefficient.
 
     Args:
         directory, config, world: of the run; the first rank writes.
-        samples: with several sources every one has its loss.
-        num_steps: of the whole run, for the time that is left.
-        start: the first step, after which older curves are cut.
-        max_skipped: updates in a row that may be skipped; all ranks skip together.
-        judge: looks at lines before a loss that is not a number ends the run, on all ranks, and may
-            raise.
+        samples: samples of the run; with several sources, the log has a loss of each.
+        num_steps: steps of the run, to estimate the remaining time.
+        start: first step; TensorBoard removes older curves from there on.
+        max_skipped: largest number of consecutive skipped updates (all ranks skip together).
+        judge: called on all ranks with new lines, before a NaN loss ends the run; may raise.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class Monitor:
         self.begin(start)
 
     def begin(self, start: int) -> None:
-        """Write lines from this step on; what was recorded and not written is dropped."""
+        """Begin at a step; drop what is recorded and not written."""
         self.start = start
         self._skipped_in_a_row = self._skipped = 0
         self._lines: list[dict[str, Any]] = []
@@ -205,40 +200,41 @@ class Monitor:
     def step(
         self, line: dict[str, Any], *, content: Step, work: StepWork, result: StepResult
     ) -> None:
-        """Record a step; writes when a log line is due.
+        """Record a step, and write the log if it is due.
 
         Args:
             line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
                 ``padding``.
-            content: what the step held.
+            content: samples of the step.
             work: tokens and operations of the step.
-            result: of this rank, on the device.
+            result: result of this rank, on the device.
 
         Raises:
-            FloatingPointError: as ``flush``, or too many updates in a row were skipped.
+            FloatingPointError: as ``flush``, or more than ``max_skipped`` consecutive updates were
+                skipped.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         ids = np.ascontiguousarray(content.sample_ids, np.int64)
-        known = {
+        facts = {
             "bucket": content.bucket,
             "capacity": content.capacity,
             "label_tokens": content.num_label_tokens,
-            "samples": f"{zlib.crc32(ids.tobytes()):08x}",  # changes when the samples do
+            "samples": f"{zlib.crc32(ids.tobytes()):08x}",
             "skipped": result.skipped,
         }
         if self._sources is not None:
-            known["source_label_tokens"] = self._sources.label_tokens(content)
-        self._lines.append({**line, **known, "seconds": seconds, **work.__dict__})
+            facts["source_label_tokens"] = self._sources.label_tokens(content)
+        self._lines.append({**line, **facts, "seconds": seconds, **work.__dict__})
         self._results.append(result)
-        too_many = self._note_skipped(line["step"], result.skipped)
+        too_many = self._count_skipped(line["step"], result.skipped)
         if too_many is not None or len(self._lines) == self.config.every:
             self.flush()
         if too_many is not None:
             raise FloatingPointError(too_many)
 
-    def _note_skipped(self, step: int, skipped: bool) -> str | None:
-        """Count and say an update without a finite gradient; why the run must end, if it must."""
+    def _count_skipped(self, step: int, skipped: bool) -> str | None:
+        """Count a skipped update; return why the run must end, or None."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._skipped += skipped
         if skipped:
@@ -251,34 +247,34 @@ class Monitor:
             return None
         return (
             f"{self._skipped_in_a_row} updates in a row were skipped, optimizer.max_skipped allows "
-            f"{self.max_skipped}; the weights are those of before step "
+            f"{self.max_skipped}; the weights are unchanged since step "
             f"{step + 1 - self._skipped_in_a_row}. Continue from the last checkpoint with a lower "
             "optimizer.lr, or look at these steps' samples (logging.batches)"
         )
 
     def flush(self) -> None:
-        """Write what was recorded; all ranks.
+        """Write the recorded steps; collective.
 
         Raises:
-            FloatingPointError: a loss is infinite or not a number, on all ranks alike.
+            FloatingPointError: a loss is NaN or infinite; on all ranks.
         """
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)
         balances = [r.balance_sum for r in self._results if r.balance_sum is not None]
-        if balances:  # all of them, or none
+        if balances:  # the model has experts, so all steps have one
             for line, mean in zip(self._lines, _means(balances, self._results), strict=True):
                 line["load_balancing_loss"] = _finite(mean)
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
-        # Not of the first one, which sets up and compiles.
+        # Without the first step, which compiles.
         counted = [i for i, line in enumerate(self._lines) if line["step"] > self.start]
         times = self._times_of_ranks(
             sum(self._results[i].forward.seconds() for i in counted),
             sum(self._lines[i]["data_wait"] for i in counted),
         )
         norms = [float(r.grad_norm) for r in self._results]
-        # The device may have worked on after the last step was recorded: its time counts too.
+        # The device may have worked after the last step was recorded: add that time to the step.
         self._lines[-1]["seconds"] += time.perf_counter() - self._since
         self._since = time.perf_counter()
         lines = [
@@ -299,23 +295,23 @@ class Monitor:
         for line in lines:
             if is_lost(line):
                 raise FloatingPointError(
-                    f"the loss of step {line['step']} is not a number; everything from here on "
-                    "would be lost time. Continue from the last checkpoint with a lower "
-                    "optimizer.lr or a smaller optimizer.clip"
+                    f"the loss of step {line['step']} is not a number; further training would be "
+                    "wasted. Continue from the last checkpoint with a lower optimizer.lr or a "
+                    "smaller optimizer.clip"
                 )
 
     def _times_of_ranks(self, forward: float, waited: float) -> dict[str, Any]:
-        """For a log line: of seconds of forwards and of waiting for batches, the median and the
-        most over the ranks, and which rank and host took most; collective."""
-        of_ranks = self.world.gather((forward, waited, self.world.host))
-        found = {}
-        for place, name in enumerate(("rank_forward", "rank_data_wait")):
-            seconds = [times[place] for times in of_ranks]
+        """Return median and maximum over the ranks of the seconds of forwards and of waiting for
+        batches, with the slowest rank and its host; collective."""
+        ranks = self.world.gather((forward, waited, self.world.host))
+        times = {}
+        for i, name in enumerate(("rank_forward", "rank_data_wait")):
+            seconds = [rank_times[i] for rank_times in ranks]
             most = max(seconds)
-            rank = seconds.index(most)
-            where = {"rank": rank, "host": of_ranks[rank][2]}
-            found[name] = {"median": median_low(seconds), "most": most, **where}
-        return found
+            slowest = seconds.index(most)
+            where = {"rank": slowest, "host": ranks[slowest][2]}
+            times[name] = {"median": median_low(seconds), "most": most, **where}
+        return times
 
     def _finish(self, line: dict[str, Any], loss: float, norm: float) -> dict[str, Any]:
         seconds, flops = line.pop("seconds"), line.pop("flops")
@@ -347,7 +343,7 @@ class Monitor:
             writer.write(scalars, step)
 
     def evaluation(self, step: int, tokens_seen: int, result: dict[str, Any]) -> None:
-        """Write an evaluation after ``step`` steps; all ranks may call it."""
+        """Write the validation after ``step`` steps; all ranks may call it."""
         if not self.world.is_first:
             return
         line = {"step": step, "tokens_seen": tokens_seen, **result}
@@ -366,7 +362,7 @@ class Monitor:
         tokens = sum(line["tokens"] for line in lines) / seconds
         losses = [line["loss"] for line in lines if line["loss"] is not None]
         loss = sum(losses) / len(losses) if losses else math.nan
-        left = round((self.num_steps - 1 - last["step"]) * seconds / len(lines))
+        remaining = round((self.num_steps - 1 - last["step"]) * seconds / len(lines))
         wait = sum(line["data_wait"] for line in lines) / seconds
         parts = [
             f"step {last['step'] + 1}/{self.num_steps}",
@@ -381,22 +377,22 @@ class Monitor:
             naive = sum(line["naive_mfu"] * line["seconds"] for line in lines) / seconds
             parts.append(f"MFU {mean:.1%} (naive {naive:.1%})")
         parts.append(f"{last['memory_gib']:.1f} GiB")
-        return ", ".join([*parts, f"{timedelta(seconds=left)} left"])
+        return ", ".join([*parts, f"{timedelta(seconds=remaining)} left"])
 
     def close(self) -> None:
-        """Write the rest; all ranks."""
+        """Write the remaining steps and close the writers; collective."""
         self.flush()
         for writer in self._writers:
             writer.close()
 
 
 def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
-    """Means over the label tokens of each step, from one sum per step on every rank's device; nan
-    of a step without."""
-    of_all = torch.stack(sums).to(torch.float64)
-    dist.all_reduce(of_all)
+    """Return the means over the label tokens of each step, nan for a step without, from one sum per
+    step on every rank's device; collective."""
+    totals = torch.stack(sums).to(torch.float64)
+    dist.all_reduce(totals)
     weights = (r.label_weight or math.nan for r in results)
-    return [value / weight for value, weight in zip(of_all.tolist(), weights, strict=True)]
+    return [value / weight for value, weight in zip(totals.tolist(), weights, strict=True)]
 
 
 class _TensorBoard:
@@ -422,20 +418,20 @@ class _TensorBoard:
 
 class _WeightsAndBiases:
     def __init__(self, project: str, directory: RunDirectory) -> None:
-        import wandb  # noqa: PLC0415 - megapack-pretrain has seen that it is there
+        import wandb  # noqa: PLC0415 - an extra, checked at startup
 
         self._run = wandb.init(
             project=project,
             name=directory.path.name,
-            id=directory.own_id(),
+            id=directory.create_id(),
             resume="allow",
             dir=str(directory.path),
         )
-        # An axis of our own: its steps may go back, to those done again after a rollback.
+        # The default axis cannot go back, as steps do after a rollback.
         self._run.define_metric("*", step_metric="step")
 
     def begin(self, start: int) -> None:
-        """Nothing is taken back there."""
+        """Keep the curves: W&B cannot remove steps."""
 
     def write(self, scalars: dict[str, Any], step: int) -> None:
         self._run.log({**scalars, "step": step})
@@ -445,7 +441,7 @@ class _WeightsAndBiases:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """The most this process ever held: on the device, or resident on the host."""
+    """Return the peak memory of this process: allocated on the device, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

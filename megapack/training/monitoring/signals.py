@@ -1,10 +1,9 @@
-"""Signals: heard by one rank and obeyed by all after the same step; and traces of a few steps.
+"""Signals that stop all ranks after the same step; traces of a few steps.
 
-Slurm and launchers signal ranks one by one, and a rank that stopped alone would leave the others
-waiting. ``StopSignals`` remembers that one came, and ``Agreement`` tells all ranks: a few bytes are
-reduced over them at every step, on the CPU, started at a step and read at the next one, so that no
-device and no rank waits for them. ``StepProfiler`` is torch's profiler over steps that were asked
-for at the start, or by a signal later.
+Launchers signal single ranks, and a rank that stopped alone would leave the others waiting.
+``StopSignals`` records a signal; ``Agreement`` shares it with all ranks, by an all-reduce of a few
+bytes on the CPU that starts at one step and is read at the next, so that nothing waits for it.
+``StepProfiler`` runs torch's profiler over steps chosen at the start or by a signal.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from megapack.training.engine.world import World
 logger = logging.getLogger("megapack")
 
 PREEMPTED = 75
-"""Exit code of a run that saved its state because of a signal (EX_TEMPFAIL: start it again)."""
+"""Exit code of a run that saved after a signal (EX_TEMPFAIL: start it again)."""
 
 
 class StopSignals:
-    """Remembers that SIGTERM, SIGINT or SIGUSR1 (Slurm's warning) arrived; the step goes on.
+    """Records SIGTERM, SIGINT or SIGUSR1 (Slurm's warning) without interrupting the step.
 
     A second SIGINT raises KeyboardInterrupt as usual.
     """
@@ -51,30 +50,28 @@ class StopSignals:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        again = "; once more leaves without saving" if number == signal.SIGINT else ""
+        again = "; a second one exits without saving" if number == signal.SIGINT else ""
         os.write(2, f"megapack: {self.received}: saving after this step{again}\n".encode())
 
 
 class Agreement:
-    """Whether any rank says so. All ranks ask the same questions once per step."""
+    """Logical "or" of flags over all ranks. Every rank calls ``any`` once per step."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._pending: tuple[Any, torch.Tensor] | None = None
 
-    def any(self, *says: bool) -> list[bool] | None:
-        """Send what this rank says.
+    def any(self, *flags: bool) -> list[bool] | None:
+        """Send this rank's flags; return those of the previous call, set if any rank set them.
 
-        Returns:
-            Whether any rank said so in the previous call: the same answers on every rank. None in
-            the first call.
+        All ranks get the same answer; the first call returns None.
         """
         answers = None
         if self._pending is not None:
             work, message = self._pending
             work.wait()
             answers = message.bool().tolist()
-        message = torch.tensor(says, dtype=torch.uint8)
+        message = torch.tensor(flags, dtype=torch.uint8)
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (work, message)
         return answers
@@ -86,12 +83,12 @@ ON_SIGNAL = 5  # steps
 class StepProfiler:
     """Traces of steps: ``<directory>/step_00000100_rank_00000.json.gz``.
 
-    One rank per node writes the steps that were asked for at the start; a rank that gets SIGUSR2
-    its next five. Nothing is collective. Chrome's about:tracing and Perfetto show the files.
+    One rank per node traces ``steps``; a rank that gets SIGUSR2 traces its next five. No method is
+    collective. Chrome's about:tracing and Perfetto show the files.
 
     Args:
-        directory: made when it is needed.
-        steps: to profile; None: only on a signal.
+        directory: folder of the files, created when needed.
+        steps: steps to trace; None: trace at a signal only.
     """
 
     def __init__(self, directory: Path, world: World, steps: range | None) -> None:
@@ -106,7 +103,7 @@ class StepProfiler:
         self._asked = True
 
     def begin(self, step: int) -> None:
-        """Before a step is taken."""
+        """Start the trace if it begins with this step."""
         if self._asked and self._open is None:
             self._asked, self._steps = False, range(step, step + ON_SIGNAL)
         if self._open is not None or self._steps is None or step not in self._steps:
@@ -118,12 +115,12 @@ class StepProfiler:
         self._open.start()
 
     def end(self, step: int) -> None:
-        """After it was; writes when it was the last."""
+        """Write the trace if it ends with this step."""
         if self._open is not None and self._steps is not None and step >= self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Write what there is."""
+        """Write the trace of the steps so far."""
         if self._open is None or self._steps is None:
             return
         if self.world.device.type == "cuda":

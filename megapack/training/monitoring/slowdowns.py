@@ -1,9 +1,9 @@
-"""Which rank, and what else, slows a run: found in lines of its log, said once.
+"""Causes of a slow run, from lines of its log: a slow rank, data wait, imbalance, padding.
 
-``slowdowns`` looks at lines; ``Slowdowns`` remembers what was said already. Needs no torch: the
-page of a run (``megapack-build report``) asks, too.
+``slowdowns`` computes the figures; ``Slowdowns`` logs each problem once. Needs no torch, because
+``megapack-build report`` uses it, too.
 
-    slowdowns(lines)[0]  # the last of which has rank_forward 1.1 s in the median, 1.65 s of rank 3
+    slowdowns(lines)[0]  # in the last line rank_forward is 1.1 s in the median, 1.65 s on rank 3
     # -> Slowdown("slow rank", 1.5, 1.2, "rank 3 on node1 computes 1.50 times as long as ...")
 """
 
@@ -14,20 +14,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_FORWARD = 1.2  # slowest rank over the median
-MAX_DATA_WAIT = 0.05  # of the time, on any rank
+MAX_DATA_WAIT = 0.05  # share of the time, on any rank
 MAX_IMBALANCE = 1.3
 MAX_PADDING = 0.1
 logger = logging.getLogger("megapack")
 
 
 class Slowdown(NamedTuple):
-    """One figure of some steps that has a limit."""
+    """Figure of some steps, with its limit."""
 
     what: str
     value: float
     limit: float
     sentence: str
-    """With the limit and a remedy, for when the value passes it."""
+    """Message for a value above the limit, with a remedy."""
 
     @property
     def passes(self) -> bool:
@@ -35,13 +35,13 @@ class Slowdown(NamedTuple):
 
 
 def slowdowns(lines: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
-    """All four figures of lines of the log, the last of which has ``rank_forward`` and
-    ``rank_data_wait``.
+    """Return the four figures of lines of the log.
 
-    Steps end together on all ranks, so their times say nothing. The forward has no collective in it
-    (but under ZeRO-3, which gathers parameters there), and a rank waits for its own batches: these
-    two are compared.
+    Args:
+        lines: lines of steps; the last has ``rank_forward`` and ``rank_data_wait``.
     """
+    # Steps end together on all ranks, so step times do not show a slow rank. The forward contains
+    # no collective (except under ZeRO-3), and each rank waits for its own batches: compare these.
     forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
     slow = forward["most"] / forward["median"] if forward["median"] else 1.0
     share = wait["most"] / sum(line["seconds"] for line in lines)
@@ -54,8 +54,8 @@ def slowdowns(lines: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
             slow,
             MAX_FORWARD,
             f"rank {forward['rank']} on {forward['host']} computes {slow:.2f} times as long as "
-            f"the median (limit {MAX_FORWARD:g}), and all wait for it; look at its clocks and "
-            "neighbours",
+            f"the median (limit {MAX_FORWARD:g}), and all ranks wait for it; look at its clocks "
+            "and the other jobs on its host",
         ),
         Slowdown(
             "data wait",
@@ -82,17 +82,17 @@ def slowdowns(lines: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
 
 
 class Slowdowns:
-    """Says once when something begins to slow the run, and once when it no longer does."""
+    """Logs once when a figure exceeds its limit, and once when it no longer does."""
 
     def __init__(self) -> None:
         self._passed: set[str] = set()
 
     def look(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """At lines of the log, as ``slowdowns``."""
-        for found in slowdowns(lines):
-            if found.passes and found.what not in self._passed:
-                logger.warning("%s: %s", found.what, found.sentence)
-                self._passed.add(found.what)
-            elif not found.passes and found.what in self._passed:
-                logger.info("%s: within its limit again", found.what)
-                self._passed.remove(found.what)
+        """Check lines of the log, as ``slowdowns`` takes them."""
+        for slowdown in slowdowns(lines):
+            if slowdown.passes and slowdown.what not in self._passed:
+                logger.warning("%s: %s", slowdown.what, slowdown.sentence)
+                self._passed.add(slowdown.what)
+            elif not slowdown.passes and slowdown.what in self._passed:
+                logger.info("%s: within its limit again", slowdown.what)
+                self._passed.remove(slowdown.what)
