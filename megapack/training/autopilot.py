@@ -78,12 +78,10 @@ class SpikeWatch:
         self._mixture = ""
 
     def look(self, line: Line, mixture: str) -> Spike | None:
-        """Check the next step; return a confirmed spike or None.
+        """Check the line of the next step; return a confirmed spike or None.
 
-        Args:
-            line: the step's line of log.jsonl.
-            mixture: text that identifies what the step draws from. When it changes, the levels of
-                losses and gradients change, so their bands start anew; those of sources stay.
+        When ``mixture``, a text that identifies what the step draws from, changes, the levels of
+        losses and gradients change, and their bands start anew; those of sources stay.
         """
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
@@ -168,8 +166,7 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
     the run meets the same range again. The result depends on the spike alone, so it does not matter
     in which order a run checks its steps.
 
-    Raises:
-        FloatingPointError: ``autopilot.max_rollbacks`` is used up.
+    Raises FloatingPointError: ``autopilot.max_rollbacks`` is used up.
     """
     count = decisions.number("autopilot")
     if count >= config.max_rollbacks:
@@ -220,14 +217,10 @@ def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, floa
     """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw more of what has high loss.
 
     A bandit (EXP3) whose arms are the sources. With K sources, at decision t, the reward of a
-    source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share``; its
-    share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t`` with ``e_t = min(1 / K,
-    sqrt(ln K / (K t)))``, so that no share falls below ``e_t``. The paper pulls one arm per batch;
-    this rule updates all sources that had tokens since the last decision.
-
-    Args:
-        report: report of the run.
-        smoothing: the paper's a.
+    source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share`` with
+    ``a = smoothing``; its share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t`` with ``e_t = min(1
+    / K, sqrt(ln K / (K t)))``, so that no share falls below ``e_t``. The paper pulls one arm per
+    batch; this rule updates all sources that had tokens since the last decision.
     """
     names, last = list(report.weights), report.state
     time = int(last.get("time", 0)) + 1
@@ -252,11 +245,8 @@ RULES: dict[str, Rule] = {"odm": odm}
 
 
 def find_rule(name: str) -> Rule:
-    """Return a rule of ``RULES``, or the function that ``package.module:function`` names.
-
-    Raises:
-        ConfigError: the function does not exist.
-    """
+    """Return a rule of ``RULES``, or the function that ``package.module:function`` names. Raises
+    ConfigError: the function does not exist."""
     if name in RULES:
         return RULES[name]
     module, colon, function = name.partition(":")
@@ -273,11 +263,8 @@ def find_rule(name: str) -> Rule:
 
 
 def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
-    """Call the rule and check its result.
-
-    Raises:
-        ConfigError: the rule fails, names unknown sources, or returns invalid weights.
-    """
+    """Call the rule and check its result. Raises ConfigError: the rule fails, names unknown
+    sources, or returns invalid weights."""
     assert config.rule is not None, "the configuration has no rule"
     where = f"mixing.rule {config.rule}"
     try:
@@ -313,14 +300,7 @@ def report_of(
     num_steps: int,
     step: int,
 ) -> SourceReport:
-    """Return a report from lines of log.jsonl.
-
-    Args:
-        lines: lines in order.
-        decisions: decisions of the run; None: there are none.
-        weights: current weights, in any unit.
-        num_steps, step: steps of the run, and steps done.
-    """
+    """Return a report from lines of log.jsonl; ``weights`` may be in any unit."""
     earlier = [
         old
         for old in (decisions.decisions if decisions else ())

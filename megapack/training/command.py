@@ -75,16 +75,10 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
 
 def set_rank_environment(local_rank: int | None = None) -> int:
-    """Complete the environment variables that describe this rank.
+    """Complete the environment variables that describe this rank; return the number of ranks.
 
-    Args:
-        local_rank: value of the launcher's option, or None.
-
-    Returns:
-        The number of ranks.
-
-    Raises:
-        ConfigError: a launcher set only some of the variables, or set no integers.
+    ``local_rank`` is the option of the launcher. Raises ConfigError: a launcher set only some of
+    the variables, or set no integers.
     """
     env = os.environ
     if local_rank is not None:
@@ -126,15 +120,11 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """Read a run's configuration from a YAML file, or from a recipe of the package.
+    """Read a run's configuration from a YAML file, or a recipe: a file of ``configs/`` without
+    .yaml.
 
-    Args:
-        name: path, or name of a file in ``configs/`` without ``.yaml``.
-        overrides: ``"a.b=value"``.
-
-    Raises:
-        ConfigError: neither a file nor a recipe, or as ``load_config``.
-        OSError: the file cannot be read.
+    ``overrides`` are ``"a.b=value"``. Raises ConfigError: neither a file nor a recipe, or as
+    ``load_config``. Raises OSError: the file cannot be read.
     """
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if not Path(name).is_file():

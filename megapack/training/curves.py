@@ -60,12 +60,8 @@ class Standing:
 
 
 def read_curve(run_dir: str | Path) -> Curve:
-    """Read the curve from ``log.jsonl`` of a run directory.
-
-    Raises:
-        DataError: the log is empty.
-        OSError: the log is missing.
-    """
+    """Read the curve from ``log.jsonl`` of a run directory. Raises DataError: the log is empty.
+    Raises OSError: the log is missing."""
     path = RunDirectory(run_dir).log
     lines = [line for line in read_jsonl(path) if line["loss"] is not None]
     if not lines:
@@ -85,11 +81,8 @@ def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
 
 
 def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
-    """Return final perplexity and mean rank of every run in the range of ``compared``.
-
-    Raises:
-        DataError: a run has no step in it.
-    """
+    """Return final perplexity and mean rank of every run in the range of ``compared``. Raises
+    DataError: a run has no step in it."""
     edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]

@@ -51,7 +51,6 @@ def dry_run(
     """Return the plan of a run as text, without computing on a device.
 
     Args:
-        world_size: number of ranks.
         device: name of the accelerator for the estimate of time; None takes this machine's.
         lengths: document lengths (``read_lengths``) instead of the data; None opens the data.
         buckets: buckets for these documents.
@@ -192,9 +191,7 @@ def _stage(
 def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
     """Return a line about the buckets of a step, and about the other setting of ``mix``.
 
-    Args:
-        micro_steps: micro steps of a step.
-        tokens: tokens of a micro step, over all ranks.
+    ``tokens`` are those of a micro step, over all ranks.
     """
     settings = stage.config
     if len(stage.buckets) == 1:

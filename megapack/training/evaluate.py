@@ -33,13 +33,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.files import atomic_write
 from megapack.training.command import command_parser, run_command, set_rank_environment
 from megapack.training.config import EngineConfig, ModelConfig
-from megapack.training.curves import (
-    compared,
-    plot_contexts,
-    plot_curves,
-    read_curve,
-    standings,
-)
+from megapack.training.curves import compared, plot_contexts, plot_curves, read_curve, standings
 from megapack.training.engine.export import open_tokenizer
 from megapack.training.engine.inputs import open_validation, open_validation_of_sources
 from megapack.training.engine.world import World, connect_ranks
@@ -215,11 +209,8 @@ def _task_manager(path: str | None) -> Any:
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``), for the model as
-    transformers loads it, with its default attention.
-
-    Raises:
-        ConfigError: the harness is not installed, or a task or tokenizer is unknown.
-    """
+    transformers loads it, with its default attention. Raises ConfigError: the harness is not
+    installed, or a task or tokenizer is unknown."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

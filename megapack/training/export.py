@@ -62,12 +62,7 @@ def export_checkpoint(args: argparse.Namespace) -> int:
         scratch = Path(world.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
         try:
             tag = export(
-                config,
-                world,
-                step=args.step,
-                output=output,
-                scratch=scratch,
-                average=args.average,
+                config, world, step=args.step, output=output, scratch=scratch, average=args.average
             )
         finally:
             if world.is_first:
@@ -92,7 +87,6 @@ def export(
         step: step of the checkpoint; None: the newest.
         output: directory of the model, replaced if it exists.
         scratch: folder for a converted checkpoint.
-        average: write the average of the weights.
 
     Raises:
         ConfigError: the run keeps no average.

@@ -21,18 +21,12 @@ from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
 from megapack.data.resume import ORDER_FIELDS, check_record
 from megapack.data.run import Decisions, read_decisions
-from megapack.errors import (
-    ConfigError,
-    MegapackError,
-    RankMismatchError,
-    ResumeError,
-    exit_code,
-)
+from megapack.errors import ConfigError, MegapackError, RankMismatchError, ResumeError, exit_code
 from megapack.training.autopilot import find_rule
 from megapack.training.config import CheckpointConfig, PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory, tags_in, tokens_of
+from megapack.training.engine.directory import CheckpointManifest, RunDirectory, tags_in, tokens_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import (
@@ -42,7 +36,6 @@ from megapack.training.engine.inputs import (
     run_record,
     verify_samples,
 )
-from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import attention_needs
@@ -58,12 +51,7 @@ logger = logging.getLogger("megapack")
 def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     """Check, train and export; return the exit code.
 
-    Args:
-        num_ranks: number of ranks that the launcher started.
-        profile: steps to trace.
-
-    Raises:
-        MegapackError, OSError: before ranks connect. Later errors end the process.
+    Raises MegapackError, OSError before ranks connect. Later errors end the process.
     """
     show_log()
     run = RunDirectory(config.run_dir)
@@ -111,8 +99,7 @@ def check_start(
 ) -> tuple[Inputs, Any, Any]:
     """Open the inputs of a run and check that they fit together, without other ranks.
 
-    Returns:
-        Its inputs, the transformers configuration of its model, and its tokenizer.
+    Returns its inputs, the transformers configuration of its model, and its tokenizer.
     """
     check_directory(config.checkpoint, run)
     inputs = open_inputs(config)
@@ -130,12 +117,8 @@ def check_start(
 
 
 def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
-    """Check that the run may use or resume the checkpoints in its directory and its mirror.
-
-    Raises:
-        ConfigError, ResumeError: it may not.
-        OSError: the mirror cannot be read.
-    """
+    """Check that the run may use or resume the checkpoints in its directory and its mirror. Raises
+    ConfigError, ResumeError: it may not. Raises OSError: the mirror cannot be read."""
     tags, never_resumes = tags_in(run.checkpoints), section.resume == "never"
     if never_resumes and tags:
         raise ConfigError(
@@ -225,12 +208,7 @@ def prepare(
         )
     )
     start_step, changes = find_start(
-        config,
-        inputs,
-        resume,
-        record,
-        logs=world.is_first,
-        is_branch=resume_store is not store,
+        config, inputs, resume, record, logs=world.is_first, is_branch=resume_store is not store
     )
     model, attention = open_model(
         config.model,
@@ -312,11 +290,8 @@ _FILES |= {"pretrained", "config", "tokenizer"}
 
 
 def check_ranks(config: PretrainConfig, world: World) -> None:
-    """Check that all ranks have the first rank's configuration; collective.
-
-    Raises:
-        RankMismatchError: a rank has another one.
-    """
+    """Check that all ranks have the first rank's configuration; collective. Raises
+    RankMismatchError: a rank has another one."""
     values: dict[str, Any] = {}
     for section, tree in to_dict(config).items():
         for key, value in (tree if isinstance(tree, dict) else {section: tree}).items():
@@ -341,8 +316,7 @@ def find_checkpoint(
 ) -> tuple[Resume | None, CheckpointStore]:
     """Return the newest good checkpoint of the run, its mirror or its trunk, and its store.
 
-    Args:
-        at_most: skip checkpoints of more tokens (for a rollback); None: consider all.
+    With ``at_most``, for a rollback, skip checkpoints of more tokens.
     """
     section, is_rollback, resume = config.checkpoint, at_most is not None, None
 
@@ -407,10 +381,9 @@ def find_start(
     logs: bool = True,
     is_branch: bool = False,
 ) -> tuple[int, list[str]]:
-    """Compare the run with the checkpoint that it resumes from.
+    """Compare the run with the checkpoint that it resumes from, if there is one.
 
     Args:
-        resume: the checkpoint, if there is one.
         record: ``run_record`` of the run.
         logs: log the differences (one rank does).
         is_branch: the checkpoint belongs to another run.

@@ -111,11 +111,8 @@ class BatchTrace:
 class Trainer:
     """State of the training loop, the same on all ranks.
 
-    Args:
-        find: returns the newest good checkpoint of at most this many tokens, and its store.
-        record: ``run_record`` of the run, saved in checkpoints.
-        start: first step.
-        profile: steps to trace.
+    ``find`` returns the newest good checkpoint of at most so many tokens, and its store; ``record``
+    is ``run_record`` of the run, for checkpoints.
     """
 
     def __init__(
@@ -327,11 +324,9 @@ class Trainer:
     def check_files(self, inputs: Inputs | None = None) -> None:
         """Check that the data files are those that the run started with; collective.
 
-        Args:
-            inputs: freshly opened; None: open them if a file has another inode, size or time.
-
-        Raises:
-            ResumeError: a source has other samples or bytes, or the blend's manifest changed.
+        Opens them if one has another inode, size or time, and ``inputs`` are not freshly opened
+        ones. Raises ResumeError: a source has other samples or bytes, or the blend's manifest
+        changed.
         """
         problem = None
         stamps = self.inputs.file_stamps()

@@ -89,17 +89,13 @@ def validate(
     micro_batch_tokens: int,
     max_tokens: int | None = None,
 ) -> ValidationResult:
-    """Score samples on all ranks together; collective.
+    """Score samples on all ranks together; collective. All ranks get the same result.
 
     Args:
         model: a ``TrainingModel``, or the DeepSpeed engine of one.
         data: result of ``open_validation``.
-        config: decides how the model takes batches.
         micro_batch_tokens: tokens of a rank's forward (at least one sample or its slice).
         max_tokens: largest number of tokens to score of every bucket; None: all.
-
-    Returns:
-        The same result on every rank.
     """
     capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
@@ -128,11 +124,9 @@ def validate(
 def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
-    """Score documents, and those of every source; collective.
+    """Score documents, and those of every source; collective. ``how``: as in ``validate``.
 
-    Args:
-        model, data: as in ``validate``, like ``how``. Without data, the result sums up all sources.
-        sources: held-out documents by source; at least one if ``data`` is None.
+    Without ``data``, the result sums up all sources; then there must be at least one.
     """
     results = {name: validate(model, source, **how) for name, source in sources.items()}
     if data is None:
@@ -141,10 +135,7 @@ def validate_sources(
 
 
 def perplexity_by_context(
-    model: Any,
-    dataset: IndexedDataset,
-    contexts: Sequence[int],
-    **how: Any,
+    model: Any, dataset: IndexedDataset, contexts: Sequence[int], **how: Any
 ) -> dict[int, ValidationResult]:
     """Score the same documents with contexts of different length (BucketLLM, Figure 3).
 

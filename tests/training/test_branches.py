@@ -15,8 +15,7 @@ from megapack.errors import ConfigError, ResumeError
 from megapack.storage.metadata import file_checksum
 from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig
-from megapack.training.engine.directory import RunDirectory, step_of
-from megapack.training.engine.manifest import CheckpointManifest, FileFacts
+from megapack.training.engine.directory import CheckpointManifest, FileFacts, RunDirectory, step_of
 from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import RankProgress
 from megapack.training.start import check_branch, check_directory

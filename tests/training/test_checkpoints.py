@@ -26,8 +26,8 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.metadata import file_checksum
 from megapack.training.config import ModelConfig
 from megapack.training.engine.checkpoint import CheckpointStore
+from megapack.training.engine.directory import FileFacts
 from megapack.training.engine.export import end_token, open_tokenizer
-from megapack.training.engine.manifest import FileFacts
 from megapack.training.engine.world import RankProgress, World
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model

@@ -17,8 +17,8 @@ from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
+from megapack.training.engine.directory import CheckpointManifest
 from megapack.training.engine.inputs import Inputs, check_run, open_inputs, run_record
-from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 

@@ -19,8 +19,8 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
+from megapack.training.engine.directory import CheckpointManifest
 from megapack.training.engine.inputs import NO_EFFECT, check_run, open_inputs, run_record
-from megapack.training.engine.manifest import CheckpointManifest
 from megapack.training.engine.world import World
 from megapack.training.start import find_start
 from megapack.training.trainer import Trainer

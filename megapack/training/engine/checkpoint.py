@@ -36,9 +36,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
-from megapack.training.engine.directory import step_of, tags_in, tokens_of
+from megapack.training.engine.directory import (
+    MANIFEST,
+    CheckpointManifest,
+    FileFacts,
+    Verify,
+    step_of,
+    tags_in,
+    tokens_of,
+)
 from megapack.training.engine.engine import not_finite
-from megapack.training.engine.manifest import MANIFEST, CheckpointManifest, FileFacts, Verify
 from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import RankProgress, World
 
@@ -48,12 +55,8 @@ _WRITER = ThreadPoolExecutor(1, "checkpoint")
 class WrittenFiles:
     """Files of a checkpoint that this rank writes.
 
-    Args:
-        directory: directory of the checkpoint.
-        progress: progress of this rank, which counts while it waits for files.
-        stager: copies state to the host; None: ``save`` writes at once.
-
     Attributes:
+        progress: progress of this rank, which counts while it waits for files.
         files: relative name -> size and checksum. The manifest is made from these, because listing
             a shared directory may miss files of other nodes.
         problem: the first failure, after which nothing more is written.
@@ -197,13 +200,9 @@ class CheckpointStore:
     def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
         """Begin a checkpoint of the current state; it counts after ``finish``.
 
-        With ``asynchronous`` this returns when everything is copied to the host.
-
-        Args:
-            engine: engine of ``start_engine``.
-            step: optimizer steps done.
-            tokens: tokens of these steps, with padding; the newest checkpoint has the most.
-            state: state for the manifest.
+        With ``asynchronous`` this returns when everything is copied to the host. ``tokens``, those
+        of all steps with padding, decide which checkpoint is the newest; ``state`` is for the
+        manifest.
 
         Raises:
             FloatingPointError: a weight is infinite or NaN.
@@ -375,12 +374,9 @@ class CheckpointStore:
         return (manifest.world_size, before) != (self.world.size, now)
 
     def load(self, engine: Any, resume: Resume) -> None:
-        """Load a checkpoint that ``find`` returned into the engine.
-
-        Raises:
-            ResumeError: DeepSpeed refuses it (another model, optimizer or precision), or the
-                manifest belongs to other weights.
-        """
+        """Load a checkpoint that ``find`` returned into the engine. Raises ResumeError: DeepSpeed
+        refuses it (another model, optimizer or precision), or the manifest belongs to other
+        weights."""
         folder = self.directory / resume.tag
         if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
             raise ResumeError(

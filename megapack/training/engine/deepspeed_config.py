@@ -27,11 +27,8 @@ from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 
 
 def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any]:
-    """Return the configuration for ``deepspeed.initialize``, with ``engine.deepspeed`` merged in.
-
-    Args:
-        world_size: data parallel size.
-    """
+    """Return the configuration for ``deepspeed.initialize``, with ``engine.deepspeed`` merged
+    in."""
     engine = config.engine
     micro_steps = max(
         1, config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
@@ -115,11 +112,8 @@ class _RecordedReads(dict[str, Any]):
 
 
 def check_deepspeed(config: PretrainConfig) -> None:
-    """Let DeepSpeed read its configuration, before ranks connect.
-
-    Raises:
-        ConfigError: DeepSpeed does not know a key (with the nearest one), or refuses a value.
-    """
+    """Let DeepSpeed read its configuration, before ranks connect. Raises ConfigError: DeepSpeed
+    does not know a key (with the nearest one), or refuses a value."""
     if not config.engine.deepspeed:
         return
     import deepspeed.runtime.config as deepspeed_config  # noqa: PLC0415
@@ -157,13 +151,7 @@ def _fields_of(title: str, parents: list[str]) -> list[str]:
 def describe_reduction(
     engine: EngineConfig, num_parameters: int, ranks: int, micro_steps: int
 ) -> str:
-    """Return a line about the stage: how much is reduced, and when.
-
-    Args:
-        num_parameters: parameters of the model.
-        ranks: data parallel size.
-        micro_steps: micro steps of an optimizer step.
-    """
+    """Return a line about the stage: how much is reduced, and when."""
     chosen = f"ZeRO: stage {engine.stage}" + (" (auto)" if engine.zero_stage == "auto" else "")
     if ranks == 1:
         return f"{chosen}; one rank, nothing to reduce"

@@ -4,7 +4,7 @@
     starts.jsonl           one line per start: versions, git, hosts, fingerprints, command
     log.jsonl              one line per step
     evaluation.jsonl       one line per validation
-    checkpoints/           checkpoints (``checkpoint.py``)
+    checkpoints/           checkpoints, each with a ``manifest.json`` (``CheckpointManifest``)
     model/, model_average/ models for ``from_pretrained``
     end.json               why and where the run ended
     run_id                 id of the run on a server of curves; owner of its mirror
@@ -29,25 +29,32 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 import megapack
-from megapack.config import read_yaml, to_dict
-from megapack.errors import FormatError
-from megapack.records import parse_json
+from megapack.config import check_range, read_yaml, to_dict
+from megapack.errors import FormatError, ResumeError
+from megapack.records import check_inside, parse_json, read_record
 from megapack.storage.files import atomic_write
 from megapack.storage.locks import WriterLock
+from megapack.storage.metadata import file_checksum
 
 if TYPE_CHECKING:
     from megapack.training.engine.world import World
 
 RUN_ID = "run_id"
 LOGS = ("log.jsonl", "evaluation.jsonl")
+MANIFEST = "manifest.json"
+_REMEDY = (
+    "restore it from a copy, or set checkpoint.fallback=true to continue from the checkpoint before"
+)
+Verify = Literal["size", "checksum"]
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
 
@@ -93,8 +100,7 @@ class RunDirectory:
         The first rank holds a kernel lock, which ends with its process. ``end.json`` says
         "running" until the run ends, and keeps saying so after a SIGKILL.
 
-        Raises:
-            LockedError: another run holds the lock; the message names its host and process.
+        Raises LockedError: another run holds the lock; the message names its host and process.
         """
         world.on_first(self._hold)
         self._is_held = True
@@ -195,6 +201,75 @@ class RunDirectory:
                     pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """Size and checksum (xxh3_128, hexadecimal) of a file."""
+
+    bytes: int
+    xxh3: str
+
+    def problem(self, path: Path, verify: Verify, progress: Callable[[], object]) -> str | None:
+        """Return how the file at ``path`` differs, as half a sentence; None: it does not.
+
+        ``size`` does not detect other bytes of the same length, such as two swapped files;
+        ``checksum`` reads the file and calls ``progress`` for every part.
+        """
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return "is missing"
+        if size != self.bytes:
+            return f"has {size} bytes instead of {self.bytes}"
+        if verify == "checksum" and file_checksum(path, progress) != self.xxh3:
+            return "has another checksum than when it was written"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointManifest:
+    """Facts about a checkpoint."""
+
+    step: int
+    """Optimizer steps done."""
+    world_size: int
+    zero_stage: int
+    state: dict[str, Any]
+    """State of the trainer: order of samples, record of the run, decisions."""
+    files: dict[str, FileFacts]
+    """Path relative to the checkpoint -> facts."""
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        check_range("manifest", at_least=0, step=self.step, zero_stage=self.zero_stage)
+        check_range("manifest", at_least=1, world_size=self.world_size)
+        for name in self.files:
+            check_inside("a name in files", name)
+
+    @staticmethod
+    def read(directory: Path, path: Path | None = None) -> CheckpointManifest:
+        """Read the manifest of checkpoint ``directory``, whose name states its step, or from
+        ``path``.
+
+        Raises ResumeError: it cannot be read, is damaged, or belongs to another step.
+        """
+        path = path or directory / MANIFEST
+        try:
+            manifest = read_record(CheckpointManifest, path, remedy=_REMEDY, error=ResumeError)
+        except OSError as error:
+            raise ResumeError(f"{path} cannot be read: {error}") from error
+        if not directory.name.startswith(f"step_{manifest.step:08d}_"):
+            raise ResumeError(
+                f"{path}: step is {manifest.step}, and the checkpoint is named {directory.name}; "
+                "give the directory its former name"
+            )
+        return manifest
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest, the last file of a checkpoint."""
+        with atomic_write(directory / MANIFEST, "w") as file:
+            json.dump(asdict(self), file, indent=1)
+
+
 def tags_in(directory: Path) -> list[str]:
     """Return the names of the checkpoints, damaged ones included, by tokens seen.
 
@@ -216,11 +291,8 @@ def tokens_of(tag: str) -> int:
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
-    """Append lines to a log; replace a last line that a kill or a full disk cut short.
-
-    Raises:
-        OSError: with the path (Python's error of a full disk has none).
-    """
+    """Append lines to a log; replace a last line that a kill or a full disk cut short. Raises
+    OSError: with the path (Python's error of a full disk has none)."""
     try:
         with path.open("ab+") as file:
             if file.tell():

@@ -24,22 +24,12 @@ _PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U00
 
 
 def export_model(
-    engine: Any,
-    directory: Path,
-    world: World,
-    *,
-    tokenizer: Any = None,
-    end: int | None = None,
+    engine: Any, directory: Path, world: World, *, tokenizer: Any = None, end: int | None = None
 ) -> None:
     """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
 
-    The directory appears complete, by a rename.
-
-    Args:
-        engine: engine of ``start_engine``.
-        directory: replaced if it exists.
-        tokenizer: tokenizer of ``open_tokenizer``, exported with the model.
-        end: token that ends documents, at which ``generate`` stops; also used for padding.
+    The directory is replaced by a rename, so it is always complete. ``end`` is the token that ends
+    documents: ``generate`` stops at it, and pads with it.
     """
     weights: dict[str, Tensor] | None = None  # None: the engine has them whole
     if engine.zero_optimization_stage() == 3:
@@ -81,11 +71,8 @@ def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
 
 
 def tokenizer_of(config: ModelConfig) -> Any:
-    """Return the tokenizer to export: the configured one, else the checkpoint's, else None.
-
-    Raises:
-        ConfigError: the configured one cannot be loaded.
-    """
+    """Return the tokenizer to export: the configured one, else the checkpoint's, else None. Raises
+    ConfigError: the configured one cannot be loaded."""
     source = config.tokenizer or config.pretrained
     return source and open_tokenizer(source, required=source == config.tokenizer)
 
@@ -93,12 +80,7 @@ def tokenizer_of(config: ModelConfig) -> Any:
 def open_tokenizer(source: str, *, required: bool) -> Any:
     """Open a tokenizer from a directory, a hub name, a tokenizer.json or a .model.
 
-    Args:
-        source: path or name.
-        required: raise if it cannot be loaded; otherwise log it and return None.
-
-    Raises:
-        ConfigError: it cannot be loaded and is required.
+    If it cannot be loaded: raises ConfigError if ``required``, else logs it and returns None.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 

@@ -94,9 +94,7 @@ class Inputs(OpenRun):
 def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inputs:
     """Open training and validation data and plan the steps of the run.
 
-    Args:
-        config: configuration of the run.
-        decided: decisions of the run; None: read them from its directory.
+    ``decided`` are decisions of the run; None: read them from its directory.
 
     Raises:
         ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
@@ -131,11 +129,8 @@ def _valid_positions(positions: str) -> Literal["segment", "document"]:
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
-    """Return the configured vocabulary size, else the data's; 1 if only the model knows it.
-
-    Raises:
-        ConfigError: neither the configuration nor the data nor the model states it.
-    """
+    """Return the configured vocabulary size, else the data's; 1 if only the model knows it. Raises
+    ConfigError: neither the configuration nor the data nor the model states it."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
@@ -155,8 +150,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
-    Raises:
-        FormatError: a file is damaged or cannot be read; on all ranks.
+    Raises FormatError: a file is damaged or cannot be read; on all ranks.
     """
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
@@ -176,14 +170,9 @@ def _verify(inputs: Inputs) -> None:
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
-    """Check a run before its ranks connect and its model is built.
+    """Check a run before its ranks connect; return the transformers configuration of its model.
 
-    Args:
-        run: result of ``open_inputs``, or of ``plan_steps`` (then only lengths are checked).
-        num_ranks: number of ranks of the run.
-
-    Returns:
-        The transformers configuration of its model.
+    Of a run of ``plan_steps``, which has no data, only lengths are checked.
 
     Raises:
         ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
@@ -260,13 +249,9 @@ def open_validation(
     buckets: Sequence[int],
     positions: Literal["segment", "document"] = "segment",
 ) -> PackedDataset:
-    """Open held-out documents and their samples; pack them without an index.
+    """Open held-out documents and their samples; without an index, pack them into ``buckets``.
 
-    Args:
-        prefix: prefix of the documents.
-        index: path of their .samples file, or None.
-        buckets: capacities to pack into, without an index.
-        positions: as in training; each document is scored alone.
+    Each document is scored alone, whatever ``positions``.
 
     Raises:
         ConfigError: the index repeats or drops tokens, so that it does not score each token once;
@@ -296,10 +281,7 @@ def open_validation(
 
 def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
     """Open the held-out documents of the blend's sources, by name, as ``open_validation`` does.
-
-    Raises:
-        ConfigError: two of the sources have the same name.
-    """
+    Raises ConfigError: two of the sources have the same name."""
     result: dict[str, PackedDataset] = {}
     for source in blend.sources:
         if source.valid_prefix is not None:
@@ -318,15 +300,10 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """Plan the run on documents of given lengths, in strategy bucket, without opening its data.
+    """Plan the run on documents of lengths (``read_lengths``), without opening its data.
 
-    Args:
-        config: configuration of the run.
-        source: source of ``read_lengths``.
-        buckets: capacities; None: powers of two from 1,024 on that divide a micro batch.
-
-    Raises:
-        ConfigError: sizes do not fit.
+    The documents are packed by strategy bucket into ``buckets``; None: powers of two from 1,024 on
+    that divide a micro batch. Raises ConfigError: sizes do not fit.
     """
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
@@ -335,17 +312,13 @@ def steps_from_lengths(
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
-    """Return the tokens per document.
+    """Return the tokens per document of a .npy file of integers, or random ones.
 
-    Args:
-        source: a .npy file of integers, or ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (FineWeb-Edu: 999
-            and 603).
-        seed: random seed.
+    ``lognormal:MEAN,MEDIAN,DOCUMENTS`` draws them (FineWeb-Edu: mean 999, median 603).
 
     Raises:
-        ConfigError: neither, or an invalid distribution.
-        DataError: the file contains something else.
-        OSError: the file cannot be read.
+        ConfigError: an invalid distribution.
+        DataError, OSError: the file contains something else, or cannot be read.
     """
     if source.startswith(_LAW):
         try:
@@ -412,15 +385,8 @@ def run_record(
     """Return everything that determines a run, except the order of its samples; JSON.
 
     Keys of the model and the data are replaced by their values: fields of the transformers
-    configuration, the attention backend, digests of the tokenizer and of the data's bytes.
-    ``megapack.data.resume`` compares the order of samples.
-
-    Args:
-        config: configuration of the run.
-        inputs: its opened data.
-        architecture: transformers configuration of its model.
-        tokenizer: tokenizer that is exported with the model.
-        attention: chosen backend; None: not known yet, and not compared.
+    configuration, the attention backend (None: not known yet, and not compared), digests of the
+    tokenizer and of the data's bytes. ``megapack.data.resume`` compares the order of samples.
     """
     record = {
         key: value

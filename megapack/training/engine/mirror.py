@@ -30,8 +30,16 @@ from megapack.storage.remote.client import (
     put_object,
     remove_object,
 )
-from megapack.training.engine.directory import LOGS, RUN_ID, RunDirectory, tags_in, tokens_of
-from megapack.training.engine.manifest import MANIFEST, CheckpointManifest, FileFacts
+from megapack.training.engine.directory import (
+    LOGS,
+    MANIFEST,
+    RUN_ID,
+    CheckpointManifest,
+    FileFacts,
+    RunDirectory,
+    tags_in,
+    tokens_of,
+)
 from megapack.training.engine.world import RankProgress
 
 _MANIFEST_SUFFIX = ".manifest.json"
@@ -62,11 +70,8 @@ class Mirror:
         self._skipped: tuple[Path, list[str], str] | None = None
 
     def check_owner(self, run: RunDirectory) -> str | None:
-        """Return the ``run_id`` of the store; None: it has no owner.
-
-        Raises:
-            ConfigError: another run owns the store, and the directory of this run is not empty.
-        """
+        """Return the ``run_id`` of the store; None: it has no owner. Raises ConfigError: another
+        run owns the store, and the directory of this run is not empty."""
         run_id = find_object(f"{self.address}/{RUN_ID}")
         owner = run_id and bytes(run_id.read(0, run_id.num_bytes)).decode().strip()
         if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
@@ -149,12 +154,8 @@ class Mirror:
     def restore(self, directory: Path, at_most: int | None = None) -> str | None:
         """Download the newest checkpoint, and the logs, into a directory without checkpoints.
 
-        Args:
-            directory: ``checkpoints`` of the run.
-            at_most: skip checkpoints of more tokens; None: skip none.
-
-        Returns:
-            Name of the checkpoint; None: the store has none.
+        Skips checkpoints of more than ``at_most`` tokens. Returns the checkpoint's name; None: the
+        store has none.
 
         Raises:
             ResumeError: a file is missing.

@@ -45,12 +45,8 @@ class RankProgress:
         self.signs, self.place = self.signs + 1, place
 
     def wait(self, work: Future[Any], thread: RankProgress) -> None:
-        """Wait for the work of a thread. Raises what the thread raised.
-
-        Args:
-            work: the thread's work.
-            thread: progress of the thread; its signs count for this rank, too.
-        """
+        """Wait for the work of a thread; the thread's signs count for this rank. Raises its
+        errors."""
         seen = thread.signs
         while not wait([work], timeout=1.0).done:
             if thread.signs > seen:
@@ -89,7 +85,7 @@ class World:
     device: torch.device
     host: str
     group: Any = None
-    """Process group for CPU messages (gloo), to wait without the device; None: the default group."""
+    """Process group for messages on the CPU (gloo); None: the default group."""
     sequence_group: Any = None
     """Process group of the ranks that share long samples with this one; None: no sharing."""
     progress: RankProgress = field(default_factory=RankProgress)
@@ -115,11 +111,8 @@ class World:
             raise error(f"{what}: {'; '.join(problems)}")
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on the first rank; return its result on all ranks. Collective.
-
-        Raises:
-            MegapackError, OSError: raised by ``action``; all ranks raise the same.
-        """
+        """Run ``action`` on the first rank; return its result on all ranks. Collective. Raises
+        MegapackError, OSError: raised by ``action``; all ranks raise the same."""
         value: Any = None
         problem: Exception | None = None
         if self.is_first:
@@ -139,11 +132,8 @@ def connect_ranks(*, timeout_minutes: float, sequence_parallel_size: int = 1) ->
     """Connect this process to the other ranks, after ``command.set_rank_environment``.
 
     At the end every rank waits for the others, so that no launcher kills a rank that still writes.
-    After an exception no rank waits, because the others may be gone.
-
-    Args:
-        timeout_minutes: timeout of collectives.
-        sequence_parallel_size: consecutive ranks that share samples; divides the number of ranks.
+    After an exception no rank waits, because the others may be gone. ``timeout_minutes`` is that of
+    collectives; ``sequence_parallel_size`` consecutive ranks share samples.
     """
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415

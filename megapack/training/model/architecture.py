@@ -55,10 +55,8 @@ _ABOUT_THE_FILE = (
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     """Return the transformers configuration of a run.
 
-    Args:
-        config: preset, checkpoint or transformers configuration, and overrides.
-        vocab_size: vocabulary size of the dataset. Presets, and keys without ``vocab_size``, take
-            it, rounded up to ``vocab_multiple``; the vocabulary of others must be as large.
+    Presets, and keys without ``vocab_size``, take that of the dataset, rounded up to
+    ``vocab_multiple``; other vocabularies must be at least as large as the dataset's.
 
     Raises:
         ConfigError: an unknown preset, overrides that are not fields or fit no model, a vocabulary
@@ -222,8 +220,7 @@ def _overridden(
     """Return the configuration with overrides, after checks of their names, values and sizes.
 
     Args:
-        overrides: values by name.
-        before: configuration without them.
+        before: configuration without the overrides.
         change: returns the configuration with them; it may change ``before``.
         known: further names that the class accepts.
         where: key of the overrides, for messages.
@@ -323,13 +320,7 @@ def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
     """Check that checkpoint and model have the same tensors, by names and shapes.
 
     Tensors that the checkpoint lacks would get random values, those that the model lacks be lost.
-
-    Args:
-        config: checkpoint (None: check nothing), and tensors that may be missing.
-        configuration: result of ``model_configuration``.
-
-    Raises:
-        ConfigError: naming the first tensors, and how many there are.
+    Raises ConfigError, naming the first tensors, and how many there are.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -413,9 +404,7 @@ class PositionLimit:
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     """Return the limit of an architecture; None: any length, as with ALiBi or without positions.
 
-    Args:
-        configuration: transformers configuration.
-        wanted: tokens that the remedy should allow.
+    The remedy allows ``wanted`` tokens.
     """
     limit = getattr(configuration, "max_position_embeddings", None)
     alibi = configuration.model_type == "gpt2_alibi" or getattr(configuration, "alibi", False)

@@ -68,7 +68,6 @@ def estimate_memory(
 
     Args:
         model: model on the meta device; becomes fake, and checkpoints activations if configured.
-        world_size: number of ranks, among which ZeRO divides.
         longest: tokens of the largest bucket.
         zero: ``zero_optimization`` of ``deepspeed_configuration``.
     """
@@ -156,13 +155,7 @@ def _activations(
 
 
 def loss_temporaries(chunk_tokens: int, vocab_size: int, width: int, *, half: bool) -> int:
-    """Return the peak bytes of the temporaries of ``linear_cross_entropy``.
-
-    Args:
-        chunk_tokens, vocab_size: shape of the logits.
-        width: width of the hidden states.
-        half: it computes in bfloat16.
-    """
+    """Return the peak bytes of temporaries of ``linear_cross_entropy``; ``half``: in bfloat16."""
     # The logits of a chunk and their copy in logsumexp, float32; the product that is added to the
     # gradient of the weight, and in half precision its float32 sum.
     return chunk_tokens * vocab_size * 8 + vocab_size * width * (6 if half else 4)

@@ -50,15 +50,10 @@ def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
-    """Compute the MLP of every layer in chunks of tokens.
+    """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
 
-    Args:
-        layers: decoder layers with an ``mlp`` each; changed.
-        chunk_tokens: largest number of tokens of a chunk.
-
-    Raises:
-        ConfigError: an MLP does not consist of dense layers alone. In a mixture of experts a chunk
-            may not reach a weight, whose gradient would be lost; dropout would be drawn again.
+    Raises ConfigError: an MLP does not consist of dense layers alone. In a mixture of experts a
+    chunk may not reach a weight, whose gradient would be lost; dropout would be drawn again.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
@@ -129,11 +124,7 @@ def open_model(
     ``sequence_group``.
 
     Args:
-        config: weights and attention.
-        engine: precision, and chunks of loss and MLPs.
         architecture: result of ``model_configuration``.
-        device: device of the run.
-        seed: random seed of weights from scratch.
         empty: build on the meta device, for an estimate.
         zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
         sequence_group: process group of the ranks that share long samples.
@@ -176,11 +167,8 @@ def compute_dtype(engine: EngineConfig) -> torch.dtype:
 def check_packed_rows(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check that packed rows train an architecture correctly (``check_architecture``).
-
-    Raises:
-        ConfigError: naming the architecture, the layer and the difference.
-    """
+    """Check that packed rows train an architecture correctly (``check_architecture``). Raises
+    ConfigError: naming the architecture, the layer and the difference."""
     register_architectures()
     register(backend)
     check_architecture(
@@ -197,12 +185,8 @@ def check_packed_rows(
 def check_document_positions(configuration: Any, longest: int) -> None:
     """Check that no document depends on longer ones of its row (``check_positions``).
 
-    Args:
-        configuration: transformers configuration.
-        longest: most positions of a document or of padding, in tokens.
-
-    Raises:
-        ConfigError: naming the architecture, the field and its value.
+    ``longest`` is the most positions of a document or of padding. Raises ConfigError, naming the
+    architecture, the field and its value.
     """
     register_architectures()
     register("eager")
@@ -213,10 +197,7 @@ def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check that an architecture learns from slices of samples (``check_sequence_parallel``).
-
-    Raises:
-        ConfigError: naming the architecture and the difference.
-    """
+    Raises ConfigError: naming the architecture and the difference."""
     check_sequence_parallel(
         configuration,
         backend=backend,
@@ -267,8 +248,7 @@ def build_model(
 
     Weights from scratch are a function of ``seed``, the architecture and the kind of device.
 
-    Raises:
-        ConfigError: the checkpoint does not fit the model (``check_checkpoint``).
+    Raises ConfigError: the checkpoint does not fit the model (``check_checkpoint``).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -315,9 +295,7 @@ def build_model(
 def divided_by_zero_3(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iterator[None]:
     """Divide the modules of transformers that are created meanwhile among all ranks.
 
-    Args:
-        zero_3: DeepSpeed's configuration; None: divide nothing.
-        loaded: ``from_pretrained`` creates them (the first rank alone reads the files).
+    None divides nothing. ``loaded``: ``from_pretrained`` creates them; the first rank reads files.
     """
     if zero_3 is None:
         yield

@@ -193,9 +193,8 @@ class TrainingModel(nn.Module):
     def checkpoint_activations(self, saving: Saving | None = None) -> None:
         """Recompute every layer in the backward instead of keeping its activations.
 
-        Args:
-            saving: hooks that save a layer's input, ``[1, T, width]``; None: keep it. Tensors that
-                all layers share (RoPE's table, cu_seqlens) are not saved.
+        Hooks of ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share
+        (RoPE's table, cu_seqlens) are not saved.
         """
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -211,9 +210,7 @@ class TrainingModel(nn.Module):
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a directory for ``from_pretrained``.
 
-        Args:
-            directory: created if missing.
-            weights: whole parameters by name in this module, for ZeRO-3; None: take the module's.
+        For ZeRO-3, ``weights`` are the whole parameters by name in this module.
         """
         state = None
         if weights is not None:

@@ -149,12 +149,9 @@ class Monitor:
     """Collects steps and writes them. All ranks call ``step`` and ``flush``.
 
     ``loss`` is the mean over label tokens; ``load_balancing_loss`` of a mixture of experts is
-    separate from it, without its coefficient.
+    separate from it, without its coefficient. With several sources, the log has a loss of each.
 
     Args:
-        directory, config, world: of the run; the first rank writes.
-        samples: samples of the run; with several sources, the log has a loss of each.
-        num_steps: steps of the run, to estimate the remaining time.
         start: first step; TensorBoard removes older curves from there on.
         max_skipped: largest number of consecutive skipped updates (all ranks skip together).
         judge: called on all ranks with new lines, before a NaN loss ends the run; may raise.
@@ -202,16 +199,9 @@ class Monitor:
     ) -> None:
         """Record a step, and write the log if it is due.
 
-        Args:
-            line: ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-                ``padding``.
-            content: samples of the step.
-            work: tokens and operations of the step.
-            result: result of this rank, on the device.
-
-        Raises:
-            FloatingPointError: as ``flush``, or more than ``max_skipped`` consecutive updates were
-                skipped.
+        ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
+        ``padding``. Raises FloatingPointError: as ``flush``, or more than ``max_skipped``
+        consecutive updates were skipped.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -253,11 +243,8 @@ class Monitor:
         )
 
     def flush(self) -> None:
-        """Write the recorded steps; collective.
-
-        Raises:
-            FloatingPointError: a loss is NaN or infinite; on all ranks.
-        """
+        """Write the recorded steps; collective. Raises FloatingPointError: a loss is NaN or
+        infinite; on all ranks."""
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)

@@ -85,10 +85,6 @@ class StepProfiler:
 
     One rank per node traces ``steps``; a rank that gets SIGUSR2 traces its next five. No method is
     collective. Chrome's about:tracing and Perfetto show the files.
-
-    Args:
-        directory: folder of the files, created when needed.
-        steps: steps to trace; None: trace at a signal only.
     """
 
     def __init__(self, directory: Path, world: World, steps: range | None) -> None:

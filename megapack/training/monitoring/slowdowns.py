@@ -35,11 +35,7 @@ class Slowdown(NamedTuple):
 
 
 def slowdowns(lines: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
-    """Return the four figures of lines of the log.
-
-    Args:
-        lines: lines of steps; the last has ``rank_forward`` and ``rank_data_wait``.
-    """
+    """Return four figures of log lines; the last has ``rank_forward`` and ``rank_data_wait``."""
     # Steps end together on all ranks, so step times do not show a slow rank. The forward contains
     # no collective (except under ZeRO-3), and each rank waits for its own batches: compare these.
     forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
