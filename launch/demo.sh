@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Documents -> trained model, on a laptop: two CPU ranks, no network, seven minutes. A small model
-# is trained twice at equal tokens: on documents packed in buckets, killed on the way and resumed, and
-# on documents concatenated and cut.
-#   make demo                       all of it
+# Documents -> trained model, on a laptop: two CPU ranks, no network, seven minutes. It trains a small
+# model twice on equal tokens: on documents packed in buckets (killed halfway and resumed), and on
+# concatenated documents.
+#   make demo
 #   STEPS=400 MEGABYTES=64 make demo
-# Everything it makes lies in demo/; a second call starts over.
+# All output is in demo/; a second call starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -59,7 +59,7 @@ train() {
 buckets() { train bucket --set data.cost_window=16; }
 
 say "5/7 training on buckets, $RANKS ranks, killed in the middle on purpose"
-set -m  # the launch gets a process group of its own, so that all of it can be killed
+set -m  # gives the launch its own process group, to kill all of it
 buckets &
 launch=$!
 "$PYTHON" launch/demo_wait.py --log "$OUT/bucket/log.jsonl" --step $((STEPS * 55 / 100)) --pid "$launch"

@@ -1,9 +1,9 @@
-"""The demo's corpus: Python source that is already on this disk, as train.jsonl and valid.jsonl.
+"""Corpus of the demo: Python source on this disk, as train.jsonl and valid.jsonl.
 
 One document per file, from the standard library and this environment's site-packages: real
-documents with heavy-tailed lengths, and no network. Files above 8 kB are left out, so that most
-documents fit into a sample that a laptop trains on. Which files are taken, and which of them are
-held out, depends on their relative paths alone: the same installation gives the same corpus.
+documents with heavy-tailed lengths, without network. Files above 8 kB are left out, so that most
+documents fit into a sample that a laptop can train on. The selection and the split depend on
+relative paths alone, so the same installation gives the same corpus.
 
     python launch/demo_corpus.py --output-dir demo --max-megabytes 16
 """
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--max-megabytes", type=float, default=16, help="size of both files")
-    parser.add_argument("--max-file-kilobytes", type=float, default=8, help="of one document")
+    parser.add_argument("--max-file-kilobytes", type=float, default=8, help="largest document")
     args = parser.parse_args()
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def source_roots() -> list[Path]:
 
 
 def python_files() -> Iterator[tuple[bytes, str, Path]]:
-    """(hash of the relative path, relative path, path): sorting them shuffles, reproducibly."""
+    """Yield (hash of the relative path, relative path, path); sorted, they are shuffled."""
     stdlib, site_packages = source_roots()
     for root in (stdlib, site_packages):
         for path in root.rglob("*.py"):

@@ -1,10 +1,10 @@
-"""The demo's picture: documents packed in buckets beside documents concatenated and cut.
+"""Plot of the demo: documents packed in buckets compared with concatenated documents.
 
     python launch/demo_plot.py --demo demo        # -> demo/demo.png and demo/demo.json
 
-Above: loss on the held-out documents against training tokens, of both runs; documents that a sample
+Above: loss on the held-out documents over training tokens, of both runs; documents that a sample
 boundary cuts, padding, and the attention work of each rank. Below: the packed run, killed and
-resumed, whose steps are taken again as they were; the lengths that the buckets were made for.
+resumed, which repeats its steps exactly; the document lengths and the buckets.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COLORS = {"bucket": "#1d4ed8", "concat": "#c2410c"}
 GREY, INK, PALE = "#94a3b8", "#1e293b", "#e2e8f0"
 CAPTION = (
     "Same documents, model, first weights and tokens per step; both are scored on the same {valid} "
-    "held-out documents, each by itself. Concatenated, as trainers do by default: cut every "
-    "{capacity:,} tokens, attention and labels run on into the next document. In buckets: only a "
+    "held-out documents, each alone. Concatenated, as trainers do by default: cut every "
+    "{capacity:,} tokens, attention and labels continue into the next document. In buckets: only a "
     "document longer than the largest is cut, and each sees itself alone. {loss} Attention work: "
     "query-key pairs per token. One seed, 1.1 million parameters."
 )
@@ -73,12 +73,12 @@ def main() -> None:
 
 
 def facts_of(demo: Path, arm: str) -> dict[str, Any]:
-    """What the picture says of one run: from its index, its schedule and its evaluations."""
+    """Return the plotted figures of one run, from its index, its schedule and its evaluations."""
     (index,) = (run := open_run(config_of(demo, arm))).schedule.samples.indices
     metrics = index.metrics()
     evaluations = {line["step"]: line for line in read_jsonl(demo / arm / "evaluation.jsonl")}
     sampler, steps = run.sampler(0, RANKS), list(read_jsonl(demo / arm / "log.jsonl"))
-    if arm == "concat":  # every token sees all of its sample that stands before it
+    if arm == "concat":  # a token attends to all earlier tokens of its sample
         pairs = [index.bucket_capacity[-1] / 2] * RANKS
     else:
         work = sum(sampler.attention_of_ranks(step["step"]).sum(axis=0) for step in steps)
@@ -96,14 +96,14 @@ def facts_of(demo: Path, arm: str) -> dict[str, Any]:
 
 
 def config_of(demo: Path, arm: str) -> Any:
-    """The configuration that the run kept of itself."""
+    """Return the configuration in the run directory."""
     return read_config(str(demo / arm / "config.yaml"), [])
 
 
 def compare(
     killed: list[dict[str, Any]], run: list[dict[str, Any]], *, resumed_at: int
 ) -> dict[str, Any]:
-    """The steps that both launches took: from the checkpoint on to where the first was killed."""
+    """Compare the steps of both launches: from the checkpoint to where the first was killed."""
     first = {record["step"]: record for record in killed}
     again = [r for r in run if r["step"] >= resumed_at and r["step"] in first]
     differences = [abs(record["loss"] - first[record["step"]]["loss"]) for record in again]
@@ -116,7 +116,7 @@ def compare(
     }
 
 
-# ---- The picture --------------------------------------------------------------------------------
+# ---- The plot -----------------------------------------------------------------------------------
 
 
 def draw(demo: Path, facts: dict[str, Any], launches: Any, repeated: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def draw_losses(axis: Axes, facts: dict[str, Any]) -> None:
 def draw_launches(
     axis: Axes, killed: list[dict[str, Any]], run: list[dict[str, Any]], repeated: dict[str, Any]
 ) -> None:
-    """Where the launches overlap, one is drawn on the other."""
+    """Plot both launches; where they overlap, one covers the other."""
     resumed = [record for record in run if record["step"] >= repeated["resumed_at"]]
     for steps, color, width in ((killed, "#fbbf24", 6.0), (resumed, COLORS["bucket"], 1.3)):
         axis.plot(
@@ -223,7 +223,7 @@ def draw_bars(
     *,
     least: float = 0.0,
 ) -> None:
-    """One bar per arm; what no packing avoids is paler. ``least``: the axis goes that far."""
+    """Plot one bar per arm; the unavoidable part is paler. ``least``: minimum end of the axis."""
     longest = max(*values.values(), least)
     for y, arm in enumerate(ARMS):
         axis.barh(y, values[arm], color=COLORS[arm], height=0.72)
@@ -236,7 +236,7 @@ def draw_bars(
 
 
 def draw_work(axis: Axes, facts: dict[str, Any]) -> None:
-    """Every rank's attention, over the whole run."""
+    """Plot the attention work of every rank over the whole run."""
     longest = max(max(facts[arm]["pairs_per_token"]) for arm in ARMS)
     y = 0.0
     for arm in ARMS:

@@ -1,4 +1,4 @@
-"""Wait until a training log has reached a step, or say why it never will."""
+"""Wait until a training log reaches a step; fail if the launch ends before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--pid", type=int, required=True, help="of the launch")
+    parser.add_argument("--pid", type=int, required=True, help="process of the launch")
     args = parser.parse_args()
     while last_step(args.log) < args.step:
         if not is_running(args.pid):
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def last_step(path: Path) -> int:
-    """The newest step of the log, -1 when there is none yet."""
+    """Return the newest step of the log; -1: no log yet."""
     return max((line["step"] for line in read_jsonl(path)), default=-1) if path.exists() else -1
 
 

@@ -1,18 +1,18 @@
 #!/bin/bash
-# One task per GPU on several nodes; Slurm's warning before the end saves and queues again.
+# One task per GPU on several nodes. At Slurm's warning before the time limit: save, queue again.
 #
-#   CONFIG=llama_1b_bucket NODES=8 launch/slurm.sh                   # which calls sbatch
+#   CONFIG=llama_1b_bucket NODES=8 launch/slurm.sh                   # calls sbatch
 #   CONFIG=... NODES=8 GPUS_PER_NODE=4 launch/slurm.sh --set optimizer.lr=1e-4
 #   CONFIG=... CONTAINER_IMAGE=nvcr.io#nvidia/pytorch:25.06-py3 launch/slurm.sh     # pyxis, enroot
 #
-# VENV=.venv has Python; in a container it is PYTHON=python3, with CONTAINER_MOUNTS (this folder by
-# default, at the same place). SBATCH_* variables are options of sbatch (partition, account, time),
+# VENV=.venv has Python; in a container it is PYTHON=python3, with CONTAINER_MOUNTS (default: this
+# folder, at the same path). SBATCH_* variables are options of sbatch (partition, account, time);
 # TASK_OPTIONS="--constraint=h100" adds others.
 #
-# A job that lost a rank, or was warned before it had done a step, is queued again, MAX_RESTARTS=10 times
-# at most (megapack-JOB.lost has a line for each), and whatever the reason only while checkpoints get
-# on: MAX_STALLED=3 starts in a row without a newer one are the last (megapack-JOB.stalled). The run
-# continues from its newest checkpoint, on whatever number of nodes the job has then.
+# A job that lost a rank, or got the warning before its first step, is queued again, at most
+# MAX_RESTARTS=10 times (megapack-JOB.lost has a line for each). After MAX_STALLED=3 consecutive starts
+# without a newer checkpoint (megapack-JOB.stalled) the job is not queued again. The run resumes from
+# its newest checkpoint, on any number of nodes.
 #SBATCH --job-name=megapack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -38,7 +38,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# From Slurm 22.05 on a step has one CPU per task unless it is told again.
+# Since Slurm 22.05 a step has one CPU per task unless this is set.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # A collective that hangs ends the job with an error instead of waiting for the time limit.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
@@ -56,19 +56,19 @@ run_dir=$(srun --nodes=1 --ntasks=1 ${container[@]+"${container[@]}"} \
 newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
 before=$(newest)
 
-# Slurm must not kill the others when one rank ends: it would turn their 75 into 143. They notice a
-# lost rank by themselves (engine.heartbeat_timeout_seconds); who has not left ten minutes later is killed.
+# Slurm must not kill the other ranks when one ends: it would turn their 75 into 143. They detect a
+# lost rank (engine.heartbeat_timeout_seconds); Slurm kills those that run ten minutes later.
 srun --kill-on-bad-exit=0 --wait=600 ${container[@]+"${container[@]}"} \
     "$python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?
 
-# 75: stopped by a signal after at least one step, and saved. 138: by Slurm's warning while it still
-# started; 76, 137: a rank or its node was lost: a few times that may be chance. Anything else is final.
+# 75: stopped by a signal after at least one step, and saved. 138: Slurm's warning came during the
+# start. 76, 137: a rank or its node was lost; try again a few times. Any other code is final.
 again=no
 case $code in
     75) again=yes ;;
     76 | 137 | 138)
-        lost=megapack-$SLURM_JOB_ID.lost # Slurm's own count has those of preemption as well
+        lost=megapack-$SLURM_JOB_ID.lost # Slurm's own count includes preemptions
         echo "$(date --iso-8601=seconds) exit status $code" >> "$lost"
         (($(wc -l < "$lost") > ${MAX_RESTARTS:-10})) || again=yes
         ;;
