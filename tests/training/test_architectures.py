@@ -36,13 +36,13 @@ def attempt(configuration: Any) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_an_architecture_that_is_right_on_packed_rows_is_taken(name: str, tmp_path: Path) -> None:
+def test_architectures_correct_on_packed_rows_pass(name: str, tmp_path: Path) -> None:
     """With the loss that training uses, of which the guard compares value and gradients."""
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     attempt(model_configuration(ModelConfig(pretrained=str(tmp_path)), 1000))
 
 
-def test_gpt2_with_alibi_is_taken() -> None:
+def test_gpt2_with_alibi_passes() -> None:
     attempt(model_configuration(ModelConfig(preset="gpt2_124m_alibi"), 1000))
 
 
@@ -57,7 +57,7 @@ def test_gpt2_with_alibi_is_taken() -> None:
         ("phi", "gradients.*the head"),  # which has a bias
     ],
 )
-def test_an_architecture_that_is_not_is_refused(name: str, reason: str) -> None:
+def test_architectures_wrong_on_packed_rows_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{name}'.*{reason}"):
         attempt(AutoConfig.for_model(name))
 
@@ -66,9 +66,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 QWEN3 = {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 8}
 
 
-def test_qwen3_trains_from_its_keys_and_bloom_is_refused_by_name(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_qwen3_trains_from_keys_and_bloom_is_refused(new_run: NewRun, tmp_path: Path) -> None:
     model = {"preset": None, "config": QWEN3}
     run = new_run(num_steps=2, model=model)
     said = "step 2/2", "documents of a micro batch are kept apart"
@@ -78,7 +76,7 @@ def test_qwen3_trains_from_its_keys_and_bloom_is_refused_by_name(
     bloom.start(launcher=False).end_with(2, "'bloom'", "changes logits before it")
 
 
-def test_a_transformers_configuration_is_given_as_keys_file_or_directory(tmp_path: Path) -> None:
+def test_model_config_accepts_keys_file_or_directory(tmp_path: Path) -> None:
     """GPT-2's drops out by default, and names tokens of its own vocabulary."""
     keys: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": 640}
     AutoConfig.for_model(**keys).save_pretrained(tmp_path)
@@ -111,7 +109,7 @@ def test_a_transformers_configuration_is_given_as_keys_file_or_directory(tmp_pat
     ],
     ids=str,
 )
-def test_keys_that_are_no_model_are_refused_by_name(keys: dict[str, Any], message: str) -> None:
+def test_invalid_keys_are_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_configuration(ModelConfig(config=keys), 64)
 
@@ -152,7 +150,7 @@ PHI = {  # as in the config.json of Phi-3.5-mini
     ],
     ids=str,
 )
-def test_keys_have_the_same_verdict_inline_and_as_a_file_every_time(
+def test_keys_give_the_same_result_inline_and_as_a_file(
     keys: dict[str, Any], refusal: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "config.json"
@@ -166,7 +164,7 @@ def test_keys_have_the_same_verdict_inline_and_as_a_file_every_time(
             model_configuration(ModelConfig(config=config), 600)
 
 
-def test_a_dry_run_counts_what_a_configuration_describes(corpus: Corpus, tmp_path: Path) -> None:
+def test_dry_run_counts_parameters_of_a_configuration(corpus: Corpus, tmp_path: Path) -> None:
     """Parameters, work and memory of a mixture of experts, of which a token goes through two."""
     sizes = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
     keys = {**QWEN3, "model_type": "qwen3_moe", **sizes, "tie_word_embeddings": False}
@@ -193,7 +191,7 @@ def test_a_dry_run_counts_what_a_configuration_describes(corpus: Corpus, tmp_pat
     ],
     ids=str,
 )
-def test_a_small_deepseek_v3_is_taken(fields: dict[str, Any]) -> None:
+def test_small_deepseek_v3_passes(fields: dict[str, Any]) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
     counts = {"num_hidden_layers": 4, "num_attention_heads": 4, "kv_lora_rank": 16}
     values = {"vocab_size": 300, **sizes, **counts, **fields}

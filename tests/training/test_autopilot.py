@@ -58,12 +58,12 @@ def levels(seed: int, num_steps: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_spikes_are_not_seen_where_there_are_none(seed: int) -> None:
+def test_no_spikes_in_noise(seed: int) -> None:
     watch = SpikeWatch(CONFIG)
     assert not any(watch.look(item, "") for item in levels(seed, 600))
 
 
-def test_spike_is_found_though_every_other_step_is_of_a_bucket_without_one() -> None:
+def test_spike_in_every_other_step_is_detected() -> None:
     watch = SpikeWatch(CONFIG)
     found = []
     for item in levels(0, 400):
@@ -75,7 +75,7 @@ def test_spike_is_found_though_every_other_step_is_of_a_bucket_without_one() -> 
     assert f"is usual (out of its band since step {first})" in found[0].reason
 
 
-def test_spike_of_one_source_or_of_gradients_alone_is_found() -> None:
+def test_spike_of_one_source_or_of_gradients_is_detected() -> None:
     for name, value in (("source_loss", {"web": 1.0, "code": 4.0}), ("grad_norm", 40.0)):
         watch = SpikeWatch(CONFIG)
         for step in range(60):
@@ -86,25 +86,25 @@ def test_spike_of_one_source_or_of_gradients_alone_is_found() -> None:
         assert (found[2].first, found[2].last) == (60, 62)
 
 
-def test_single_high_losses_far_apart_are_no_spike() -> None:
+def test_isolated_outliers_are_not_a_spike() -> None:
     watch, high = SpikeWatch(CONFIG), range(40, 400, 2 * CONFIG.confirm + 1)
     found = [watch.look(line(step, 9.0 if step in high else 1.0), "") for step in range(400)]
     assert found == [None] * 400, "a step out of its band counts for twice `confirm` steps only"
 
 
-def test_levels_of_long_ago_are_forgotten() -> None:
+def test_old_levels_are_forgotten() -> None:
     watch, again = SpikeWatch(CONFIG), 40 + 40 * CONFIG.window
     steps = [*range(40), *range(again, again + 40)]  # the bucket is rarely drawn
     found = [watch.look(line(step, 1.0 if step < 40 else 9.0), "") for step in steps]
     assert found == [None] * 80
 
 
-def test_spike_needs_no_second_step_where_a_loss_is_not_a_number() -> None:
+def test_nan_loss_is_a_spike_at_once() -> None:
     spike = SpikeWatch(CONFIG).look(line(7, None), "")
     assert spike is not None and (spike.first, spike.last) == (7, 7)
 
 
-def test_spike_is_none_where_the_first_gradients_overflow() -> None:
+def test_overflow_of_first_gradients_is_not_a_spike() -> None:
     watch = SpikeWatch(CONFIG)
     norms = [None] * 10 + [0.4] * 70
     found = [watch.look(line(step, 1.0, grad_norm=norm), "") for step, norm in enumerate(norms)]
@@ -112,7 +112,7 @@ def test_spike_is_none_where_the_first_gradients_overflow() -> None:
     assert all(math.isfinite(v) for _, v in watch.state()["bands"]["gradients of bucket 64"])
 
 
-def test_spike_is_no_other_mixture() -> None:
+def test_new_mixture_is_not_a_spike() -> None:
     """Where what is drawn changes, levels begin anew; those of sources stay."""
     watch, drawn = SpikeWatch(CONFIG), [("a", 1.0)] * 40 + [("b", 3.0)] * 40
     found = [watch.look(line(step, loss), of) for step, (of, loss) in enumerate(drawn)]
@@ -121,9 +121,7 @@ def test_spike_is_no_other_mixture() -> None:
 
 @given(seed=st.integers(0, 99), cut=st.integers(0, 399), noise=st.integers(100, 390))
 @settings(max_examples=20, deadline=None)
-def test_watch_goes_on_from_its_state_as_if_nothing_had_happened(
-    seed: int, cut: int, noise: int
-) -> None:
+def test_watch_restores_its_state(seed: int, cut: int, noise: int) -> None:
     lines = levels(seed, 400)
     for item in lines[noise : noise + 6]:
         item["loss"] *= 4
@@ -139,7 +137,7 @@ def _decided(*decisions: Decision) -> Decisions:
     return Decisions(num_epochs=1, num_steps=100, decisions=decisions)
 
 
-def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> None:
+def test_skip_doubles_in_the_same_range() -> None:
     decided = _decided()
     for first in (40, 41, 40, 90):
         decided = decided.with_new(skip(Spike(first, first + 2, "loss"), CONFIG, decided, 50))
@@ -163,7 +161,7 @@ def test_skip_takes_twice_as_much_where_a_run_meets_the_same_stretch_again() -> 
     ).map(sorted),
 )
 @settings(max_examples=100, deadline=None)
-def test_decisions_are_what_the_same_stages_written_by_hand_are(
+def test_decisions_equal_stages_written_by_hand(
     written: list[int], made: list[tuple[int, int, float | None]]
 ) -> None:
     decided = _decided()
@@ -187,7 +185,7 @@ def test_decisions_are_what_the_same_stages_written_by_hand_are(
     assert found == wanted
 
 
-def test_decisions_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_decisions_round_trip(tmp_path: Path) -> None:
     stage = Stage(from_step=4, weights={"web": 0.1 + 0.2})
     learned = Decision(by="mixing", step=4, reason="web 1.0", stage=stage, state={"time": 1})
     back = Decision(by="autopilot", step=9, reason="", stage=Stage(from_step=3, skip_steps=5))
@@ -204,7 +202,7 @@ def test_decisions_are_read_as_they_were_written(tmp_path: Path) -> None:
 # ---- Mixtures
 
 
-def test_odm_is_the_formula_of_its_paper() -> None:
+def test_odm_equals_the_formula_of_its_paper() -> None:
     """arXiv 2312.02406, algorithm 1, three decisions of two sources."""
     losses = [{"a": 3.0, "b": 2.0}, {"a": 2.5}, {"a": 2.0, "b": 1.9}]
     weights, state, rewards = {"a": 0.5, "b": 0.5}, {}, {"a": 0.0, "b": 0.0}
@@ -253,7 +251,7 @@ REPORT = SourceReport(
         (3, "failed at step 5: AttributeError"),
     ],
 )
-def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) -> None:
+def test_invalid_results_of_mixing_rules_are_refused(weights: Any, message: str) -> None:
     config = MixingConfig(rule="tests.training.mixing_rules:answers", options={"weights": weights})
     with pytest.raises(ConfigError, match=message):
         next_mixture(config, REPORT)
@@ -262,7 +260,7 @@ def test_mixing_rule_that_answers_nonsense_is_named(weights: Any, message: str) 
 @pytest.mark.parametrize(
     ("state", "kept"), [({"seen": (1, 2)}, {"seen": [1, 2]}), ({3: 0.5}, {"3": 0.5})]
 )
-def test_mixing_rule_is_given_the_same_state_whether_the_run_was_resumed(
+def test_mixing_rule_gets_the_same_state_after_a_resume(
     state: Any, kept: Any, tmp_path: Path
 ) -> None:
     def answered(state: Any) -> Decision:
@@ -305,7 +303,7 @@ def noisy(new_run: NewRun, tmp_path: Path) -> NewRun:
 
 
 @pytest.mark.multiprocess
-def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
+def test_autopilot_passes_noise_and_decides_the_same_after_a_kill(
     noisy: NewRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = noisy("whole")
@@ -344,7 +342,7 @@ def test_autopilot_passes_noise_by_itself_and_decides_the_same_after_a_kill(
 
 
 @pytest.mark.multiprocess
-def test_autopilot_goes_back_past_all_that_signals_saved(noisy: NewRun) -> None:
+def test_autopilot_rolls_back_beyond_checkpoints_of_signals(noisy: NewRun) -> None:
     """The checkpoint of before was removed, as newer ones were as many as are kept, and the run
     ended."""
     run = noisy("run")
@@ -355,7 +353,7 @@ def test_autopilot_goes_back_past_all_that_signals_saved(noisy: NewRun) -> None:
 
 
 @pytest.mark.multiprocess
-def test_autopilot_of_a_branch_goes_back_to_its_trunk(noisy: NewRun) -> None:
+def test_autopilot_of_a_branch_rolls_back_to_its_trunk(noisy: NewRun) -> None:
     """The noise begins before the branch has a checkpoint of its own."""
     trunk, branch = noisy("trunk"), noisy("branch")
     trunk.succeed("stop_at=35", ranks=1)
@@ -367,7 +365,7 @@ def test_autopilot_of_a_branch_goes_back_to_its_trunk(noisy: NewRun) -> None:
 
 
 @pytest.mark.multiprocess
-def test_mixing_that_was_decided_is_replayed_at_every_resume(new_run: NewRun, blend: Path) -> None:
+def test_mixing_decisions_are_replayed_at_every_resume(new_run: NewRun, blend: Path) -> None:
     sections: dict[str, Any] = {
         "num_steps": 16,
         "data": drawn_from(blend),
@@ -394,14 +392,14 @@ def test_mixing_that_was_decided_is_replayed_at_every_resume(new_run: NewRun, bl
 # ---- The example of a rule of one's own
 
 
-def test_law_of_a_loss_is_found() -> None:
+def test_fit_recovers_the_loss_curve() -> None:
     tokens = np.arange(1, 200) * 1000.0
     e, b, a = fit(tokens, 1.5 + 40 * tokens**-0.4)
     assert (e, b, a) == pytest.approx((1.5, 40, 0.4), rel=0.05)
     assert fit(tokens, np.linspace(2, 3, 199))[2] == 0, "a loss that rises has no speed"
 
 
-def test_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
+def test_source_with_falling_loss_gets_more_weight() -> None:
     tokens = [100 * (step + 1) for step in range(300)]
     curves = {
         "learned": [(n, 2 + 9 / n) for n in tokens],
@@ -415,9 +413,7 @@ def test_source_that_still_falls_is_preferred_to_one_that_is_learned() -> None:
 
 
 @pytest.mark.multiprocess
-def test_run_is_edited_by_its_own_losses_and_remembers_every_mixture(
-    new_run: NewRun, blend: Path
-) -> None:
+def test_run_sets_mixtures_by_its_losses(new_run: NewRun, blend: Path) -> None:
     data = drawn_from(blend)
     mixing = {"rule": "examples.online_mixing:ado", "every": 2}
     often = {"logging": {"every": 3}, "evaluation": {"every": None}}

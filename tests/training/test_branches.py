@@ -56,7 +56,7 @@ def trunk(module_run: NewRun) -> Run:
     return run
 
 
-def test_milestones_stay_beside_the_newest_and_need_no_interval(trunk: Run) -> None:
+def test_milestones_are_kept_and_need_no_interval(trunk: Run) -> None:
     section = CheckpointConfig(every=None, keep_every=4, keep_steps=(5,))
     assert [step for step in range(1, 10) if section.is_due(step)] == [4, 5, 8]
     assert _steps(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
@@ -64,7 +64,7 @@ def test_milestones_stay_beside_the_newest_and_need_no_interval(trunk: Run) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_branch_continues_the_data_order_and_leaves_its_trunk_alone(
+def test_branch_continues_the_data_order_and_keeps_its_trunk(
     new_run: NewRun, trunk: Run, ranks: int
 ) -> None:
     milestone = trunk.checkpoints / "step_00000005_tokens_5120"
@@ -86,12 +86,14 @@ def test_branch_continues_the_data_order_and_leaves_its_trunk_alone(
     assert _sums(trunk.dir) == before
 
 
-def test_branch_from_nothing_is_refused_before_ranks_meet(new_run: NewRun, tmp_path: Path) -> None:
+def test_branch_without_checkpoint_is_refused_before_ranks_connect(
+    new_run: NewRun, tmp_path: Path
+) -> None:
     run = new_run(**_sections(branch_from=str(tmp_path / "step_00000003_x")))
     run.start(ranks=1).end_with(1, "manifest.json cannot be read")
 
 
-def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
+def test_erased_disk_is_restored_from_the_mirror(
     new_run: NewRun, blend: Path, tmp_path: Path
 ) -> None:
     """And with the log, from which the next mixture is decided."""
@@ -128,12 +130,12 @@ def test_emptied_disk_is_restored_from_the_mirror_with_equal_losses(
         ({"keep_steps": (0,)}, "keep_steps is 0"),
     ],
 )
-def test_checkpoint_section_that_cannot_be_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_checkpoint_section_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CheckpointConfig(**keys)
 
 
-def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None:
+def test_branch_may_not_use_the_mirror_of_its_trunk(tmp_path: Path) -> None:
     """It would be restored from there, not from its checkpoint, and remove the trunk's."""
     origin = tmp_path / "trunk" / "checkpoints" / "step_00000002_tokens_9"
     _written(origin)
@@ -144,7 +146,7 @@ def test_a_branch_does_not_share_the_mirror_of_its_trunk(tmp_path: Path) -> None
         check_branch(origin, "s3://bucket/run/")
 
 
-def test_a_mirror_is_of_one_run(
+def test_mirror_belongs_to_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another one's copies removed the checkpoints of the first; and was it restored, or moved?"""
@@ -178,9 +180,7 @@ def test_a_mirror_is_of_one_run(
     assert mirror.tags() == ["step_00000004_tokens_18"]
 
 
-def test_manifest_of_the_mirror_is_the_last_of_its_objects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
     others = store / "run" / "corpus_7.manifest.json"  # of a dataset that was built there
@@ -255,7 +255,7 @@ def test_checkpoints_of_a_mirror_are_ordered_by_tokens_seen(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_manifest_that_cannot_be_is_refused_and_restores_nothing(
+def test_invalid_manifest_is_refused_and_restores_nothing(
     change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tag = "step_00000002_tokens_9"

@@ -74,7 +74,7 @@ def _rope(kind: str, theta: float = 1e4, **more: float) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_overrides_that_no_model_has_are_refused_by_name(
+def test_unknown_overrides_are_named(
     llama: Path, source: str, overrides: dict[str, Any], message: str
 ) -> None:
     base: Any = {"preset": "llama_tiny"} if source == "preset" else {"pretrained": str(llama)}
@@ -83,7 +83,7 @@ def test_overrides_that_no_model_has_are_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_path: Path) -> None:
+def test_overrides_of_other_architectures_are_checked(tmp_path: Path) -> None:
     for name, value, message in (
         ("n_head", 5, "hidden_size 64 is not a multiple of num_attention_heads 5"),
         ("n_layer", 0, "must be 1 or more"),
@@ -99,7 +99,7 @@ def test_overrides_of_other_architectures_are_checked_under_their_own_names(tmp_
         model_configuration(wrong, 1)
 
 
-def test_overrides_that_fit_are_taken(llama: Path) -> None:
+def test_valid_overrides_are_applied(llama: Path) -> None:
     wide = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     for theta, more in ((1e6, {"rope_theta": 1e6}), (7, _rope("default", 7))):
         config = ModelConfig(preset="llama_tiny", overrides={**wide, **more})
@@ -131,7 +131,7 @@ def changed(llama: Path, directory: Path, without: str = "", **more: Tensor) -> 
     return directory
 
 
-def test_a_checkpoint_that_lacks_tensors_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+def test_missing_tensors_of_a_checkpoint_are_named(llama: Path, tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj.weight"
     torn = changed(llama, tmp_path / "torn", without=down)
     with pytest.raises(ConfigError, match=rf"lacks tensors.*at random: {down}; .*allow_missing"):
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_by_name(llama: Path, tmp_pat
     assert len(opened(llama, "model.layers.2.*", num_hidden_layers=3).layers) == 3
 
 
-def test_tensors_that_the_model_lacks_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
+def test_tensors_unknown_to_the_model_are_named(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model lacks.*lost: model\.layers\.1\.inp.*6 more"):
         opened(llama, num_hidden_layers=1)
     assert len(opened(llama, "model.layers.1.*", num_hidden_layers=1).layers) == 1
@@ -157,7 +157,7 @@ def test_tensors_that_the_model_lacks_are_refused_by_name(llama: Path, tmp_path:
         opened(more)
 
 
-def test_tensors_of_other_shapes_are_refused_with_both(llama: Path) -> None:
+def test_tensors_of_other_shapes_are_named_with_both_shapes(llama: Path) -> None:
     shapes = r"down_proj\.weight \(64, 128\) instead of \(64, 96\), .* and 3 more"
     with pytest.raises(ConfigError, match=rf"other shapes.*layers\.0\.mlp\.{shapes}"):
         opened(llama, intermediate_size=96)
@@ -165,7 +165,7 @@ def test_tensors_of_other_shapes_are_refused_with_both(llama: Path) -> None:
     assert model.layers[0].mlp.down_proj.weight.shape == (64, 96)
 
 
-def test_a_tied_head_stays_tied_and_one_of_its_own_is_not_tied(llama: Path, tmp_path: Path) -> None:
+def test_tied_head_stays_tied_and_separate_head_is_refused(llama: Path, tmp_path: Path) -> None:
     tied = opened(llama).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     embedding = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
@@ -179,7 +179,7 @@ def test_a_tied_head_stays_tied_and_one_of_its_own_is_not_tied(llama: Path, tmp_
     assert torch.equal(own.lm_head.weight, embedding + 1)
 
 
-def test_a_run_on_a_torn_checkpoint_does_not_begin(
+def test_run_does_not_start_from_a_torn_checkpoint(
     new_run: NewRun, llama: Path, tmp_path: Path
 ) -> None:
     """Nor where parameters are divided while they are loaded."""
@@ -221,7 +221,9 @@ def _assert_same(ours: Any, theirs: Any, where: str) -> None:
         _assert_same(dict(enumerate(ours)), dict(enumerate(theirs)), where)
 
 
-def test_steps_go_on_meanwhile(new_run: NewRun, blocking: Run, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(
+    new_run: NewRun, blocking: Run, tmp_path: Path
+) -> None:
     run, gate = new_run(checkpoint=EVERY_THREE), tmp_path / "gate"
     ranks = run.start(faults=_gated(gate, THIRD))
     wait_for_step(run.dir, 5, ranks=2)
@@ -238,7 +240,7 @@ def test_steps_go_on_meanwhile(new_run: NewRun, blocking: Run, tmp_path: Path) -
         _assert_same(ours, theirs, tag)
 
 
-def test_killed_run_goes_on(new_run: NewRun, blocking: Run, tmp_path: Path) -> None:
+def test_run_killed_while_writing_resumes(new_run: NewRun, blocking: Run, tmp_path: Path) -> None:
     run = new_run(checkpoint=EVERY_THREE)
     ranks = run.start(faults=_gated(tmp_path / "never", SIXTH))
     wait_for_step(run.dir, 7, ranks=2)
@@ -252,7 +254,7 @@ def test_killed_run_goes_on(new_run: NewRun, blocking: Run, tmp_path: Path) -> N
     assert not list(run.checkpoints.glob("*.partial"))
 
 
-def test_nan_loss_keeps_the_begun_checkpoint(new_run: NewRun, tmp_path: Path) -> None:
+def test_nan_loss_keeps_the_checkpoint_in_progress(new_run: NewRun, tmp_path: Path) -> None:
     run, gate = new_run(checkpoint=EVERY_THREE), tmp_path / "gate"
     faults = {"writes_wait_for": [str(gate), THIRD], "nan_weight_after": [3]}
     ranks = run.start(ranks=1, faults={0: faults})
@@ -264,7 +266,7 @@ def test_nan_loss_keeps_the_begun_checkpoint(new_run: NewRun, tmp_path: Path) ->
     assert run.end["reason"] == "error" and run.end["saved"] == 3
 
 
-def test_rewriting_that_is_left_ends_its_converter(
+def test_interrupted_conversion_kills_its_converter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By an interrupt, say; and that of a rank which is killed does not write into the next one's
@@ -291,7 +293,7 @@ def test_rewriting_that_is_left_ends_its_converter(
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
-def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path) -> None:
+def test_reading_and_writing_a_large_file_is_progress(tmp_path: Path) -> None:
     """Regression: a check or an export longer than the hang timeout ended a healthy run."""
     progress = RankProgress()
     path = tmp_path / "large"
@@ -306,7 +308,7 @@ def test_one_large_file_is_progress_while_it_is_read_and_written(tmp_path: Path)
         wait_for(lambda: progress.place == "the export", "a sign")
 
 
-def test_every_tensor_that_is_loaded_is_progress(llama: Path) -> None:
+def test_every_loaded_tensor_is_progress(llama: Path) -> None:
     signs: list[int] = []
     config = ModelConfig(pretrained=str(llama))
     architecture, loading = model_configuration(config, VOCAB), lambda: signs.append(1)
@@ -342,7 +344,7 @@ def _tokenizer(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_exported_model_generates_to_the_end(new_run: NewRun, tmp_path: Path) -> None:
+def test_exported_model_generates_until_the_end_token(new_run: NewRun, tmp_path: Path) -> None:
     dataset = _write(tmp_path, document_end_token=END)
     samples = tmp_path / "text.samples"
     pack(dataset.document_lengths, "bucket", buckets=[32]).save(samples, source=dataset)
@@ -369,14 +371,14 @@ def test_exported_model_generates_to_the_end(new_run: NewRun, tmp_path: Path) ->
     assert written["pad_token_id"] is None, "an embedding would never train the row of the end"
 
 
-def test_document_end_is_what_datasets_say(tmp_path: Path) -> None:
+def test_end_token_is_that_of_the_datasets(tmp_path: Path) -> None:
     ends = _write(tmp_path / "a", document_end_token=END)
     other, silent = _write(tmp_path / "b", document_end_token=3), _write(tmp_path / "c")
     found = [end_token(list(of)) for of in ((ends, ends), (ends, other), (ends, silent), (silent,))]
     assert found == [END, None, None, None]
 
 
-def test_a_tokenizer_that_was_asked_for_must_be_there(tmp_path: Path) -> None:
+def test_configured_tokenizer_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer .*nowhere.* cannot be loaded"):
         open_tokenizer(str(tmp_path / "nowhere"), required=True)
     assert open_tokenizer(str(tmp_path / "nowhere"), required=False) is None
@@ -392,7 +394,7 @@ def _sentencepiece_model(path: Path, *, add_dummy_prefix: bool) -> str:
     return f"{path}.model"
 
 
-def test_a_sentencepiece_model_goes_along_with_its_own_ids_or_not_at_all(tmp_path: Path) -> None:
+def test_sentencepiece_tokenizer_is_exported_only_with_equal_ids(tmp_path: Path) -> None:
     """transformers puts a space before a text unless it is told; our documents have none."""
     path = _sentencepiece_model(tmp_path / "own", add_dummy_prefix=False)
     model = sentencepiece.SentencePieceProcessor(model_file=path)

@@ -82,7 +82,7 @@ def test_chunked_loss_is_cross_entropy(dtype: torch.dtype, softcap: float, fused
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_packed_bfloat16_stream_is_its_documents(preset: str, compiled: bool) -> None:
+def test_packed_bfloat16_stream_equals_its_documents(preset: str, compiled: bool) -> None:
     """Against float32 and transformers' attention; a leak between documents is an error near 1."""
     if compiled and preset not in ("llama_tiny", "gpt2_tiny_alibi"):
         pytest.skip("two architectures stand for all")
@@ -111,7 +111,7 @@ def test_packed_bfloat16_stream_is_its_documents(preset: str, compiled: bool) ->
 
 @pytest.mark.parametrize("keeping", ["activations", "inputs", "inputs on the host"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_host_waits_for_nothing_in_a_forward_and_backward(preset: str, keeping: str) -> None:
+def test_forward_and_backward_do_not_synchronize(preset: str, keeping: str) -> None:
     model = _model(preset).cuda().cast(torch.bfloat16)
     if keeping != "activations":
         model.checkpoint_activations(ON_HOST if keeping == "inputs on the host" else None)
@@ -126,7 +126,7 @@ def test_the_host_waits_for_nothing_in_a_forward_and_backward(preset: str, keepi
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_inputs_of_layers_on_the_host_leave_the_memory_of_the_device() -> None:
+def test_offloaded_inputs_reduce_device_memory() -> None:
     layers, tokens, width = 12, 32_768, 64
     torch.manual_seed(0)
     on_device = _on_device([tokens // 8] * 8)

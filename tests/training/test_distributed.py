@@ -37,7 +37,7 @@ def _found() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in NAMES}
 
 
-def test_a_plain_process_is_a_run_of_one() -> None:
+def test_plain_process_is_one_rank() -> None:
     set_rank_environment()
     found = _found()
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("0", "1", "0")
@@ -60,7 +60,7 @@ def test_slurm_tasks_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(_found().values())[:3] == ["9", "16", "1"]
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="did not set WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"):
         set_rank_environment()
@@ -116,7 +116,7 @@ def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: P
     assert script.lines("stalled") == 0
 
 
-def test_starts_without_a_newer_checkpoint_are_queued_again_only_so_often(tmp_path: Path) -> None:
+def test_starts_without_a_newer_checkpoint_are_limited(tmp_path: Path) -> None:
     """Also after 75, which nothing else bounds; one that gets on begins to count anew."""
     script = SlurmScript(tmp_path, 75)
     for start, again in enumerate([1, 2, 2], 1):
@@ -140,7 +140,7 @@ def test_slurm_script_has_a_container_and_gpus_per_node_as_settings(tmp_path: Pa
     assert f"{asked}{ROOT}/launch/slurm.sh --set seed=3" in calls
 
 
-def test_launchers_are_told_where_a_run_lies(corpus: Corpus, tmp_path: Path) -> None:
+def test_command_prints_the_run_directory(corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run")
     command = [sys.executable, "-m", "megapack.training.command", "--config", str(config)]
     command += ["--branch-from", "x", "--set", "run_dir=there"]

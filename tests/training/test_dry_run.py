@@ -39,7 +39,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     ],
     ids=["one rank", "one micro step", "two micro steps", "uneven ranks", "shared samples"],
 )
-def test_the_busiest_rank_is_that_of_the_samples_which_ranks_draw(
+def test_busiest_rank_equals_that_of_drawn_samples(
     corpus: Corpus, tmp_path: Path, ranks: int, data: dict[str, object], engine: dict[str, object]
 ) -> None:
     path = corpus.config(tmp_path / "run", num_steps=10, data=data, engine=engine)
@@ -57,7 +57,7 @@ def test_the_busiest_rank_is_that_of_the_samples_which_ranks_draw(
     assert (per_micro_step > 1.0005) == (ranks > 1), "otherwise nothing was to be found"
 
 
-def test_arithmetic_is_that_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
+def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
     """A window that grows made a run dearer than its first steps, which alone were looked at."""
     grows = {"from_step": 60, "attention_window": 128, "window_steps": 100}
     write_blend(blend, corpus, attention_window=2, stages=[grows])
@@ -101,7 +101,7 @@ def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list
     return steps
 
 
-def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path) -> None:
+def test_plan_names_the_other_mix(corpus: Corpus, tmp_path: Path) -> None:
     """What the dry run proposes is what the next configuration may say, and there it says so."""
 
     def said(name: str, ranks: int, **data: object) -> str:
@@ -121,9 +121,7 @@ def test_the_other_mix_is_named_and_can_be_taken(corpus: Corpus, tmp_path: Path)
     assert "share its micro steps evenly" in said("uneven", 3, pad_last=True)
 
 
-def test_a_tokenizer_that_is_not_there_is_met_before_the_start(
-    corpus: Corpus, tmp_path: Path
-) -> None:
+def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: Path) -> None:
     """The plan was printed, and the run refused when its nodes were there."""
     model = {"vocab_size": 64, "tokenizer": str(tmp_path / "no.model")}
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", model=model))
@@ -143,7 +141,7 @@ def test_a_tokenizer_that_is_not_there_is_met_before_the_start(
     ],
     ids=["resume", "mirror", "mixing", "evaluation", "branch"],
 )
-def test_what_stops_a_start_is_met_by_its_plan(
+def test_dry_run_refuses_what_a_start_refuses(
     corpus: Corpus, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     """Each was printed as a plan."""
@@ -160,7 +158,7 @@ def test_what_stops_a_start_is_met_by_its_plan(
         dry_run(load_config(PretrainConfig, path))
 
 
-def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path: Path) -> None:
+def test_dry_run_refuses_what_the_checkpoint_refuses(corpus: Corpus, tmp_path: Path) -> None:
     """It was printed as a plan. With fewer steps the run was done at once, at "step 9 of 8"."""
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
     newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
@@ -186,14 +184,14 @@ def test_what_its_checkpoint_refuses_is_met_by_its_plan(corpus: Corpus, tmp_path
     assert "steps: 8 " in dry_run(replace(shorter, checkpoint=fallback))
 
 
-def test_the_mix_of_one_bucket_is_no_choice(corpus: Corpus, tmp_path: Path) -> None:
+def test_mix_of_one_bucket_has_no_alternative(corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", model={"vocab_size": 64})
     one = dry_run(load_config(PretrainConfig, config), lengths="lognormal:60,50,900", buckets=[128])
     assert "buckets per step: one, the only one" in one
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*bucket*.yaml")))
-def test_the_mix_of_a_recipe_is_by_micro_step_where_its_ranks_have_several(name: str) -> None:
+def test_recipes_with_several_micro_steps_mix_by_micro_step(name: str) -> None:
     """64 ranks, which their headers name."""
     data = read_config(name, []).data
     several = data.tokens_per_step > 64 * data.micro_batch_tokens
@@ -205,7 +203,7 @@ def test_the_mix_of_a_recipe_is_by_micro_step_where_its_ranks_have_several(name:
     ("name", "parameters", "active"),
     [("qwen3_0.6b_bucket", 596_049_920, 596e6), ("qwen3_30b_a3b_bucket", 30_532_122_624, 3.04e9)],
 )
-def test_qwen3_is_planned_before_there_are_data(name: str, parameters: int, active: float) -> None:
+def test_qwen3_is_planned_without_data(name: str, parameters: int, active: float) -> None:
     """Sizes as published; of the experts, eight in 128 count as work, and embeddings do not."""
     config = read_config(name, ["model.vocab_size=151936"])
     plan = dry_run(config, world_size=64, device="H100", lengths="lognormal:999,603,1e4")

@@ -91,7 +91,7 @@ def test_mlps_in_chunks_give_the_same_gradient(trained: Trained, expected: Train
     _check(trained(2, **autocast), expected, exact=False)
 
 
-def test_zero_3_loads_checkpoints_in_shares(trained: Trained, tmp_path: Path) -> None:
+def test_zero_3_loads_checkpoints_divided(trained: Trained, tmp_path: Path) -> None:
     saved = tiny_model("qwen2_tiny", seed=5, vocab_size=64)
     saved.save(tmp_path / "saved")
     model = {"preset": None, "pretrained": str(tmp_path / "saved")}
@@ -133,7 +133,7 @@ def test_compiled_layers_train_the_same_with_one_graph_per_bucket(
         assert result["graphs"] == result["num_buckets"] + 1, "all layers share them; the loss"
 
 
-def test_weight_decay_spares_norms_biases_and_embeddings_if_asked() -> None:
+def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
     model = tiny_model("gpt2_tiny")
     names = {id(p): name for name, p in model.named_parameters()}
 
@@ -170,7 +170,7 @@ TUNED = [
 
 @pytest.mark.parametrize("tuned", TUNED, ids="-".join)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_what_deepspeed_knows_may_be_tuned_and_the_stage_stays(
+def test_deepspeed_keys_are_merged_and_the_stage_stays(
     corpus: Corpus, tmp_path: Path, tuned: dict[str, Any], zero_stage: int
 ) -> None:
     engine = {"precision": "bf16", "zero_stage": zero_stage, "deepspeed": tuned}

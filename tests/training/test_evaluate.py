@@ -82,7 +82,7 @@ def evaluated(corpus: Corpus, model: TrainingModel, world: World) -> Callable[..
     return run
 
 
-def test_perplexity_is_that_of_documents(
+def test_perplexity_equals_that_of_single_documents(
     corpus: Corpus, model: TrainingModel, evaluated: Callable[..., Any]
 ) -> None:
     total, count = _brute_force(model, IndexedDataset(corpus.valid), max(BUCKETS))
@@ -138,7 +138,7 @@ def test_documents_without_a_label_cannot_evaluate(lengths: list[int], tmp_path:
         open_validation(str(tmp_path / "valid"), None, buckets=BUCKETS)
 
 
-def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
+def test_large_loss_gives_infinite_perplexity() -> None:
     result = ValidationResult(loss_sums={8: 1e6}, label_tokens={8: 10})
     assert result.perplexity == math.inf
     nothing = ValidationResult(loss_sums={8: 0.0}, label_tokens={8: 0})
@@ -149,7 +149,7 @@ def test_a_loss_beyond_any_float_is_an_infinite_perplexity() -> None:
 # ---- Lengths of documents that do not exist yet
 
 
-def test_a_law_has_the_mean_and_the_median_that_it_was_asked_for() -> None:
+def test_lognormal_lengths_have_the_given_mean_and_median() -> None:
     lengths = read_lengths("lognormal:999,603,2e5", seed=1)
     assert len(lengths) == 200_000 and lengths.min() >= 1
     assert lengths.mean() == pytest.approx(999, rel=0.02)
@@ -158,7 +158,7 @@ def test_a_law_has_the_mean_and_the_median_that_it_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("law", ["999,603", "3,9,10", "a,b,c", "9,3,nan", "inf,3,10", "9,3,0"])
-def test_a_law_that_is_none_is_refused(law: str) -> None:
+def test_invalid_distribution_is_refused(law: str) -> None:
     with pytest.raises(ConfigError, match=f"'lognormal:{law}'"):
         read_lengths(f"lognormal:{law}", seed=0)
 
@@ -166,7 +166,7 @@ def test_a_law_that_is_none_is_refused(law: str) -> None:
 # ---- What the trainer asks of the loader, and when
 
 
-def test_the_next_steps_batch_is_not_waited_for_before_this_steps_update() -> None:
+def test_update_does_not_wait_for_the_next_batch() -> None:
     """A slow loader would delay every update, and waits and imbalance would be a step late."""
     asked = []
 

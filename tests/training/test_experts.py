@@ -86,7 +86,7 @@ def test_loss_is_as_defined(layers: int, real: int, padding: int, chosen: int, s
         assert loss.item() == 0 and not any(layer.grad.any() for layer in logits)
 
 
-def test_tokens_are_those_of_segments_that_are_no_padding() -> None:
+def test_tokens_are_those_of_segments_without_padding() -> None:
     cu_seqlens = torch.tensor([0, 3, 4, 6, 9, 9, 9], dtype=torch.int32)
     mask = token_mask(cu_seqlens, torch.tensor([0, -1, 2, -1], dtype=torch.int32), 9)
     assert mask.tolist() == [True, True, True, False, True, True, False, False, False]
@@ -123,7 +123,7 @@ def test_loss_and_gradients_ignore_padding(name: str, checkpointing: bool, tmp_p
         assert model.eval()(**padded.arguments())[2] is None, "validation is of the labels alone"
 
 
-def test_a_model_says_what_it_is_trained_with(tmp_path: Path) -> None:
+def test_description_names_the_losses(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     assert "with 0.1 times the load-balancing loss of 6" in opened(tmp_path).description
     without = opened(tmp_path, output_router_logits=False)
@@ -182,7 +182,7 @@ def balance_of(layers: Sequence[Tensor], chosen_per_token: int) -> Tensor:
         ("mixtral", [(2, {"zero_stage": 2, "activation_checkpointing": True})]),
     ],
 )
-def test_a_step_is_that_of_its_definition_on_every_number_of_ranks_and_zero_stage(
+def test_step_equals_its_definition_for_all_ranks_and_zero_stages(
     new_run: NewRun, tmp_path: Path, name: str, cases: list[Any]
 ) -> None:
     of = {"preset": None, "pretrained": str(saved(name, tmp_path / "model"))}

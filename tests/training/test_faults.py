@@ -78,7 +78,7 @@ def test_step_size_keeps_checkpoints(new_run: NewRun) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_named_and_what_was_saved_stays(new_run: NewRun, asynchronous: bool) -> None:
+def test_full_disk_is_named_and_checkpoints_stay(new_run: NewRun, asynchronous: bool) -> None:
     """A real file system with room for one checkpoint and a half."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
@@ -91,7 +91,7 @@ def test_a_full_disk_is_named_and_what_was_saved_stays(new_run: NewRun, asynchro
     assert run.end["saved"] == 1 and run.end["step"] in ((2, 3) if asynchronous else (2,))
 
 
-def test_a_log_on_a_full_disk_is_named() -> None:
+def test_full_disk_names_the_log() -> None:
     with pytest.raises(OSError, match="No space left on device while writing: '/dev/full'"):
         append_jsonl(Path("/dev/full"), {"step": 1})
 
@@ -122,7 +122,7 @@ def test_hanging_rank_is_named(new_run: NewRun) -> None:
     assert "no progress" in run.end["message"]
 
 
-def test_stall_is_of_the_rank_that_is_behind_whoever_has_written_more(
+def test_hang_names_the_rank_that_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And there is none as long as any rank gets on, though the furthest wait for it."""
@@ -159,7 +159,7 @@ def _events(trace: Path) -> set[str]:
         return {event.get("name", "") for event in json.load(file)["traceEvents"]}
 
 
-def test_steps_are_traced_when_asked(new_run: NewRun) -> None:
+def test_steps_are_traced_on_request(new_run: NewRun) -> None:
     few_events = {"tokens_per_step": 256}
     run = new_run(num_steps=100000, checkpoint={"every": None}, data=few_events)
     ranks = run.start(words=["--profile", "2:4"], ranks=1)
@@ -175,7 +175,7 @@ def test_steps_are_traced_when_asked(new_run: NewRun) -> None:
     run.start(words=["--profile", "4:2"], ranks=1).end_with(2, "as in 100:105")
 
 
-def test_slowest_rank_is_named_and_drawn(new_run: NewRun) -> None:
+def test_slowest_rank_is_named_and_plotted(new_run: NewRun) -> None:
     run = new_run(num_steps=4, checkpoint={"every": None})
     said = "slow rank: rank 1 on ", "times as long as the median"
     run.start(faults={1: {"slow_forward": [0.1]}}).succeed(*said)
@@ -187,7 +187,7 @@ def test_slowest_rank_is_named_and_drawn(new_run: NewRun) -> None:
     assert re.search(r"<th>rank 1 on \S+</th><td>slowest forward</td><td>2 of 2</td>", page)
 
 
-def test_wait_for_the_first_batch_is_no_share_of_a_time_that_does_not_count(
+def test_wait_for_the_first_batch_does_not_count(
     new_run: NewRun,
 ) -> None:
     """The probe leaves the time before it out: it is no time of which a wait is a share."""
@@ -205,7 +205,7 @@ def _line(slowest: float = 1.1, waits: float = 0.1, **more: float) -> dict[str, 
     return {**ranks, **line, **more}
 
 
-def test_what_slows_a_run_is_said_once_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+def test_slowdowns_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     limits = Slowdowns()
     cases = {
         "slow rank: rank 3 on node1 computes 1.50 times": _line(slowest=1.5),

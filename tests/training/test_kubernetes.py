@@ -33,7 +33,7 @@ def options() -> dict[str, str]:
     return {name.removeprefix("--"): value for name, _, value in (w.partition("=") for w in words)}
 
 
-def test_pods_of_a_job_are_the_nodes_of_a_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_of_a_job_are_nodes_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun, job, service = options(), JOB["metadata"]["name"], SERVICE["metadata"]["name"]
     assert JOB["spec"]["completionMode"] == "Indexed"
     assert int(torchrun["nnodes"]) == JOB["spec"]["completions"] == JOB["spec"]["parallelism"] > 1
@@ -55,7 +55,7 @@ def test_pods_of_a_job_are_the_nodes_of_a_torchrun(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("version", ["1.31", "latest"])
-def test_file_is_what_kubernetes_takes(version: str) -> None:
+def test_file_is_valid_for_kubernetes(version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="make test-cluster installs it")
     wanted = validator.latest_version() if version == "latest" else version
     for document in (SERVICE, JOB):

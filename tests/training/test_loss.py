@@ -92,7 +92,7 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_a_chunk_has_ever_exist() -> None:
+def test_logits_of_one_chunk_exist_at_a_time() -> None:
     num_tokens, vocab, width, chunk = 600, 5000, 8, 16
     hidden, weight = torch.randn(num_tokens, width), torch.randn(vocab, width)
     labels = torch.randint(0, vocab, (num_tokens,))
@@ -132,7 +132,7 @@ def test_autocast_decides_the_dtype_of_the_products() -> None:
 
 
 @given(tokens=st.integers(1, 300), chunk=st.integers(1, 300))
-def test_as_many_chunks_as_torch_makes(tokens: int, chunk: int) -> None:
+def test_number_of_chunks_equals_torch(tokens: int, chunk: int) -> None:
     """TiledMLP reduces a gradient with the last chunk that it was told of: there must be one."""
     found = torch.zeros(tokens).chunk(num_chunks(tokens, chunk))
     assert len(found) == num_chunks(tokens, chunk)
@@ -236,6 +236,6 @@ def test_warmup_is_given_in_steps_or_as_a_fraction() -> None:
     assert LearningRateConfig(warmup_steps=7).warmup(5) == 5
 
 
-def test_a_step_outside_of_the_run_is_refused() -> None:
+def test_step_outside_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="step 3 is outside"):
         LearningRateConfig().at(3, num_steps=3, peak=1.0)

@@ -95,7 +95,7 @@ def _tiny(tokens: int, ranks: int = 1, **sections: Any) -> MemoryEstimate:
     return _estimate(PretrainConfig(run_dir="-", model=model, data=data, **sections), ranks)
 
 
-def test_the_estimate_is_what_deepspeeds_engines_hold(zygote: Zygote, tmp_path: Path) -> None:
+def test_estimate_equals_memory_of_deepspeed_engines(zygote: Zygote, tmp_path: Path) -> None:
     """Within a tenth, on nine configurations, under torch's memory tracker."""
     written = {name: _write(name, tmp_path) for name in CASES}
     paths = json.dumps([[str(path), RANKS] for path, _ in written.values()])
@@ -114,7 +114,7 @@ def test_the_estimate_is_what_deepspeeds_engines_hold(zygote: Zygote, tmp_path: 
     assert all(0.9 <= ratio <= 1.1 for ratio in ratios.values()), "\n".join(table)
 
 
-def test_zero_divides_what_it_says_it_divides() -> None:
+def test_zero_stages_divide_memory() -> None:
     def parts(stage: Any, ranks: int) -> dict[str, int]:
         average, engine = OptimizerConfig(ema_decay=0.9), EngineConfig(zero_stage=stage)
         return _tiny(256, ranks, optimizer=average, engine=engine).parts
@@ -130,7 +130,7 @@ def test_zero_divides_what_it_says_it_divides() -> None:
     assert divided[2]["reduce buckets"] == 2 * 500_000_000, "DeepSpeed's default"
 
 
-def test_the_plan_says_when_gradients_are_reduced() -> None:
+def test_plan_states_when_gradients_are_reduced() -> None:
     def line(precision: Any, stage: Any, ranks: int = 8) -> str:
         engine = EngineConfig(precision=precision, zero_stage=stage)
         return describe_reduction(engine, 2**30, ranks, 4)
@@ -144,7 +144,7 @@ def test_the_plan_says_when_gradients_are_reduced() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_valid_configurations_of_models_that_exist(path: Path) -> None:
+def test_recipes_are_valid_configurations(path: Path) -> None:
     """And none says how much memory it takes: the dry run does, of today's code."""
     config = load_config(PretrainConfig, path)
     assert config.data.tokens_per_step % config.data.micro_batch_tokens == 0
@@ -161,7 +161,7 @@ LAYERS, WIDTH = 2, 64  # of the tiny presets
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny", "gpt2_tiny_alibi", "gemma2_tiny"])
-def test_hooks_get_the_input_of_every_layer_and_nothing_else(preset: str) -> None:
+def test_offload_hooks_get_the_inputs_of_layers_only(preset: str) -> None:
     """Not RoPE's table, which is one for all layers, nor cu_seqlens, nor what the loss keeps."""
     model = tiny_model(preset, backend="eager").train()
     entered: list[Tensor] = []
@@ -193,7 +193,7 @@ def test_hooks_get_the_input_of_every_layer_and_nothing_else(preset: str) -> Non
     ],
     ids=lambda case: "_".join(map(str, case.values())) if isinstance(case, dict) else "",
 )
-def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
+def test_offloading_does_not_change_a_run(
     new_run: NewRun, engine: dict[str, Any], itemsize: int
 ) -> None:
     results = {}
@@ -211,7 +211,7 @@ def test_a_run_is_the_same_and_its_inputs_went_through_the_host(
             assert torch.equal(offloaded[part][name], value), f"{part} of {name}"
 
 
-def test_the_estimate_moves_the_inputs_to_the_host() -> None:
+def test_estimate_counts_offloaded_inputs_on_the_host() -> None:
     def estimate(**engine: Any) -> MemoryEstimate:
         return _tiny(200, engine=EngineConfig(activation_checkpointing=True, **engine))
 
@@ -227,7 +227,7 @@ def test_the_estimate_moves_the_inputs_to_the_host() -> None:
     assert autocast.on_host == LAYERS * 2**16, "autocast: between layers it is float32"
 
 
-def test_the_plan_names_the_memory_of_the_host(corpus: Corpus, tmp_path: Path) -> None:
+def test_plan_states_host_memory(corpus: Corpus, tmp_path: Path) -> None:
     engine = {"activation_checkpointing": True, "offload_activations": True}
     plan = dry_run(load_config(PretrainConfig, corpus.config(tmp_path / "run", engine=engine)))
     assert "and on its host:     0.00 GiB (inputs of layers)" in plan

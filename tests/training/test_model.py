@@ -96,7 +96,7 @@ def test_packed_logits_equal_documents_one_by_one(preset: str, checkpointing: bo
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny"])
-def test_attention_in_groups_equals_their_documents_joined(preset: str, tmp_path: Path) -> None:
+def test_attention_in_groups_equals_joined_documents(preset: str, tmp_path: Path) -> None:
     """Loss and gradients of a batch with attention ``group``: every run of a group's documents as
     one text; and those of attention ``document`` are others."""
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def test_attention_in_groups_equals_their_documents_joined(preset: str, tmp_path
 
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "qwen2_tiny", "gpt2_tiny", "gemma2_tiny"])
-def test_saved_model_loads_and_trains_on(preset: str, tmp_path: Path) -> None:
+def test_saved_model_loads_and_trains(preset: str, tmp_path: Path) -> None:
     model = tiny_model(preset, backend=PRESETS[preset])
     model.save(tmp_path / "out")
     tokens = documents([50])[0]
@@ -154,7 +154,7 @@ def test_saved_model_loads_and_trains_on(preset: str, tmp_path: Path) -> None:
     assert after == pytest.approx(before, rel=1e-6)
 
 
-def test_alibi_gpt2_is_loaded_elsewhere_by_its_own_file_and_generates(tmp_path: Path) -> None:
+def test_alibi_gpt2_loads_without_megapack(tmp_path: Path) -> None:
     model = tiny_model("gpt2_tiny_alibi")
     directory = tmp_path / "out"
     model.save(directory)
@@ -237,7 +237,7 @@ def test_presets_have_the_size_of_their_name(preset: str, millions: int) -> None
     assert round(count / 1e6) == pytest.approx(millions, abs=1.5)
 
 
-def test_what_a_model_asks_of_attention_is_read_from_its_configuration() -> None:
+def test_attention_needs_are_read_from_the_configuration() -> None:
     device = torch.device("cpu")
 
     def needs(preset: str) -> object:
@@ -261,18 +261,18 @@ def test_what_a_model_asks_of_attention_is_read_from_its_configuration() -> None
         ({"preset": "llama_tiny", "overrides": {"vocab_size": 10}}, "has 10 tokens"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_impossible_models_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_configuration(ModelConfig(**arguments), VOCAB)  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_taken_for_its_model_is_named(tmp_path: Path) -> None:
+def test_run_directory_as_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("num_steps: 3")
     with pytest.raises(ConfigError, match=rf"a run directory; its model is in {tmp_path}/model"):
         model_configuration(ModelConfig(pretrained=str(tmp_path)), VOCAB)
 
 
-def test_a_mask_dropout_or_cache_is_refused_by_the_attention_function() -> None:
+def test_attention_refuses_mask_dropout_and_cache() -> None:
     model = tiny_model("llama_tiny").model
     tokens = documents([6])[0].unsqueeze(0)
     with pytest.raises(ValueError, match="got an attention_mask"):
@@ -316,7 +316,7 @@ def _limit(preset: str, wanted: int, **overrides: Any) -> tuple[int, str] | None
     return None if found is None else (found.tokens, found.remedy)
 
 
-def test_the_field_that_limits_a_model_is_named_with_what_to_do_about_it() -> None:
+def test_position_limit_names_field_and_remedy() -> None:
     assert _limit("gpt2_tiny", 1000) == (512, "take a model with RoPE or ALiBi")
     assert _limit("gpt2_tiny_alibi", 10**6, n_positions=16) is None
     limit, remedy = _limit("llama_tiny", 131072) or (0, "")
@@ -329,7 +329,7 @@ def test_the_field_that_limits_a_model_is_named_with_what_to_do_about_it() -> No
     assert position_limit(AutoConfig.for_model("mamba"), 100) is None
 
 
-def test_rope_that_looks_at_the_whole_micro_batch_is_not_trained_across_its_switch() -> None:
+def test_rope_that_depends_on_the_row_is_refused() -> None:
     """Under longrope a document of 8 tokens gives other logits beside one of 20 than alone, so
     documents beyond the switch are refused, although the model has positions for them."""
     configuration = AutoConfig.for_model("phi3", **PHI)

@@ -85,9 +85,7 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 
 @pytest.mark.parametrize(("kind", "cases"), CASES.items())
-def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
-    new_run: NewRun, kind: str, cases: list[Any]
-) -> None:
+def test_steps_equal_those_of_a_plain_loop(new_run: NewRun, kind: str, cases: list[Any]) -> None:
     sections: dict[str, Any] = {
         "num_steps": STEPS,
         "model": {"z_loss": Z_LOSS},
@@ -112,7 +110,7 @@ def test_steps_are_those_of_a_plain_loop_on_any_ranks_and_stage(
                 assert error < (1e-2 if exact else 0.2), f"{case} {part} {name}: {error:.1e}"
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_the_others() -> None:
+def test_muon_updates_matrices_of_layers_and_adamw_the_rest() -> None:
     model = tiny_model("llama_tiny")
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(model, OptimizerConfig(kind="muon", muon_lr=0.5, muon_momentum=0.9))
@@ -149,7 +147,7 @@ def test_muon_is_refused_where_deepspeed_clips_its_updates(
     assert EngineConfig(precision="bf16").stage == 2
 
 
-def test_muon_of_experts_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> None:
+def test_muon_with_experts_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     keys = {"model_type": "mixtral", **sizes, "num_key_value_heads": 2}
     model, muon = {"preset": None, "config": keys}, {"kind": "muon"}

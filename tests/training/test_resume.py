@@ -65,7 +65,7 @@ def copy(new_run: NewRun, whole: Run) -> NewRun:
     return make
 
 
-def test_all_ranks_have_the_same_bucket_and_no_sample_is_dealt_twice(whole: Run) -> None:
+def test_ranks_share_buckets_and_no_sample_repeats(whole: Run) -> None:
     ranks = [list(read_jsonl(p)) for p in sorted((whole.dir / "batches").glob("rank_*.jsonl"))]
     places = [[(b["step"], b["micro_step"], b["bucket"]) for b in rank] for rank in ranks]
     assert len(ranks) == 2 and places[0] == places[1]
@@ -96,7 +96,7 @@ def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(3, 1), (2, 2)])
-def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
+def test_other_ranks_or_zero_stage_continue_the_curve(
     copy: NewRun, whole: Run, ranks: int, stage: int
 ) -> None:
     run = copy(after=6, engine={"zero_stage": stage})
@@ -110,7 +110,7 @@ def test_another_number_of_ranks_or_zero_stage_continues_the_same_curve(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
+def test_ranks_may_change_without_zero_and_with_zero_3(
     new_run: NewRun, whole: Run, stage: int
 ) -> None:
     export = {"every": 6, "keep": 2, "export": stage == 3}
@@ -133,7 +133,7 @@ def test_without_zero_and_with_zero_3_the_number_of_ranks_may_change_too(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
+def test_signal_to_one_rank_saves_and_exits(
     new_run: NewRun, whole: Run, number: signal.Signals
 ) -> None:
     run = new_run(checkpoint={"every": None, "export": False})
@@ -151,7 +151,7 @@ def test_a_signal_to_one_rank_saves_and_leaves_with_the_known_code(
         assert [line["samples"] for line in run.log] == [line["samples"] for line in whole.log]
 
 
-def test_a_validation_that_a_signal_left_out_is_made_up(new_run: NewRun) -> None:
+def test_validation_skipped_by_a_signal_is_done_at_resume(new_run: NewRun) -> None:
     """A run that is told to stop saves at once, also where a validation is due."""
     run = new_run(evaluation={"every": 4, "max_tokens": 256})
     run.succeed("stop_at=4", ranks=1)
@@ -198,7 +198,7 @@ def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"weight_decay": 50.0}, {"clip": 0.001}], ids=str)
-def test_optimizer_is_that_of_the_configuration_after_a_resume_too(
+def test_resumed_optimizer_has_the_configured_settings(
     copy: NewRun, whole: Run, changed: dict[str, float]
 ) -> None:
     """Its state brings those of the run that saved it along."""
@@ -230,7 +230,7 @@ def test_other_model_is_refused(copy: NewRun) -> None:
         ("data.index", "valid.samples", "indices is .* on rank 1 and .* on the other 1"),
     ],
 )
-def test_ranks_that_differ_stop(
+def test_ranks_with_other_configuration_stop(
     new_run: NewRun, corpus: Corpus, key: str, value: str, message: str
 ) -> None:
     run = new_run()
@@ -244,7 +244,7 @@ def test_ranks_that_differ_stop(
     assert re.search(message, ranks.output()), ranks.output()[-2000:]
 
 
-def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Path) -> None:
+def test_resumed_run_keeps_evaluations_of_kept_steps(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.batches.mkdir()
     for path in (run.log, run.evaluation, run.batches / "rank_00000.jsonl"):
@@ -259,7 +259,7 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_steps_it_keeps(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\xff\xfe", b"3", b"{}", b"[" * 5000], ids=str)
-def test_a_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     lines = [json.dumps({"step": i, "tokens_seen": 100 * (i + 1)}).encode() for i in range(6)]
     lines[2] = damage
@@ -274,7 +274,7 @@ def test_a_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> 
     assert "ends after 500 tokens, and the checkpoint has seen 800" in problem
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused_before_ranks_meet(
+def test_unwritable_run_directory_is_refused_before_ranks_connect(
     new_run: NewRun, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -283,7 +283,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_ranks_meet(
     assert "Traceback" not in output and len(output.splitlines()) == 1
 
 
-def test_checkpoint_is_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:
+def test_checkpoint_exports_to_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:
     """Checkpoints of two ranks, exported by one."""
     run = copy(after=8)
     before = sorted(p.name for p in run.checkpoints.iterdir())
@@ -308,7 +308,7 @@ def test_checkpoint_is_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before
 
 
-def test_the_run_directory_says_what_was_run(whole: Run) -> None:
+def test_run_directory_records_the_run(whole: Run) -> None:
     (start,) = whole.lines("starts")
     assert start["world_size"] == 2 and start["attention"]["name"] == "sdpa"
     assert {"python", "torch", "deepspeed", "transformers"} <= set(start["versions"])
@@ -326,7 +326,7 @@ def test_the_run_directory_says_what_was_run(whole: Run) -> None:
     assert (whole.dir / "model" / "model.safetensors").exists()
 
 
-def test_curves_on_a_server_belong_to_one_run_and_not_to_its_folders_name(tmp_path: Path) -> None:
+def test_run_id_does_not_depend_on_the_folder_name(tmp_path: Path) -> None:
     mine, yours = tmp_path / "mine" / "run", tmp_path / "yours" / "run"
     for path in (mine, yours):
         path.mkdir(parents=True)

@@ -114,7 +114,7 @@ def test_every_key_of_the_configuration_is_compared_or_listed(path: Path) -> Non
         ("learning_rate.kind=wsd", "learning_rate.kind was 'cosine' and is 'wsd'"),
     ],
 )
-def test_a_changed_run_is_not_resumed(override: str, named: str, path: Path, found: Resume) -> None:
+def test_changed_run_is_not_resumed(override: str, named: str, path: Path, found: Resume) -> None:
     with pytest.raises(ResumeError) as error:
         _resumed(path, found, override)
     assert named in str(error.value)
@@ -124,11 +124,11 @@ def test_a_changed_run_is_not_resumed(override: str, named: str, path: Path, fou
     "override",
     ["logging.every=1", "engine.zero_stage=2", "checkpoint.keep=9", "data.micro_batch_tokens=128"],
 )
-def test_what_has_no_effect_may_change(override: str, path: Path, found: Resume) -> None:
+def test_keys_without_effect_may_change(override: str, path: Path, found: Resume) -> None:
     _resumed(path, found, override)
 
 
-def test_a_checkpoint_without_a_record_is_resumed_on_request_only(found: Resume) -> None:
+def test_checkpoint_without_record_is_resumed_on_request_only(found: Resume) -> None:
     record = found.manifest.state["run"]
     with pytest.raises(ResumeError, match=r"no record of the run .* set .*=\[run\]"):
         check_record(record, None)
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_a_record_is_resumed_on_request_only(found: Resume)
     assert "nothing else was compared" in change
 
 
-def test_a_jump_of_the_learning_rate_is_reported(
+def test_jump_of_the_learning_rate_is_reported(
     path: Path, found: Resume, caplog: pytest.LogCaptureFixture
 ) -> None:
     found.manifest.state["lr"] = 0.00123
@@ -168,9 +168,7 @@ def test_other_bytes_of_the_same_lengths_are_refused(
 
 
 @pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
-def test_a_running_run_notices_files_that_change(
-    change: str, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path: Path) -> None:
     for file in corpus.directory.glob("train*"):
         shutil.copy(file, tmp_path)
     data = {"valid_prefix": str(corpus.valid)}
@@ -202,7 +200,7 @@ def test_a_running_run_notices_files_that_change(
             trainer.check_files(*fresh)
 
 
-def test_tokenizers_are_told_apart() -> None:
+def test_tokenizer_digests_differ() -> None:
     from tokenizers import Tokenizer, models  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 

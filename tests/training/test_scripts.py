@@ -40,7 +40,7 @@ def run_script(zygote: Zygote, log: Path, *argv: object, **env: str) -> Ranks:
     return zygote.start([str(word) for word in argv], 1, log, {0: {"env": env}})
 
 
-def test_the_deepspeed_launcher_trains_two_ranks(
+def test_deepspeed_launcher_trains_two_ranks(
     zygote: Zygote, new_run: NewRun, tmp_path: Path
 ) -> None:
     run = new_run(num_steps=4, logging={"every": 2, "tensorboard": True})
@@ -106,7 +106,7 @@ def test_dry_run_plans_from_lengths(new_run: NewRun, corpus: Corpus, tmp_path: P
     refused.end_with(2, f"{tmp_path}/no", "--dry-run --lengths")
 
 
-def test_foreign_attention_is_one_line(new_run: NewRun) -> None:
+def test_unsupported_attention_is_one_line(new_run: NewRun) -> None:
     ranks = new_run().start("model.attention_backend=flash2", ranks=1)
     assert "Traceback" not in ranks.end_with(2, "cannot serve")
 
@@ -185,12 +185,12 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         ("--model x=a --data nowhere --contexts 8 0", "--contexts is 0"),
     ],
 )
-def test_evaluation_that_would_be_of_something_else_is_refused(words: str, message: str) -> None:
+def test_evaluation_refuses_incomplete_options(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate(build_parser().parse_args(words.split()))
 
 
-def test_a_model_is_scored_on_ids_and_positions_that_it_has(
+def test_model_must_have_ids_and_positions_of_documents(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch found no such row, in a traceback; and nobody was told what RoPE had not learned."""
@@ -266,7 +266,7 @@ def test_lm_eval_scores_exported_model(zygote: Zygote, exported: Path, tmp_path:
     assert accuracy == pytest.approx(float(right.float().mean()))
 
 
-def test_flops_are_those_of_the_matrix_products() -> None:
+def test_flops_equal_those_of_matrix_products() -> None:
     model = tiny_model("llama_tiny")
     flops = ModelFlops.of(model, model.configuration)
     width, kv, mlp, layers, vocab = 64, 32, 128, 2, 384
@@ -300,7 +300,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
     ],
     ids=lambda keys: keys["model_type"],
 )  # fmt: skip
-def test_flops_are_those_that_torch_counts(keys: dict[str, Any]) -> None:
+def test_flops_equal_those_counted_by_torch(keys: dict[str, Any]) -> None:
     """Tables of positions were counted as matrices, latent attention as wide as its RoPE."""
     config = ModelConfig(config=keys)
     model = build_model(config, model_configuration(config, 256), backend="sdpa", seed=0)
@@ -331,7 +331,7 @@ def test_the_last_epoch_decides_and_ranks_are_averaged_over_ranges() -> None:
     assert better["c"].mean_rank == 1.0 and better["a"].mean_rank == 2.5
 
 
-def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> None:
+def test_runs_are_compared_by_epoch() -> None:
     coarse = _curve([4.0], 1)
     fine = _curve([float(i) for i in range(200)], 200)
     standing = standings({"coarse": coarse, "fine": fine})
@@ -341,7 +341,7 @@ def test_runs_with_other_numbers_of_steps_per_epoch_are_compared_by_epoch() -> N
     assert standing["fine"].mean_rank == pytest.approx((2 * 1 + 98 * 2) / 100)
 
 
-def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
+def test_short_runs_are_compared_over_their_common_part() -> None:
     """Of ``long`` only the first half counts, in which it is worse."""
     short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
     standing = standings({"short": short, "long": _curve([9.0, 1.0], 1)})
@@ -349,7 +349,7 @@ def test_runs_shorter_than_an_epoch_are_compared_over_what_all_have() -> None:
     assert standing["long"].final_perplexity == 9.0
 
 
-def test_a_curve_is_read_from_the_log_and_a_cut_last_line_is_left_out(tmp_path: Path) -> None:
+def test_curve_is_read_without_a_cut_last_line(tmp_path: Path) -> None:
     losses = [math.log(i + 2) for i in range(2)]
     curve = read_curve(write_log(tmp_path, losses, 2, cut='{"step": 2, "lo'))
     assert curve.perplexity.tolist() == pytest.approx([2.0, 3.0])
@@ -368,7 +368,7 @@ def test_smoothing_is_unbiased_and_forgets() -> None:
 
 
 @pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
-def test_an_environment_for_data_is_told_what_training_needs(command: str) -> None:
+def test_environment_without_torch_is_told_what_to_install(command: str) -> None:
     """Not the first import that happens to fail, somewhere below."""
     without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"
     done = subprocess.run(

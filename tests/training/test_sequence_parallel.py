@@ -65,7 +65,7 @@ def test_run_changes_groups_at_resume(new_run: NewRun) -> None:
         (4, "gpt2_tiny_alibi", "with sequence_parallel_size 4 fails on a row of documents"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_at_start(
+def test_invalid_sequence_parallel_configurations_are_refused(
     new_run: NewRun, group: int, model: str, message: str
 ) -> None:
     sizes = {"data": {"micro_batch_tokens": 64}, "engine": {"sequence_parallel_size": group}}
@@ -78,7 +78,7 @@ def test_what_cannot_be_shared_is_refused_at_start(
 @pytest.mark.parametrize(
     ("size", "micro", "stage"), [(2, 64, 3), (4, 32, 1)], ids=["2 x 2, ZeRO 3", "4 x 1"]
 )
-def test_losses_and_labels_are_those_of_whole_samples(
+def test_losses_and_labels_equal_those_of_whole_samples(
     new_run: NewRun, size: int, micro: int, stage: int
 ) -> None:
     """Three sets of documents: some buckets of one are shared, none of another, odd ones of the

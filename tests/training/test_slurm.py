@@ -99,7 +99,7 @@ class Job:
 
 # Slurm's warning before the time limit; SIGTERM, then SIGKILL: another job takes its place.
 @pytest.mark.parametrize("stop", ["scancel --signal=USR1", "scontrol requeue"])
-def test_a_preempted_job_saves_is_queued_again_and_finishes(
+def test_preempted_job_is_queued_again_and_finishes(
     stop: str, slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = Job(slurm, corpus, tmp_path)
@@ -112,7 +112,7 @@ def test_a_preempted_job_saves_is_queued_again_and_finishes(
     job.check_result(undisturbed)
 
 
-def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
+def test_job_that_lost_a_rank_is_queued_again_a_few_times(
     slurm: Slurm, corpus: Corpus, undisturbed: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = Job(slurm, corpus, tmp_path, MAX_RESTARTS="1")
@@ -129,7 +129,7 @@ def test_a_job_that_lost_a_rank_is_queued_again_but_not_for_ever(
     job.check_result(undisturbed)
 
 
-def test_a_job_that_saves_nothing_is_queued_again_only_so_often(
+def test_job_without_checkpoints_is_queued_again_a_few_times(
     slurm: Slurm, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Its rank is lost before the first checkpoint, each time."""
@@ -143,9 +143,7 @@ def test_a_job_that_saves_nothing_is_queued_again_only_so_often(
     assert "2 starts in a row without a checkpoint" in job.output()
 
 
-def test_container_is_asked_for_as_slurm_takes_it(
-    slurm: Slurm, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_container_options_reach_slurm(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
     """By every step of the job, and refused by a Slurm without such a plugin."""
     image = "registry.example#a/b:1"
     few = {"num_steps": 3}
@@ -164,7 +162,7 @@ def test_container_is_asked_for_as_slurm_takes_it(
     assert "unrecognized option '--container-image" in job.output()
 
 
-def test_time_limit_meets_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
+def test_time_limit_saves_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
     # Sent up to a minute earlier: two minutes for a busy machine to start, one to save.
     limit = ("--time=00:04:00", "--signal=USR1@60")
     job = Job(slurm, corpus, tmp_path, *limit, sections={"num_steps": 10**6})

@@ -63,7 +63,7 @@ def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tu
     return result
 
 
-def test_run_tells_loss_of_every_source(new_run: NewRun, blend: Path) -> None:
+def test_run_logs_the_loss_of_every_source(new_run: NewRun, blend: Path) -> None:
     runs = [
         new_run(
             f"run{ranks}",
@@ -98,9 +98,7 @@ def test_run_tells_loss_of_every_source(new_run: NewRun, blend: Path) -> None:
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
 
 
-def test_step_without_a_label_that_weighs_has_no_loss_and_the_run_goes_on(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_step_without_weighted_labels_has_no_loss(new_run: NewRun, tmp_path: Path) -> None:
     """Its loss was 0.0: half of what a log line said of two steps, and a level to the autopilot."""
     blend = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0)
     documents = np.ones((4, PER_STEP, ROW), np.float16)
@@ -115,7 +113,7 @@ def test_step_without_a_label_that_weighs_has_no_loss_and_the_run_goes_on(
     assert losses == (0, "losses", "all finite")
 
 
-def test_label_counts_like_loss_weight(new_run: NewRun, blend: Path) -> None:
+def test_label_counts_use_loss_weights(new_run: NewRun, blend: Path) -> None:
     """The gradient is that of the weighted mean over single documents, on any number of ranks."""
     weights = {"web": 1.0, "math": 4.0}
     with edited(blend) as tree:
@@ -159,7 +157,7 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 
 
 @pytest.mark.parametrize(("loss", "ranks", "stage", "shared"), WEIGHED)
-def test_weights_of_tokens_meet_their_losses(
+def test_weights_of_tokens_multiply_their_losses(
     new_run: NewRun, blend: Path, loss: str, ranks: int, stage: int, shared: int
 ) -> None:
     """The gradient is that of documents one by one, every token with its weight and that of its
@@ -213,7 +211,9 @@ def test_attention_stays_in_the_window(new_run: NewRun, corpus: Corpus, blend: P
     assert start["data_order"]["attention_window"] == [16, 0, 0, 0]
 
 
-def test_documents_have_their_middle_last(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
+def test_fim_documents_have_their_middle_last(
+    new_run: NewRun, corpus: Corpus, tmp_path: Path
+) -> None:
     """The loss is that of the documents of the definition, whatever ranks there are; the plan says
     how many can be turned round."""
     dataset = IndexedDataset(corpus.train)
@@ -239,14 +239,14 @@ def test_documents_have_their_middle_last(new_run: NewRun, corpus: Corpus, tmp_p
         dry_run(small)
 
 
-def test_samples_are_summed_where_rows_end_in_padding() -> None:
+def test_samples_are_summed_if_rows_end_in_padding() -> None:
     losses = torch.arange(1.0, 21.0)
     batch = {"capacity": 4, "row_tokens": 10, "sample_ids": torch.tensor([7, 3, 5])}
     losses[[4, 9, 14]] = 0  # of padding: row 1 is [1..4 .][6..9 .], row 2 [11..14 .] and empty
     assert _sum_by_sample(losses, batch).tolist() == [10.0, 30.0, 50.0]
 
 
-def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -> None:
+def test_means_over_lines_weigh_by_label_tokens_without_nan() -> None:
     lines = [
         {"source_loss": {"a": 2.0, "b": 1.0}, "source_label_tokens": {"a": 10, "b": 30}},
         {"source_loss": {"a": 5.0, "b": None}, "source_label_tokens": {"a": 20, "b": 7}},
@@ -259,9 +259,7 @@ def test_means_over_lines_count_label_tokens_and_leave_out_what_is_no_number() -
     assert named_means({}) == ""
 
 
-def test_dry_run_tells_the_epochs_of_every_source(
-    corpus: Corpus, blend: Path, tmp_path: Path
-) -> None:
+def test_dry_run_prints_epochs_of_every_source(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=8))
     text, samples = dry_run(config), open_inputs(config).schedule.samples
     assert text.count("epochs") == 2
@@ -273,7 +271,7 @@ def test_dry_run_tells_the_epochs_of_every_source(
         dry_run(config)
 
 
-def test_dry_run_counts_the_groups_of_a_source(corpus: Corpus, tmp_path: Path) -> None:
+def test_dry_run_counts_groups_of_a_source(corpus: Corpus, tmp_path: Path) -> None:
     lengths = read_document_lengths(str(corpus.train))
     groups = np.arange(len(lengths)) // 5
     grouped = pack(lengths, "bucket", buckets=[64, 128, 256], groups=groups)
@@ -285,7 +283,9 @@ def test_dry_run_counts_the_groups_of_a_source(corpus: Corpus, tmp_path: Path) -
     assert f": {-(-len(lengths) // 5):,}, {cut:,} cut, " in text and cut > 0
 
 
-def test_equal_held_out_sets_are_refused(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
+def test_held_out_sets_with_equal_names_are_refused(
+    corpus: Corpus, blend: Path, tmp_path: Path
+) -> None:
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run"))
     with edited(blend) as tree:
         tree["sources"][1]["name"] = "web"

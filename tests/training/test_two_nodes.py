@@ -45,7 +45,7 @@ def _command(command: list[str], **env: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_loss_of_a_node_is_named(new_run: NewRun, tmp_path: Path) -> None:
+def test_lost_node_is_named(new_run: NewRun, tmp_path: Path) -> None:
     if not os.environ.get("CLUSTER"):
         pytest.skip("make test-cluster starts two nodes")
     code, output = _command(["bash", str(SCRIPT), "--probe"])

@@ -34,13 +34,15 @@ def outcomes(zygote: Zygote, config: Path) -> dict[str, dict[str, Any]]:
     return {outcome["name"]: outcome for outcome in map(json.loads, lines)}
 
 
-def test_wrong_configurations_are_many_and_different() -> None:
+def test_wrong_configurations_are_different() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 120
     assert sum(not case.late for case in CASES) >= 100
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_one_line_names_key(case: Case, outcomes: dict[str, dict[str, Any]], config: Path) -> None:
+def test_errors_name_the_key_in_one_line(
+    case: Case, outcomes: dict[str, dict[str, Any]], config: Path
+) -> None:
     outcome = outcomes[case.name]
     assert outcome["code"] == 2, outcome
     [line] = outcome["stderr"]
@@ -53,7 +55,7 @@ def test_one_line_names_key(case: Case, outcomes: dict[str, dict[str, Any]], con
 @pytest.mark.parametrize(
     ("word", "named"), [("num_step=5", "num_step"), ("data.prefix=nowhere", "nowhere")]
 )
-def test_a_wrong_configuration_ends_its_process(word: str, named: str, config: Path) -> None:
+def test_wrong_configuration_ends_its_process(word: str, named: str, config: Path) -> None:
     command = [sys.executable, "-m", "megapack.training.pretrain", "--config", str(config)]
     command += ["--set", word]
     done = subprocess.run(
