@@ -1,4 +1,4 @@
-"""A small dataset, once per test process, and runs on it."""
+"""Fixtures: a small dataset, once per test process, and runs on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW, PER_STEP = 64, 8  # of ``noisy_blend``: tokens of a document, documents of 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation documents, a bucket index, a configuration for them."""
+    """Training and validation documents, a bucket index, a configuration."""
 
     directory: Path
 
@@ -39,7 +39,7 @@ class Corpus:
         return self.directory / "valid"
 
     def config(self, run_dir: Path, **sections: object) -> Path:
-        """A YAML for ``megapack-pretrain``; sections are merged one level deep."""
+        """Write a YAML for ``megapack-pretrain``; ``sections`` are merged one level deep."""
         tree: dict[str, object] = {
             "run_dir": str(run_dir),
             "num_steps": 8,
@@ -69,7 +69,7 @@ class Corpus:
 
 
 def write_documents(prefix: Path, num_documents: int, seed: int) -> IndexedDataset:
-    """Documents with something to learn: a random walk over tokens, of skewed lengths."""
+    """Write documents that a model can learn: random walks over tokens, of skewed lengths."""
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(3.2, 0.9, num_documents).astype(int), 2, 180)
     with IndexedDatasetBuilder(prefix, dtype=np.uint16, vocab_size=VOCAB) as builder:
@@ -90,7 +90,7 @@ def make_corpus(directory: Path) -> Corpus:
 
 
 def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path:
-    """The manifest of one source in order: walks, noise for so many steps from a step on, walks."""
+    """Write a manifest of one ordered source: walks, ``noise`` steps of noise, walks."""
     random = np.random.default_rng(3)
     with IndexedDatasetBuilder(folder / "web", np.uint16, vocab_size=VOCAB) as builder:
         for i in range(num_steps * PER_STEP):
@@ -108,7 +108,7 @@ def noisy_blend(folder: Path, *, num_steps: int, begin: int, noise: int) -> Path
 
 
 def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
-    """Two sources of equal weight, each with its held-out documents (of the other one)."""
+    """Write a manifest of two sources of equal weight, each with held-out documents."""
     pairs = {"web": (corpus.train, corpus.valid), "math": (corpus.valid, corpus.train)}
     sources = [
         {
@@ -126,7 +126,7 @@ def write_blend(path: Path, corpus: Corpus, **more: object) -> Path:
 
 
 def drawn_from(blend: Path) -> dict[str, object]:
-    """The section ``data`` of a run of a blend."""
+    """Return the section ``data`` of a run of a blend."""
     return {"prefix": None, "index": None, "valid_prefix": None, "blend": str(blend)}
 
 
@@ -140,7 +140,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 class Run:
-    """A run of launch/pretrain.py: its configuration, its ranks, and what lies in its folder."""
+    """A run of launch/pretrain.py: configuration, ranks, files."""
 
     def __init__(self, zygote: Zygote, folder: Path, config: Path) -> None:
         self.zygote, self.dir, self.config = zygote, folder, config
@@ -155,36 +155,36 @@ class Run:
         launcher: bool = True,
         **more: Any,
     ) -> Ranks:
-        """Its ranks, some with faults of sabotage.py; without a launcher's variables one plain
-        process. ``more`` as in ``Zygote.start``."""
+        """Start ranks, some with faults of sabotage.py; without ``launcher`` one plain process.
+        ``more``: as in ``Zygote.start``."""
         argv = [str(PRETRAIN), "--config", str(self.config), *words]
         for override in overrides:
             argv += ["--set", override]
         self._num_starts += 1
         log = self.config.with_name(f"{self.dir.name}-{self._num_starts}.log")
-        of_rank: dict[int, Any] = {rank: {"faults": of} for rank, of in (faults or {}).items()}
+        of_rank: dict[int, Any] = {rank: {"faults": f} for rank, f in (faults or {}).items()}
         if not launcher:
             ranks, of_rank = 1, {0: {"env": {}}}
         return self.zygote.start(argv, ranks, log, of_rank, **more)
 
     def succeed(self, *overrides: str, **more: Any) -> str:
-        """What a start said that went to its end."""
+        """Start, require success, return the output."""
         return self.start(*overrides, **more).succeed()
 
     def worker(
         self, ranks: int, name: str = "gradient_worker", more: Sequence[str] = (), env: Any = None
     ) -> dict[Any, Any]:
-        """What the ranks of a script of this folder find for the configuration."""
+        """Run a script of this folder on ranks; return the results that it saves."""
         import torch  # noqa: PLC0415
 
         out = self.config.with_suffix(".pt")
         argv = [str(Path(__file__).with_name(f"{name}.py")), str(self.config), str(out), *more]
         self.zygote.start(argv, ranks, self.config.with_suffix(".log"), env=env).succeed()
-        found: dict[Any, Any] = torch.load(out)
-        return found
+        results: dict[Any, Any] = torch.load(out)
+        return results
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Of NAME.jsonl."""
+        """Return the lines of NAME.jsonl."""
         return list(read_jsonl(self.dir / f"{name}.jsonl"))
 
     @property
@@ -193,9 +193,9 @@ class Run:
 
     @property
     def end(self) -> dict[str, Any]:
-        """What ``end.json`` says."""
-        found: dict[str, Any] = json.loads((self.dir / "end.json").read_text())
-        return found
+        """Content of ``end.json``."""
+        tree: dict[str, Any] = json.loads((self.dir / "end.json").read_text())
+        return tree
 
     @property
     def checkpoints(self) -> Path:
@@ -222,13 +222,13 @@ def _runs_in(folder: Path, zygote: Zygote, corpus: Corpus) -> NewRun:
 
 @pytest.fixture
 def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
-    """``new_run(NAME, **sections)``: on the corpus, in a folder of its own."""
+    """``new_run(NAME, **sections)``: a run on the corpus, in a new folder."""
     return _runs_in(tmp_path, zygote, corpus)
 
 
 @pytest.fixture(scope="module")
 def module_run(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> NewRun:
-    """The same, for what all tests of a module look at."""
+    """As ``new_run``, for runs that the tests of a module share."""
     return _runs_in(tmp_path_factory.mktemp("module"), zygote, corpus)
 
 

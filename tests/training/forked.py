@@ -1,7 +1,7 @@
-"""What a process starts by ``python -m`` is a fork of it, which need not import anything again.
+"""Replacement of ``python -m`` subprocesses by forks, which need no imports.
 
-``fork_modules`` makes it so, for ranks and what they start (the converter of checkpoints). As a
-script, a launcher whose ranks begin at once:
+``fork_modules`` patches ranks and their subprocesses (the converter of checkpoints). As a script,
+it runs a launcher whose ranks start at once:
 
     forked.py torch.distributed.run --standalone --nproc-per-node 2 -m megapack.training.pretrain
 """
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 
 def leave_after(run: Callable[[], Any]) -> NoReturn:
-    """End this process as Python would after a script."""
+    """Run, then end this process as Python does after a script."""
     code = 1
     try:
         run()
@@ -33,7 +33,7 @@ def leave_after(run: Callable[[], Any]) -> NoReturn:
 
 
 def run_module(words: list[str]) -> None:
-    """``python -m`` these words."""
+    """Run ``python -m`` with these words."""
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 

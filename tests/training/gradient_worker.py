@@ -1,4 +1,4 @@
-"""One rank: steps of training under a given engine; first gradient and all losses to a file.
+"""One rank: train some steps with an engine; save the first gradient and all losses.
 
 argv: config, output. Started by test_engine.py.
 """
@@ -29,7 +29,7 @@ from megapack.training.trainer import TimedBatches
 
 
 class CountedOffload(save_on_cpu):
-    """Counts the bytes that go to the host."""
+    """Counter of bytes that go to the host."""
 
     num_bytes = 0
 
@@ -88,7 +88,9 @@ def main() -> None:
                         averages[name] = parameter.detach().float().clone()
             for name, parameter in model.named_parameters():
                 with deepspeed.zero.GatheredParameters([parameter], enabled=held == 0):
-                    assert (parameter - weights[name]).abs().max() < 1e-2, f"{name} is not back"
+                    assert (parameter - weights[name]).abs().max() < 1e-2, (
+                        f"{name} was not restored"
+                    )
         buffers = {str(b.dtype) for b in model.buffers() if b.is_floating_point()}
         if here.is_first:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -115,7 +117,7 @@ def full(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def capture_before_step(engine: Any, model: Any, grads: dict[str, torch.Tensor]) -> None:
-    """The whole gradient of the first step, as the optimizer is about to see it, unclipped."""
+    """Save the whole unclipped gradient of the first step, just before the optimizer uses it."""
     original = engine.step
 
     def step() -> None:

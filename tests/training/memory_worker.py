@@ -1,7 +1,7 @@
-"""DeepSpeed's own engines on the CPU under torch's memory tracker: the most bytes of a step.
+"""Peak memory of a step of DeepSpeed's engines on the CPU, by torch's memory tracker.
 
-argv: a JSON list of [configuration file, ranks], output. One process with a process group that is
-none (its collectives do nothing) stands for one of the ranks. Started by test_memory.py.
+argv: a JSON list of [configuration file, ranks], output. One process with a fake process group
+(its collectives do nothing) represents one of the ranks. Started by test_memory.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megapack.training.model.opening import build_model, compute_dtype
 
 
 class Visible(torch.autograd.Function):
-    """Our loss as the tracker sees it: not behind one operation."""
+    """Our loss without its custom operation, so that the tracker sees its tensors."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: Any) -> Any:
@@ -54,7 +54,7 @@ def visible_loss(
 
 
 def peak_of_a_step(path: str, ranks: int) -> int:
-    """Bytes, of the second step: the first makes the optimizer's state."""
+    """Return the bytes of the second step; the first creates the optimizer's state."""
     config = load_config(PretrainConfig, path)
     architecture = model_configuration(config.model, 300)
     here: Any = SimpleNamespace(size=ranks, rank=0, device=torch.device("cpu"))

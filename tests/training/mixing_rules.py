@@ -1,4 +1,4 @@
-"""Rules for mixtures that tests name in a configuration: a run imports them."""
+"""Mixing rules that tests name in configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megapack.training.autopilot import SourceReport
 
 
 def doubles(report: SourceReport) -> tuple[dict[str, float], dict[str, Any]]:
-    """Twice as much of what fell most since the last decision."""
+    """Double the weight of the source whose loss fell most since the last decision."""
     last = report.state.get("losses", {})
     fell = {name: last.get(name, loss) - loss for name, loss in report.losses.items()}
     best = max(fell, key=lambda name: fell[name])

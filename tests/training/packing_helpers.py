@@ -1,4 +1,4 @@
-"""Small packed batches made by hand, for tests that need no dataset."""
+"""Small packed batches, for tests without a dataset."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def documents(lengths: list[int], seed: int = 0) -> list[Tensor]:
 
 
 def pack_documents(docs: list[Tensor], padding: int = 0) -> Packed:
-    """One stream; the padding is its own last segment, with token 0 and no labels."""
+    """Return one stream; padding is the last segment, with token 0 and no labels."""
     pad = [torch.zeros(padding, dtype=torch.int64)] if padding else []
     pieces = docs + pad
     labels = [torch.cat([doc[1:], torch.tensor([-100])]) for doc in docs]
@@ -64,7 +64,7 @@ def tiny_model(
 
 
 def plain(config: PretrainConfig) -> tuple[Inputs, TrainingModel]:
-    """What a run reads, and its model as it begins, with transformers' own attention."""
+    """Return the inputs of a run and its initial model, with transformers' attention."""
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
@@ -75,7 +75,7 @@ def plain(config: PretrainConfig) -> tuple[Inputs, TrainingModel]:
 def check_gradients(
     ours: Mapping[str, Tensor], model: nn.Module, *, rel: float = 1e-3, least: float = 1e-6
 ) -> None:
-    """Every gradient is that of the model, to a share of its largest number (or ``least``)."""
+    """Check gradients, relative to the largest value of each (at least ``least``)."""
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         scale = parameter.grad.abs().max().clamp(min=least)
@@ -91,13 +91,13 @@ def losses_one_by_one(
     z_loss: float = 0.0,
     weights: Sequence[NDArray[np.float32]] | None = None,
 ) -> list[tuple[int, Tensor, float]]:
-    """(source, summed loss, labels) of every segment of a step, each alone through transformers,
-    cut at multiples of the window. With the weights of all tokens of every source both are sums of
-    weights. Documents with their middle last are those of the definition.
+    """Return (source, summed loss, labels) of every segment of a step, each alone.
 
-    None of our attention, loss or batches, with a model of ``plain``.
+    Uses a model of ``plain`` and none of our attention, loss and batches. Segments are cut at
+    multiples of the window. With ``weights`` (of all tokens, by source) sums are weighted.
+    Fill-in-the-middle follows the definition in ``reference``.
     """
-    found = []
+    results = []
     samples = inputs.schedule.samples
     content = inputs.schedule.step(step)
     for place, sample in enumerate(content.sample_ids.tolist()):
@@ -112,10 +112,10 @@ def losses_one_by_one(
                     inputs.schedule.config.seed, int(content.view.epochs[place]), document
                 )
                 if definition.unit(key, 0) < content.view.fim_rates[place]:
-                    whole = _told(whole, samples.fim, key)
+                    whole = _transform(whole, samples.fim, key)
                 length = total = len(whole)  # noqa: PLW2901
             for at in range(begin, begin + length, window):
-                # One token more than the piece, when the document goes on: the last label.
+                # One more token if the document continues: the last label.
                 end = min(at + window, begin + length) + 1
                 tokens = whole[at : min(end, total)].long()
                 if len(tokens) > 1:
@@ -124,17 +124,17 @@ def losses_one_by_one(
                     losses = F.cross_entropy(logits, tokens[1:], reduction="none")
                     losses = losses + z_loss * logits.exp().sum(1).log().square()
                     first = offset + at + 1
-                    of_labels = torch.ones(len(losses))
+                    factors = torch.ones(len(losses))
                     if weights is not None:
-                        own = weights[source][first : first + len(losses)]
-                        of_labels = torch.from_numpy(own.copy())
-                    loss = (losses * of_labels).sum()
-                    found.append((source, loss, float(of_labels.double().sum())))
-    return found
+                        token_weights = weights[source][first : first + len(losses)]
+                        factors = torch.from_numpy(token_weights.copy())
+                    loss = (losses * factors).sum()
+                    results.append((source, loss, float(factors.double().sum())))
+    return results
 
 
-def _told(tokens: Tensor, fim: Fim, key: int) -> Tensor:
-    """A whole document that has room, as fill-in-the-middle tells it; without an end sentinel."""
+def _transform(tokens: Tensor, fim: Fim, key: int) -> Tensor:
+    """Return a whole document after fill-in-the-middle, without an end sentinel."""
     rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate)
     return torch.tensor(
         [token for token, _ in definition.transform_document(tokens.tolist(), rule, key)]

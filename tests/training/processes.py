@@ -1,4 +1,4 @@
-"""Real processes of a run: ranks started, signalled, killed, and their results."""
+"""Real processes of a run: start, signal and kill ranks, and read their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORKED = str(Path(__file__).with_name("forked.py"))
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a worker: one thread, the CPU, this checkout."""
+    """Return the environment of a worker: one thread, the CPU, this checkout."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env["CUDA_VISIBLE_DEVICES"] = ""  # several ranks cannot share one device
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
@@ -36,9 +36,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Zygote:
-    """The process that forks ranks; see ``zygote.py``.
+    """Process that forks ranks (``zygote.py``).
 
-    ``hurry``: their modules are forks, too, and their hearts beat faster.
+    ``hurry``: fork also their ``python -m`` subprocesses, and shorten the heartbeat.
     """
 
     def __init__(self, *, hurry: bool = False) -> None:
@@ -64,7 +64,7 @@ class Zygote:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             return int(self._process.stdout.readline())
-        except BaseException:  # a time limit: the answer would be read by the next who asks
+        except BaseException:  # after a timeout: the next request would read this answer
             self._process.kill()
             self._start()
             raise
@@ -78,11 +78,10 @@ class Zygote:
         port: int | None = None,
         env: dict[str, str] | None = None,
     ) -> Ranks:
-        """All ranks of a run; their output goes to ``log.<rank>``.
+        """Start all ranks of a run; their output goes to ``log.<rank>``.
 
         ``of_rank`` changes the request of single ranks (``argv``, ``faults`` of sabotage.py);
-        ``port`` is where they meet, a free one unless given; ``env`` stands beside what a launcher
-        sets.
+        ``port`` is the rendezvous port (default: a free one); ``env`` adds variables.
         """
         port = port or free_port()
         ranks = Ranks(self, [log.with_suffix(f".{rank}") for rank in range(world_size)])
@@ -102,7 +101,7 @@ class Zygote:
 
 @cache
 def shared_zygote() -> Zygote:
-    """The one of this test process, which is closed with it."""
+    """Return the zygote of this test process; it is closed at exit."""
     zygote = Zygote(hurry=True)
     atexit.register(zygote.close)
     return zygote
@@ -117,19 +116,19 @@ class Ranks:
     pids: list[int] = field(default_factory=list)
 
     def wait(self) -> list[int]:
-        """Exit codes; negative: killed by that signal."""
+        """Return the exit codes; negative: killed by that signal."""
         return [self.zygote.ask({"wait": pid}) for pid in self.pids]
 
-    def succeed(self, *said: str) -> str:
-        """Wait, require success and that they said so, return all output."""
-        return self.end_with(0, *said)
+    def succeed(self, *texts: str) -> str:
+        """Wait, require success and these texts in the output, return the output."""
+        return self.end_with(0, *texts)
 
-    def end_with(self, code: int, *said: str) -> str:
-        """Wait, require this exit code of all ranks and that they said so, return all output."""
+    def end_with(self, code: int, *texts: str) -> str:
+        """Wait, require this exit code of all ranks and these texts, return the output."""
         codes, output = self.wait(), self.output()
         assert codes == [code] * len(codes), f"exit codes {codes}\n{output[-4000:]}"
-        for text in said:
-            assert text in output, f"not said: {text}\n{output[-4000:]}"
+        for text in texts:
+            assert text in output, f"missing: {text}\n{output[-4000:]}"
         return output
 
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
@@ -143,7 +142,7 @@ class Ranks:
 def start_run(
     zygote: Zygote, config: Path, name: str, *overrides: str, ranks: int = 2, **more: Any
 ) -> Ranks:
-    """Ranks of launch/pretrain.py; ``more`` as in ``Zygote.start``."""
+    """Start ranks of launch/pretrain.py; ``more`` as in ``Zygote.start``."""
     argv = [str(PRETRAIN), "--config", str(config)]
     for override in overrides:
         argv += ["--set", override]
@@ -155,9 +154,9 @@ def read_log(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_step(run_dir: Path, step: int, ranks: int = 1) -> None:
-    """Until so many ranks are fed with a step."""
-    fed = [run_dir / "batches" / f"rank_{rank:05d}.jsonl" for rank in range(ranks)]
-    wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in fed), "steps")
+    """Wait until this many ranks have the batches of a step."""
+    logs = [run_dir / "batches" / f"rank_{rank:05d}.jsonl" for rank in range(ranks)]
+    wait_for(lambda: all(p.exists() and f'"step": {step}' in p.read_text() for p in logs), "steps")
 
 
 def wait_for(

@@ -1,4 +1,4 @@
-"""What may go wrong in a rank, made to happen: a request names a function and its arguments."""
+"""Faults for ranks: a request names a function of this module and its arguments."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _before_step(victim: int, action: Callable[[], object]) -> None:
 
 
 def kill_before_step(victim: int) -> None:
-    """kill -9 of this process, exactly when it is about to take a step."""
+    """Kill this process (-9) just before a step."""
     _before_step(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def kill_at_first_start(rank: int, victim: int) -> None:
-    """The same in one rank of a launcher's, before it restarts them."""
+    """Kill one rank of a launcher just before a step, at its first start only."""
 
     def kill() -> None:
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (str(rank), "0"):
@@ -54,7 +54,7 @@ def kill_at_first_start(rank: int, victim: int) -> None:
 
 
 def kill_after_decision() -> None:
-    """kill -9 of this process as soon as a decision is on the disk."""
+    """Kill this process (-9) as soon as a decision is on disk."""
     original = Decisions.write
 
     def write(self: Decisions, run_dir: str | Path) -> None:
@@ -65,7 +65,7 @@ def kill_after_decision() -> None:
 
 
 def decisions_seen_late() -> None:
-    """A shared disk has none of the run's decisions yet when this rank opens its data."""
+    """Simulate a slow shared disk: this rank does not see the decisions at first."""
     original, calls = data_run.read_decisions, iter([None])
 
     def read(run_dir: str | Path) -> Decisions | None:
@@ -75,7 +75,7 @@ def decisions_seen_late() -> None:
 
 
 def hang_before_step(victim: int) -> None:
-    """The main thread waits for ever; all others go on, the heartbeat too."""
+    """Block the main thread; other threads continue, also the heartbeat."""
     _before_step(victim, lambda: time.sleep(3600))
 
 
@@ -92,7 +92,7 @@ def stall_limit_from_step(first: int, seconds: float) -> None:
 
 
 def nan_gradients(steps: list[int]) -> None:
-    """Some gradients of these calls of ``train_step`` are no numbers; the loss is one."""
+    """Set gradients to NaN in these calls of ``train_step``; the loss is finite."""
     original, calls = trainer.train_step, count()
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def nan_gradients(steps: list[int]) -> None:
 
 
 def nan_weight_after(step: int) -> None:
-    """A number of the model is none after this call of ``train_step``."""
+    """Set a weight to NaN after this call of ``train_step``."""
     original, calls = trainer.train_step, count()
 
     def train_step(around: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def nan_weight_after(step: int) -> None:
 
 
 def slow_record(seconds: float) -> None:
-    """What stands in the run's directory of this start takes long to be written."""
+    """Delay the record of this start in the run directory."""
     original = RunDirectory.begin
 
     def begin(self: RunDirectory, *args: Any) -> None:
@@ -132,7 +132,7 @@ def slow_record(seconds: float) -> None:
 
 
 def small_disk(directory: str, size: str) -> None:
-    """The directory is a disk of its own, seen by this process only."""
+    """Mount a small disk on the directory, visible to this process only."""
     libc = ctypes.CDLL(None, use_errno=True)
     Path(directory).mkdir(parents=True)
     options = f"size={size}".encode()
@@ -143,7 +143,7 @@ def small_disk(directory: str, size: str) -> None:
 
 
 def slow_forward(seconds: float) -> None:
-    """Every forward takes so much longer."""
+    """Delay every forward."""
     original = TrainingModel.forward
 
     def forward(self: TrainingModel, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def slow_forward(seconds: float) -> None:
 
 
 def slow_first_batch(seconds: float) -> None:
-    """The first batch of a loader comes so late."""
+    """Delay the first batch of a loader."""
     original = PackedLoader.__iter__
 
     def batches(self: PackedLoader) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def slow_first_batch(seconds: float) -> None:
 
 
 def writes_wait_for(gate: str, tag: str) -> None:
-    """The disk takes nothing of this checkpoint until a file exists."""
+    """Block writes of this checkpoint until a file exists."""
     original = WrittenFiles._write
 
     def write(self: WrittenFiles, state_dict: Any, path: str) -> None:

@@ -1,8 +1,8 @@
 """A Slurm of one node on this machine: munged, slurmctld and slurmd with their files in a folder.
 
 Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. The node claims more cores and
-GPUs than there are (null devices), so that launch/slurm.sh runs with the lines it has; in place of
-pyxis stands a plugin with its options (``container_options.c``, compiled here).
+GPUs than the machine has (null devices), so that launch/slurm.sh runs unchanged. A plugin with the
+options of pyxis replaces it (``container_options.c``, compiled here).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no Slurm here; None: there can."""
+    """Return why Slurm cannot run here; None: it can."""
     if not os.environ.get("CLUSTER"):
         return "make test-cluster starts one"
     if os.geteuid() != 0:
@@ -92,37 +92,37 @@ class Slurm:
         return done.stdout
 
     def submit(self, *options: str, cwd: Path, **env: str) -> str:
-        """The id of a job of launch/slurm.sh; ``options`` stand before the script."""
+        """Submit launch/slurm.sh with ``options`` of sbatch; return the job id."""
         answer = self.call("sbatch", "--parsable", *options, str(SCRIPT), cwd=cwd, **env)
         return answer.strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """Return the facts of ``scontrol show job``."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", maxsplit=1) for word in words if "=" in word)
 
     def wait_until_over(self, job: str) -> dict[str, str]:
-        """The facts of a job that is neither running nor going to."""
+        """Wait until a job neither runs nor will run; return its facts."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         wait_for(lambda: self.facts(job)["JobState"] in over, f"job {job}", pause=0.5)
         return self.facts(job)
 
     def use_containers(self, there: bool) -> None:
-        """Whether Slurm has the plugin; read by every srun."""
+        """Enable or disable the plugin, which every srun loads."""
         line = f"required {self.folder}/container.so\n" if there else ""
         (self.folder / "plugstack.conf").write_text(line)
 
 
 @contextmanager
 def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
-    """A Slurm with its files in a folder; its daemons end with the block.
+    """Start Slurm with its files in a folder; stop its daemons at the end.
 
-    ``kill_wait``: seconds from SIGTERM to SIGKILL of a job that is cancelled or queued again.
+    ``kill_wait``: seconds between SIGTERM and SIGKILL of a cancelled or requeued job.
     """
     host = socket.gethostname().split(".", maxsplit=1)[0]
     for name in ("spool", "state"):
         (folder / name).mkdir(parents=True)
-    folder.chmod(0o755)  # munge insists
+    folder.chmod(0o755)  # munge requires it
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
@@ -145,7 +145,7 @@ def one_node(folder: Path, *, kill_wait: int = 30) -> Iterator[Slurm]:
         _wait_for_node(slurm, daemons)
         yield slurm
     finally:
-        if len(daemons) == len(DAEMONS):  # whatever a test that failed left running
+        if len(daemons) == len(DAEMONS):  # processes of a failed test
             slurm.call("scancel", "--me")
             time.sleep(kill_wait if slurm.call("squeue", "--noheader") else 0)
         for daemon in reversed(daemons):
@@ -171,7 +171,7 @@ def _daemon(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 def _wait_for_node(slurm: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:
     def is_idle() -> bool:
         assert all(daemon.poll() is None for daemon in daemons), "a daemon of Slurm ended"
-        with suppress(AssertionError):  # the controller does not answer yet
+        with suppress(AssertionError):  # the controller may not answer yet
             return "idle" in slurm.call("sinfo", "--noheader", "--format=%T")
         return False
 

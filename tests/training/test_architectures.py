@@ -1,4 +1,4 @@
-"""Any architecture that is right on packed rows trains; what is not is refused at start."""
+"""Architectures that are correct on packed rows train; others are refused at startup."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attempt(configuration: Any) -> None:
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_architectures_correct_on_packed_rows_pass(name: str, tmp_path: Path) -> None:
-    """With the loss that training uses, of which the guard compares value and gradients."""
+    """The check uses the training loss, and compares its value and gradients."""
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     attempt(model_configuration(ModelConfig(pretrained=str(tmp_path)), 1000))
 
@@ -54,7 +54,7 @@ def test_gpt2_with_alibi_passes() -> None:
         ("jamba", "another document.*JambaMambaMixer"),
         ("llama4_text", "one document alone.*chunked_attention"),
         ("gpt_oss", "sinks"),
-        ("phi", "gradients.*the head"),  # which has a bias
+        ("phi", "gradients.*the head"),  # the head has a bias
     ],
 )
 def test_architectures_wrong_on_packed_rows_are_refused(name: str, reason: str) -> None:
@@ -77,7 +77,7 @@ def test_qwen3_trains_from_keys_and_bloom_is_refused(new_run: NewRun, tmp_path: 
 
 
 def test_model_config_accepts_keys_file_or_directory(tmp_path: Path) -> None:
-    """GPT-2's drops out by default, and names tokens of its own vocabulary."""
+    """GPT-2's default configuration has dropout, and token ids of its vocabulary."""
     keys: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "vocab_size": 640}
     AutoConfig.for_model(**keys).save_pretrained(tmp_path)
     sources = [keys, str(tmp_path), str(tmp_path / "config.json")]
@@ -131,7 +131,7 @@ PHI = {  # as in the config.json of Phi-3.5-mini
     [
         (PHI, None),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
-        (  # advice of transformers, which it gives once per process
+        (  # transformers gives this advice once per process
             {
                 **LLAMA,
                 "rope_scaling": {
@@ -165,7 +165,7 @@ def test_keys_give_the_same_result_inline_and_as_a_file(
 
 
 def test_dry_run_counts_parameters_of_a_configuration(corpus: Corpus, tmp_path: Path) -> None:
-    """Parameters, work and memory of a mixture of experts, of which a token goes through two."""
+    """Parameters, work and memory of a mixture of experts, two of which process a token."""
     sizes = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
     keys = {**QWEN3, "model_type": "qwen3_moe", **sizes, "tie_word_embeddings": False}
     config = corpus.config(tmp_path / "run", num_steps=1, model={"preset": None, "config": keys})
@@ -175,7 +175,7 @@ def test_dry_run_counts_parameters_of_a_configuration(corpus: Corpus, tmp_path: 
     assert f"model: qwen3_moe, {total:,} parameters, without 0.001 times" in plan
     active = 128 * 32 + 2 * (layer - 2 * 8 - 2 * 32 + 2 * 3 * 32 * 16)
     (flop,) = re.findall(r"arithmetic: (\S+) FLOP", plan)
-    assert 6 * active * 1024 < float(flop) < 1.5 * 6 * active * 1024, "attention is the rest"
+    assert 6 * active * 1024 < float(flop) < 1.5 * 6 * active * 1024, "the difference is attention"
     assert "together" in plan
 
 

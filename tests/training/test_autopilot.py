@@ -1,5 +1,5 @@
-"""Rules by which a run edits itself: spikes are found and skipped, mixtures follow losses, and what
-was decided once is decided for ever, whoever resumes the run."""
+"""Rules by which a run edits itself: it detects and skips spikes, sets mixtures by losses, and
+keeps its decisions in every resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def line(step: int, loss: float | None, **more: Any) -> dict[str, Any]:
 
 
 def levels(seed: int, num_steps: int) -> list[dict[str, Any]]:
-    """A run that learns: losses fall, by bucket from another height, and gradients have a tail."""
+    """Return log lines of a normal run: falling losses by bucket, gradients with a tail."""
     random = np.random.default_rng(seed)
     buckets = random.choice([32, 64, 128], num_steps)
     fall = 1.05 + 3 * np.exp(-np.arange(num_steps) / 40) + 0.4 * (buckets == 32)
@@ -89,7 +89,7 @@ def test_spike_of_one_source_or_of_gradients_is_detected() -> None:
 def test_isolated_outliers_are_not_a_spike() -> None:
     watch, high = SpikeWatch(CONFIG), range(40, 400, 2 * CONFIG.confirm + 1)
     found = [watch.look(line(step, 9.0 if step in high else 1.0), "") for step in range(400)]
-    assert found == [None] * 400, "a step out of its band counts for twice `confirm` steps only"
+    assert found == [None] * 400, "an outlier counts for twice `confirm` steps only"
 
 
 def test_old_levels_are_forgotten() -> None:
@@ -113,7 +113,7 @@ def test_overflow_of_first_gradients_is_not_a_spike() -> None:
 
 
 def test_new_mixture_is_not_a_spike() -> None:
-    """Where what is drawn changes, levels begin anew; those of sources stay."""
+    """A new mixture starts new bands; those of sources stay."""
     watch, drawn = SpikeWatch(CONFIG), [("a", 1.0)] * 40 + [("b", 3.0)] * 40
     found = [watch.look(line(step, loss), of) for step, (of, loss) in enumerate(drawn)]
     assert found == [None] * 80
@@ -168,7 +168,7 @@ def test_decisions_equal_stages_written_by_hand(
     stages = [Stage(from_step=begin, weights={"web": begin, "math": 2.0}) for begin in written]
     by_hand: dict[int, dict[str, Any]] = {s.from_step or 0: dict(weights=s.weights) for s in stages}
     for number, (begin, skipped, share) in enumerate(made, 1):
-        # An earlier skip would not skip the weights that are decided later.
+        # An earlier skip would not affect weights that are decided later.
         weights = None if share is None else {"web": share, "math": 1.0}
         steps = skipped if number == len(made) else 0
         stage = Stage(from_step=begin, skip_steps=steps, weights=weights)
@@ -192,7 +192,9 @@ def test_decisions_round_trip(tmp_path: Path) -> None:
     decided = _decided(learned).with_new(back)
     decided.write(tmp_path)
     assert read_decisions(tmp_path) == decided
-    assert [d.void for d in decided.decisions] == [True, False], "learned from what is taken back"
+    assert [d.void for d in decided.decisions] == [True, False], (
+        "a decision from steps that were rolled back"
+    )
     assert decided.stages == [stage, back.stage] and read_decisions(tmp_path / "none") is None
     (tmp_path / "decisions.json").write_text('{"num_epochs": 1}')
     with pytest.raises(ConfigError, match="num_steps"):
@@ -311,7 +313,7 @@ def test_autopilot_passes_noise_and_decides_the_same_after_a_kill(
     log = whole.log
     assert [item["step"] for item in log] == list(range(64))
     high = [item["step"] for item in log[36:] if item["loss"] > 1.5]
-    assert len(high) < CONFIG.confirm, "of ten steps of noise hardly one was trained on"
+    assert len(high) < CONFIG.confirm, "of ten noisy steps nearly all were skipped"
     decided = read_decisions(whole.dir)
     assert decided is not None and 1 <= len(decided.decisions) <= 4
     skipped = range(BEGIN - 2 * PER_STEP, BEGIN + 60)
@@ -321,8 +323,8 @@ def test_autopilot_passes_noise_and_decides_the_same_after_a_kill(
     begin = decided.decisions[0].begin
     codes = killed.start(faults={0: {"kill_before_step": [begin - 6]}}).wait()
     assert codes == [-signal.SIGKILL, LOST_CONTACT]
-    # On one rank from a checkpoint of two, and killed where it has decided and not gone back yet,
-    # though there is a checkpoint of the steps that it takes back.
+    # On one rank from a checkpoint of two, killed between the decision and the rollback,
+    # while there is a checkpoint of the steps that it abandons.
     fewer = killed.start(ranks=1, faults={0: {"kill_after_decision": []}})
     fewer.end_with(-signal.SIGKILL)
     aside = [path.name for path in killed.checkpoints.glob("step_*.abandoned")]
@@ -338,13 +340,14 @@ def test_autopilot_passes_noise_and_decides_the_same_after_a_kill(
     facts = json.loads(capsys.readouterr().out)["decisions"]
     shown = [s for fact in facts for step in fact["skipped"] for s in step["samples"]]
     noise = range(BEGIN * PER_STEP, (BEGIN + NOISE) * PER_STEP)
-    assert set(noise) <= {sample["segments"][0][0] for sample in shown}, "one command shows it all"
+    assert set(noise) <= {sample["segments"][0][0] for sample in shown}, (
+        "one command shows all noise"
+    )
 
 
 @pytest.mark.multiprocess
 def test_autopilot_rolls_back_beyond_checkpoints_of_signals(noisy: NewRun) -> None:
-    """The checkpoint of before was removed, as newer ones were as many as are kept, and the run
-    ended."""
+    """Regression: newer checkpoints had replaced the one before the spike, and the run ended."""
     run = noisy("run")
     for stop in (40, 41, 42):
         run.succeed("checkpoint.keep=3", f"stop_at={stop}", ranks=1)
@@ -354,7 +357,7 @@ def test_autopilot_rolls_back_beyond_checkpoints_of_signals(noisy: NewRun) -> No
 
 @pytest.mark.multiprocess
 def test_autopilot_of_a_branch_rolls_back_to_its_trunk(noisy: NewRun) -> None:
-    """The noise begins before the branch has a checkpoint of its own."""
+    """The noise begins before the first checkpoint of the branch."""
     trunk, branch = noisy("trunk"), noisy("branch")
     trunk.succeed("stop_at=35", ranks=1)
     (milestone,) = trunk.checkpoints.glob("step_00000035_*")
@@ -376,7 +379,7 @@ def test_mixing_decisions_are_replayed_at_every_resume(new_run: NewRun, blend: P
     whole, moved = new_run("whole", **sections), new_run("moved", **sections)
     whole.succeed()
     moved.succeed("stop_at=5", ranks=1)
-    # The second decision is on the disk, and no checkpoint has it yet.
+    # The second decision is on disk, but in no checkpoint yet.
     killed = moved.start(ranks=4, faults={rank: {"kill_before_step": [8]} for rank in range(4)})
     assert -signal.SIGKILL in killed.wait()
     moved.succeed("stop_at=13", faults={1: {"decisions_seen_late": []}})
@@ -389,14 +392,14 @@ def test_mixing_decisions_are_replayed_at_every_resume(new_run: NewRun, blend: P
     assert [item["samples"] for item in moved.log] == [item["samples"] for item in whole.log]
 
 
-# ---- The example of a rule of one's own
+# ---- The example of a user's rule
 
 
 def test_fit_recovers_the_loss_curve() -> None:
     tokens = np.arange(1, 200) * 1000.0
     e, b, a = fit(tokens, 1.5 + 40 * tokens**-0.4)
     assert (e, b, a) == pytest.approx((1.5, 40, 0.4), rel=0.05)
-    assert fit(tokens, np.linspace(2, 3, 199))[2] == 0, "a loss that rises has no speed"
+    assert fit(tokens, np.linspace(2, 3, 199))[2] == 0, "a rising loss has no speed"
 
 
 def test_source_with_falling_loss_gets_more_weight() -> None:
@@ -430,6 +433,6 @@ def test_run_sets_mixtures_by_its_losses(new_run: NewRun, blend: Path) -> None:
     assert weights == decided.decisions[4].stage.weights, "a function of the log"
     assert {name: len(curve) for name, curve in state["curves"].items()} == {"web": 5, "math": 5}
     stages = [len(start["data_order"].get("stages", ())) for start in run.lines("starts")]
-    assert stages == [0, 2], "of three decisions the first, with too few points, changed nothing"
+    assert stages == [0, 2], "the first of three decisions had too few points and changed nothing"
     # The learning rate is that of the whole run, not of its parts.
     assert log[3]["lr"] > log[7]["lr"] > log[10]["lr"] > 0

@@ -1,4 +1,4 @@
-"""Checkpoints as a team needs them: milestones that stay, branches from them, a mirror far away."""
+"""Checkpoints for teams: milestones, branches from them, a mirror in an object store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _sections(**checkpoint: Any) -> dict[str, Any]:
 
 
 def _steps(run: Run) -> list[int]:
-    """Of its checkpoints."""
+    """Return the steps of the run's checkpoints."""
     return [int(tag.split("_")[1]) for tag in run.tags()]
 
 
@@ -40,7 +40,7 @@ def _sums(run_dir: Path) -> dict[str, str]:
 
 
 def _written(directory: Path, **files: Any) -> None:
-    """The manifest of a checkpoint."""
+    """Return a manifest."""
     directory.mkdir(parents=True, exist_ok=True)
     facts = {name: FileFacts(**of) for name, of in files.items()}
     step = step_of(directory.name)
@@ -59,7 +59,7 @@ def trunk(module_run: NewRun) -> Run:
 def test_milestones_are_kept_and_need_no_interval(trunk: Run) -> None:
     section = CheckpointConfig(every=None, keep_every=4, keep_steps=(5,))
     assert [step for step in range(1, 10) if section.is_due(step)] == [4, 5, 8]
-    assert _steps(trunk) == [4, 5, 8, 12], "5 is a step of no interval, and written for itself"
+    assert _steps(trunk) == [4, 5, 8, 12], "5 is in keep_steps, not a multiple of an interval"
     assert trunk.latest.startswith("step_00000012_")
 
 
@@ -68,21 +68,21 @@ def test_branch_continues_the_data_order_and_keeps_its_trunk(
     new_run: NewRun, trunk: Run, ranks: int
 ) -> None:
     milestone = trunk.checkpoints / "step_00000005_tokens_5120"
-    # Where a step has other tokens, steps count anew: another one of this step, which is damaged.
+    # With other tokens per step, steps count anew: another checkpoint of this step, damaged.
     milestone.with_name("step_00000005_tokens_9999").mkdir(exist_ok=True)
     before = _sums(trunk.dir)
     decay = {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 2}
     run = new_run(learning_rate=decay, **_sections(branch_from=str(milestone)))
-    anew = "checkpoint.resume=never"  # of its own checkpoints there are none
+    anew = "checkpoint.resume=never"  # the branch has no checkpoints yet
     said = f"continuing at step 5 from {milestone.name}"
     run.start(anew, "stop_at=9", ranks=ranks).succeed(said)
-    # Its own checkpoints go before the trunk's.
+    # Checkpoints of the branch take precedence over the trunk's.
     run.start(ranks=ranks).succeed("continuing at step 9")
     ours, theirs = run.log, trunk.log
     assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
     assert [line["loss"] for line in ours[:5]] == [line["loss"] for line in theirs[:5]]
     assert ours[5]["loss"] == pytest.approx(theirs[5]["loss"], rel=1e-3)
-    assert ours[-1]["lr"] != theirs[-1]["lr"], "the branch has a learning rate of its own"
+    assert ours[-1]["lr"] != theirs[-1]["lr"], "the branch has another learning rate"
     assert _sums(trunk.dir) == before
 
 
@@ -96,7 +96,7 @@ def test_branch_without_checkpoint_is_refused_before_ranks_connect(
 def test_erased_disk_is_restored_from_the_mirror(
     new_run: NewRun, blend: Path, tmp_path: Path
 ) -> None:
-    """And with the log, from which the next mixture is decided."""
+    """The log is restored, too: the next mixture depends on it."""
     store = tmp_path / "store" / "run"
     store.parent.mkdir()
     drawn: dict[str, Any] = {"data": drawn_from(blend), "mixing": {"rule": "odm", "every": 5}}
@@ -112,7 +112,7 @@ def test_erased_disk_is_restored_from_the_mirror(
     assert [line["loss"] for line in run.log] == [line["loss"] for line in whole.log]
     assert read_decisions(run.dir) == read_decisions(whole.dir)
     after = sorted(p.name for p in store.glob("*.manifest.json"))
-    # What was damaged far away is refused, whatever its name says.
+    # A damaged object is refused.
     shutil.rmtree(run.dir)
     newest = sorted(store.glob("step_*/*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
@@ -136,7 +136,7 @@ def test_invalid_checkpoint_section_is_refused(keys: dict[str, Any], message: st
 
 
 def test_branch_may_not_use_the_mirror_of_its_trunk(tmp_path: Path) -> None:
-    """It would be restored from there, not from its checkpoint, and remove the trunk's."""
+    """The branch would restore from that mirror, and remove the trunk's checkpoints."""
     origin = tmp_path / "trunk" / "checkpoints" / "step_00000002_tokens_9"
     _written(origin)
     (tmp_path / "trunk" / "config.yaml").write_text("checkpoint: {mirror: s3://bucket/run}")
@@ -149,7 +149,7 @@ def test_branch_may_not_use_the_mirror_of_its_trunk(tmp_path: Path) -> None:
 def test_mirror_belongs_to_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another one's copies removed the checkpoints of the first; and was it restored, or moved?"""
+    """Regression: copies of a second run removed the checkpoints of the first."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     mirror = Mirror(f"file://{tmp_path}/store")
 
@@ -181,9 +181,9 @@ def test_mirror_belongs_to_one_run(
 
 
 def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a checkpoint is complete there or absent; and one of a path that a run left is removed."""
+    """A checkpoint in the mirror is complete or absent; abandoned ones are removed."""
     directory, store = tmp_path / "checkpoints", tmp_path / "store"
-    others = store / "run" / "corpus_7.manifest.json"  # of a dataset that was built there
+    others = store / "run" / "corpus_7.manifest.json"  # of an unrelated dataset
     others.parent.mkdir(parents=True)
     others.write_text("{}")
     progress = RankProgress()
@@ -198,8 +198,8 @@ def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.Mo
         _written(directory / tag, **{name: {"bytes": 1, "xxh3": "0"}})
         (directory / tag / "there.pt").write_bytes(b"x")
         copy(tag)
-    assert mirror.tags() == tags[1:], "a file of the first could not be read"
-    # The same step of another path: what is half of one and half of the other has no manifest.
+    assert mirror.tags() == tags[1:], "a file of the first is unreadable"
+    # The same step after a rollback: a mixture of both uploads must not have a manifest.
     (directory / tags[1] / "there.pt").unlink()
     copy(tags[1])
     assert mirror.tags() == []
@@ -211,12 +211,12 @@ def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.Mo
     lost = tmp_path / "lost" / "checkpoints"
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     assert [mirror.restore(lost, at_most) for at_most in (8, 17, None)] == [None, *tags]
-    # A large file is progress while it goes and comes, not only when it is there.
+    # A large file counts as progress during upload and download.
     assert progress.signs >= 6
     parts: list[int] = []
     put_object(f"file://{store}/large", directory / tags[1] / "two.pt", lambda: parts.append(1))
     assert len(parts) >= 3
-    # What comes while another is copied is left out, unless nothing comes after it.
+    # A checkpoint during an upload is skipped, unless it is the last one.
     mirror.keep_only(directory, [])
     gate = Event()
     monkeypatch.setattr(
@@ -233,7 +233,7 @@ def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_checkpoints_of_a_mirror_are_ordered_by_tokens_seen(tmp_path: Path) -> None:
-    """Steps are counted again from a point where a run continues with other tokens per step."""
+    """A resume with other tokens per step counts steps anew."""
     tags = ["step_00000009_tokens_900", "step_00000002_tokens_1800", "step_00000010_tokens_10000"]
     for tag in reversed(tags):
         (tmp_path / f"{tag}.manifest.json").write_text("{}")

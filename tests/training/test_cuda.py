@@ -1,4 +1,4 @@
-"""Training on a CUDA device computes what it computes on a CPU, to the precision of bfloat16."""
+"""Training on CUDA equals training on a CPU, to the precision of bfloat16."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
-    """Relative, of the whole tensor."""
+    """Return the relative error of the whole tensor."""
     difference = got.detach().double().cpu() - expected.detach().double().cpu()
     return float(difference.norm() / expected.detach().double().norm().cpu())
 
 
 def _on_device(lengths: list[int], padding: int = 0) -> dict[str, Any]:
-    """What a model is handed of documents."""
+    """Return the arguments of a model for documents."""
     batch = pack_documents(documents(lengths), padding).arguments()
     return {k: v.cuda() if isinstance(v, Tensor) else v for k, v in batch.items()}
 
@@ -83,7 +83,7 @@ def test_chunked_loss_is_cross_entropy(dtype: torch.dtype, softcap: float, fused
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_packed_bfloat16_stream_equals_its_documents(preset: str, compiled: bool) -> None:
-    """Against float32 and transformers' attention; a leak between documents is an error near 1."""
+    """Compare with float32 and transformers' attention; a leak would be an error near 1."""
     if compiled and preset not in ("llama_tiny", "gpt2_tiny_alibi"):
         pytest.skip("two architectures stand for all")
     torch.manual_seed(0)
@@ -116,11 +116,11 @@ def test_forward_and_backward_do_not_synchronize(preset: str, keeping: str) -> N
     if keeping != "activations":
         model.checkpoint_activations(ON_HOST if keeping == "inputs on the host" else None)
     on_device = _on_device(LENGTHS, padding=32)
-    model(**on_device)[0].backward()  # what is compiled or set up once may wait
+    model(**on_device)[0].backward()  # compilation and setup may synchronize
     torch.cuda.set_sync_debug_mode("error")
     try:
         model(**on_device)[0].backward()
-        with pytest.raises(RuntimeError, match="synchroniz"):  # that a wait would be seen
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the check itself works
             on_device["cu_seqlens"].tolist()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -144,7 +144,7 @@ def test_offloaded_inputs_reduce_device_memory() -> None:
     inputs = layers * tokens * width * 2
     assert peak[None] - peak[ON_HOST] > 0.7 * inputs, peak
     assert losses[ON_HOST] == pytest.approx(losses[None], rel=1e-6)
-    assert _error(grads[ON_HOST], grads[None]) < 1e-2  # attention adds up in any order
+    assert _error(grads[ON_HOST], grads[None]) < 1e-2  # attention sums in any order
 
 
 def _model(preset: str, **more: Any) -> TrainingModel:
@@ -154,7 +154,7 @@ def _model(preset: str, **more: Any) -> TrainingModel:
     chosen = choose_backend(needs).name
     assert chosen != "eager"
     model = tiny_model(preset, backend=chosen, overrides=overrides)
-    with torch.no_grad():  # small initial weights would hide what attention does
+    with torch.no_grad():  # small initial weights would hide attention
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.05)
     return model
@@ -182,7 +182,7 @@ def test_resumed_run_keeps_its_curve(
     for before, after in zip(first, again, strict=True):
         assert before["samples"] == after["samples"] and before["lr"] == after["lr"]
         assert after["loss"] == pytest.approx(before["loss"], rel=2e-2)
-    assert json.dumps(again[:10]) == json.dumps(first[:10])  # continued, not begun again
+    assert json.dumps(again[:10]) == json.dumps(first[:10])  # resumed, not restarted
 
 
 def _pretrain(config: Path, run_dir: Path) -> list[dict[str, Any]]:

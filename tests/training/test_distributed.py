@@ -1,4 +1,4 @@
-"""Ranks are found whatever started them, and a missing variable is named."""
+"""Ranks are read from any launcher's environment; a missing variable is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*NAMES, *SLURM):
-        # Set first, so that what set_rank_environment() writes is undone as well.
+        # Set first, so that monkeypatch also undoes changes by set_rank_environment().
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -67,8 +67,8 @@ def test_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class SlurmScript:
-    """launch/slurm.sh where srun, sbatch and scontrol only write down how they were called;
-    test_slurm.py has the real ones."""
+    """Run launch/slurm.sh with srun, sbatch and scontrol that only log their arguments
+    (test_slurm.py uses the real ones)."""
 
     def __init__(self, folder: Path, code: int = 0, *, checkpoint: str | None = None) -> None:
         self.folder, newest = folder, folder / "run" / "checkpoints" / "latest"
@@ -86,7 +86,7 @@ class SlurmScript:
             (folder / tool).chmod(0o755)
 
     def run(self, **more: str) -> tuple[int, str]:
-        """Its exit code, and what was called."""
+        """Return the exit code and the calls."""
         job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
         env = {"PATH": f"{self.folder}:/usr/bin:/bin", "CONFIG": "x.yaml", **job, **more}
         command = ["bash", str(ROOT / "launch" / "slurm.sh"), "--set", "seed=3"]
@@ -108,7 +108,7 @@ def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: P
     (tmp_path / "megapack-7.lost").write_text("before\n" * lost)
     found, calls = script.run()
     assert found == code
-    # A rank that ends must not make Slurm kill the others, whose code would become 143.
+    # If a rank ends, Slurm must not kill the others, whose code would become 143.
     srun = "srun first-node --kill-on-bad-exit=0 --wait=600 .venv/bin/python"
     assert f"{srun} -m megapack.training.pretrain --config x.yaml --set seed=3" in calls
     assert calls.count("requeue 7") == again
@@ -117,7 +117,7 @@ def test_slurm_script_queues_again(code: int, lost: int, again: int, tmp_path: P
 
 
 def test_starts_without_a_newer_checkpoint_are_limited(tmp_path: Path) -> None:
-    """Also after 75, which nothing else bounds; one that gets on begins to count anew."""
+    """Also after 75, which has no other limit; a new checkpoint resets the count."""
     script = SlurmScript(tmp_path, 75)
     for start, again in enumerate([1, 2, 2], 1):
         found, calls = script.run()

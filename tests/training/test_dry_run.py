@@ -1,4 +1,4 @@
-"""A dry run predicts the work of the ranks' micro batches, and says how many buckets a step has."""
+"""A dry run predicts the work of ranks, and explains the buckets of a step."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_busiest_rank_equals_that_of_drawn_samples(
     plan = dry_run(config, world_size=ranks)
     found = re.findall(r"predicted: (\S+) per step, (\S+) per micro step", plan)
     assert found == [(f"{per_step:.4f}", f"{per_micro_step:.4f}")]
-    assert (per_micro_step > 1.0005) == (ranks > 1), "otherwise nothing was to be found"
+    assert (per_micro_step > 1.0005) == (ranks > 1), "the case must have an imbalance"
 
 
 def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
-    """A window that grows made a run dearer than its first steps, which alone were looked at."""
+    """Regression: only the first steps counted, and a growing window makes later ones dearer."""
     grows = {"from_step": 60, "attention_window": 128, "window_steps": 100}
     write_blend(blend, corpus, attention_window=2, stages=[grows])
     config = load_config(
@@ -77,7 +77,7 @@ def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path:
 
 
 def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list[list[float]]:
-    """Squared lengths of a rank's segments and paddings, per step and micro step."""
+    """Return the squared lengths of a rank's segments, per step and micro step."""
     sampler = BucketBatchSampler(
         inputs.schedule,
         data_parallel_rank=rank,
@@ -102,7 +102,7 @@ def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list
 
 
 def test_plan_names_the_other_mix(corpus: Corpus, tmp_path: Path) -> None:
-    """What the dry run proposes is what the next configuration may say, and there it says so."""
+    """The setting that the dry run proposes is valid, and its plan confirms it."""
 
     def said(name: str, ranks: int, **data: object) -> str:
         config = load_config(PretrainConfig, corpus.config(tmp_path / name, data=data))
@@ -122,7 +122,7 @@ def test_plan_names_the_other_mix(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: Path) -> None:
-    """The plan was printed, and the run refused when its nodes were there."""
+    """Regression: the plan was printed, and the start failed."""
     model = {"vocab_size": 64, "tokenizer": str(tmp_path / "no.model")}
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", model=model))
     with pytest.raises(ConfigError, match=r"no\.model"):
@@ -144,7 +144,7 @@ def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: P
 def test_dry_run_refuses_what_a_start_refuses(
     corpus: Corpus, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
-    """Each was printed as a plan."""
+    """Regression: each was printed as a plan."""
     (tmp_path / "run" / "checkpoints" / "step_00000002_tokens_9").mkdir(parents=True)
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "run_id").write_text("of another")
@@ -159,7 +159,7 @@ def test_dry_run_refuses_what_a_start_refuses(
 
 
 def test_dry_run_refuses_what_the_checkpoint_refuses(corpus: Corpus, tmp_path: Path) -> None:
-    """It was printed as a plan. With fewer steps the run was done at once, at "step 9 of 8"."""
+    """Regression: it was printed as a plan, and the run was done at once, at step 9 of 8."""
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
     newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
     newest.mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_mix_of_one_bucket_has_no_alternative(corpus: Corpus, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*bucket*.yaml")))
 def test_recipes_with_several_micro_steps_mix_by_micro_step(name: str) -> None:
-    """64 ranks, which their headers name."""
+    """The recipes are for 64 ranks."""
     data = read_config(name, []).data
     several = data.tokens_per_step > 64 * data.micro_batch_tokens
     assert (data.mix == "micro_step") == several
@@ -204,11 +204,11 @@ def test_recipes_with_several_micro_steps_mix_by_micro_step(name: str) -> None:
     [("qwen3_0.6b_bucket", 596_049_920, 596e6), ("qwen3_30b_a3b_bucket", 30_532_122_624, 3.04e9)],
 )
 def test_qwen3_is_planned_without_data(name: str, parameters: int, active: float) -> None:
-    """Sizes as published; of the experts, eight in 128 count as work, and embeddings do not."""
+    """Sizes equal the published ones; 8 of 128 experts count as work, embeddings do not."""
     config = read_config(name, ["model.vocab_size=151936"])
     plan = dry_run(config, world_size=64, device="H100", lengths="lognormal:999,603,1e4")
     assert f"{parameters:,} parameters" in plan and "GiB" in plan and "hours" not in plan
     (flop,) = re.findall(r"\((\S+) per step\)", plan)[-1:]
     per_token = float(flop) / config.data.tokens_per_step / 6
-    assert active < per_token < 1.35 * active, "attention is the rest"
+    assert active < per_token < 1.35 * active, "the difference is attention"
     assert ("load-balancing loss of 128 experts" in plan) == ("a3b" in name)

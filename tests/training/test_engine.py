@@ -1,4 +1,4 @@
-"""The loss is the mean over the label tokens of the whole step, however the step is divided."""
+"""The loss is the mean over the label tokens of a step, for every division of the step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .packing_helpers import check_gradients, losses_one_by_one, plain, tiny_mod
 
 @pytest.fixture(scope="module")
 def expected(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> TrainingModel:
-    """With the gradient of one plain mean over the documents of the step, without any of our loss,
-    attention, packing of batches, or DeepSpeed."""
+    """Compare with the gradient of one plain mean over the documents of the step, without our loss,
+    attention and batches, and without DeepSpeed."""
     path = corpus.config(tmp_path_factory.mktemp("reference") / "run")
     inputs, model = plain(load_config(PretrainConfig, path))
     found = losses_one_by_one(model, inputs, 0)
@@ -36,10 +36,10 @@ def expected(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Traini
 
 
 def _check(result: dict[str, Any], expected: TrainingModel, *, exact: bool = True) -> None:
-    """The first loss of some steps, and in float32 its gradient; and that they learn."""
+    """Check the first loss, in float32 also its gradient, and that the loss falls."""
     loss = expected.loss.item()
     assert result["losses"][0] == pytest.approx(loss, rel=1e-5 if exact else 1e-2)
-    assert result["losses"][2] < result["losses"][0] - 0.05, "nothing was learned"
+    assert result["losses"][2] < result["losses"][0] - 0.05, "the loss did not fall"
     if exact:
         check_gradients(result["grads"], expected)
 
@@ -49,7 +49,7 @@ Trained = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def trained(new_run: NewRun) -> Trained:
-    """``trained(RANKS, **engine)``: what gradient_worker.py finds in three steps."""
+    """``trained(RANKS, **engine)``: results of gradient_worker.py in three steps."""
 
     def run(ranks: int, *, model: Any = (), env: Any = None, **engine: object) -> dict[str, Any]:
         name = "_".join(map(str, [ranks, *engine.values()]))
@@ -70,19 +70,21 @@ def test_the_gradient_does_not_depend_on_ranks_or_zero_stage(
     for result in results.values():
         _check(result, expected)
     first = results[1, 1]
-    for case, result in results.items():  # and so on, step after step, clipping included
+    for case, result in results.items():  # later steps, with clipping
         assert result["losses"] == pytest.approx(first["losses"], rel=1e-4), case
         assert result["norms"] == pytest.approx(first["norms"], rel=1e-3), case
         for name, weight in first["weights"].items():
             error = (result["weights"][name] - weight).abs().max()
             assert error < 5e-3, f"{case}, {name}: {error:.1e}"
-    assert first["held"] > 80_000 and results[2, 3]["held"] == 0, "ZeRO-3 makes no whole model"
+    assert first["held"] > 80_000 and results[2, 3]["held"] == 0, "ZeRO-3 never has a whole model"
     for name, weight in first["initial"].items():
-        assert torch.equal(results[2, 3]["initial"][name], weight), f"{name} begins elsewhere"
+        assert torch.equal(results[2, 3]["initial"][name], weight), (
+            f"{name} has other initial values"
+        )
 
 
 def test_mlps_in_chunks_give_the_same_gradient(trained: Trained, expected: TrainingModel) -> None:
-    """A gradient that is reduced before the last chunk, or never, would be another."""
+    """A gradient reduced before the last chunk, or never, would differ."""
     chunks: dict[str, Any] = {"precision": "fp32", "mlp_chunk_tokens": 60}
     recomputed = {"zero_stage": 3, "activation_checkpointing": True}
     for case in ({"zero_stage": 1}, {"zero_stage": 2}, recomputed):
@@ -118,7 +120,7 @@ def test_compiled_layers_train_the_same_with_one_graph_per_bucket(
 ) -> None:
     plain = {"precision": "fp32", "zero_stage": 1}
     mixed = {"precision": "bf16", "zero_stage": 2, "activation_checkpointing": True}
-    # The second without kernels, which take longest: its graphs alone.
+    # The second run counts graphs without compiling kernels, which take longest.
     for engine, tolerance, backend in [(plain, 1e-5, "inductor"), (mixed, 1e-2, "aot_eager")]:
         env = {"COMPILED_BY": backend}
         result = trained(1, env=env, compile=True, **engine)
@@ -130,7 +132,9 @@ def test_compiled_layers_train_the_same_with_one_graph_per_bucket(
         )
         assert (ours - theirs).norm() / theirs.norm() < 10 * tolerance
         assert result["num_buckets"] > 1
-        assert result["graphs"] == result["num_buckets"] + 1, "all layers share them; the loss"
+        assert result["graphs"] == result["num_buckets"] + 1, (
+            "all layers share graphs; one is the loss"
+        )
 
 
 def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
@@ -152,7 +156,7 @@ def test_weight_decay_excludes_norms_biases_and_embeddings() -> None:
     assert not any("wte" in name or "wpe" in name for name in decayed)
 
 
-# Of every part of DeepSpeed's configuration something that a run may set.
+# One key of every part of DeepSpeed's configuration.
 TUNED = [
     {"zero_optimization": {"reduce_bucket_size": 7, "allgather_bucket_size": 9}},
     {"zero_optimization": {"overlap_comm": False, "contiguous_gradients": False}},

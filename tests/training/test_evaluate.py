@@ -1,4 +1,4 @@
-"""Validation perplexity is that of documents scored one by one, token by token."""
+"""Validation perplexity equals that of documents scored one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = EngineConfig(precision="fp32")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """One process in a group of its own."""
+    """One process in its own process group."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
     )
@@ -47,7 +47,7 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def model() -> TrainingModel:
     torch.manual_seed(0)
-    result = tiny_model("llama_tiny", vocab_size=64, z_loss=0.3)  # of which evaluation has nothing
+    result = tiny_model("llama_tiny", vocab_size=64, z_loss=0.3)  # not part of evaluation
     with torch.no_grad():
         for parameter in result.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
@@ -55,7 +55,7 @@ def model() -> TrainingModel:
 
 
 def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) -> tuple[float, int]:
-    """Documents cut every ``context`` tokens; every piece alone, through transformers."""
+    """Score documents in independent pieces of ``context`` tokens, with transformers."""
     model.model.set_attn_implementation("eager")
     total, count = 0.0, 0
     with torch.no_grad():
@@ -72,7 +72,7 @@ def _brute_force(model: TrainingModel, dataset: IndexedDataset, context: int) ->
 
 @pytest.fixture
 def evaluated(corpus: Corpus, model: TrainingModel, world: World) -> Callable[..., Any]:
-    """``evaluated(index)``: of the validation documents."""
+    """``evaluated(index)``: validation of the documents."""
 
     def run(index: str | None = None, micro_batch_tokens: int = 256, **more: Any) -> Any:
         data = open_validation(str(corpus.valid), index, buckets=BUCKETS)
@@ -92,7 +92,7 @@ def test_perplexity_equals_that_of_single_documents(
         assert result.loss == pytest.approx(total / count, rel=1e-5)
         assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
         assert sorted(result.label_tokens) == BUCKETS and all(result.label_tokens.values())
-    assert model.training, "evaluation leaves the model as it was"
+    assert model.training, "evaluation restores the training mode"
 
 
 def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, world: World) -> None:
@@ -122,7 +122,7 @@ def test_fewer_tokens_take_first_samples(evaluated: Callable[..., Any]) -> None:
 def test_lossy_index_cannot_evaluate(corpus: Corpus, tmp_path: object) -> None:
     dataset = IndexedDataset(corpus.valid)
     index = pack(dataset.document_lengths, "concat", buckets=[64], last="drop")
-    assert index.metrics()["dropped_tokens"], "or the test would prove nothing"
+    assert index.metrics()["dropped_tokens"], "the index must drop tokens"
     path = f"{tmp_path}/concat.samples"
     index.save(path, source=dataset)
     with pytest.raises(ConfigError, match="dropped_tokens; evaluate with an index"):
@@ -146,7 +146,7 @@ def test_large_loss_gives_infinite_perplexity() -> None:
     assert math.isnan(nothing.loss) and math.isnan(nothing.perplexity)
 
 
-# ---- Lengths of documents that do not exist yet
+# ---- Lengths without documents
 
 
 def test_lognormal_lengths_have_the_given_mean_and_median() -> None:
@@ -163,11 +163,11 @@ def test_invalid_distribution_is_refused(law: str) -> None:
         read_lengths(f"lognormal:{law}", seed=0)
 
 
-# ---- What the trainer asks of the loader, and when
+# ---- Requests of the trainer to the loader
 
 
 def test_update_does_not_wait_for_the_next_batch() -> None:
-    """A slow loader would delay every update, and waits and imbalance would be a step late."""
+    """Otherwise a slow loader would delay every update."""
     asked = []
 
     def loader() -> Iterator[Any]:
@@ -181,6 +181,6 @@ def test_update_does_not_wait_for_the_next_batch() -> None:
     seen = []
     for step, micro_batches in batches.steps():
         seen += [(step, batch["micro_step"]) for batch in micro_batches]
-        assert asked == seen, "asked for more than the step has"
+        assert asked == seen, "requested more than the step has"
         assert batches.imbalance == 1.0 + step
     assert seen == [(step, micro_step) for step in range(3) for micro_step in range(2)]

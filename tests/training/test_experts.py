@@ -1,4 +1,4 @@
-"""A mixture of experts is trained with its architecture's own loss, however a step is divided."""
+"""A mixture of experts trains with its architecture's loss, for every division of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ARCHITECTURES = {
 
 
 def saved(name: str, directory: Path) -> Path:
-    """A checkpoint whose routers prefer some experts, so that balancing has something to do."""
+    """Return a checkpoint whose routers prefer some experts, so that balancing has an effect."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(name, **SIZES, **ARCHITECTURES[name]), dtype=torch.float32
@@ -70,7 +70,7 @@ def opened(directory: Path, **overrides: Any) -> TrainingModel:
     seed=st.integers(0, 1000),
 )
 def test_loss_is_as_defined(layers: int, real: int, padding: int, chosen: int, seed: int) -> None:
-    """And nothing, with its gradient, where a micro batch is padding alone."""
+    """For a micro batch of padding alone, loss and gradient are 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = tuple(
         torch.randn(real + padding, 4, generator=generator).requires_grad_() for _ in range(layers)
@@ -104,7 +104,7 @@ def test_loss_and_gradients_ignore_padding(name: str, checkpointing: bool, tmp_p
     theirs = model.model(
         input_ids=full.tokens, position_ids=full.position_ids, labels=shifted, **segments
     )
-    assert theirs.aux_loss.item() > 2.02, "balanced already: the comparison would prove nothing"
+    assert theirs.aux_loss.item() > 2.02, "the routers must be unbalanced"
     theirs.loss.backward()
     wanted = {key: p.grad.clone() for key, p in model.named_parameters()}
     model.zero_grad()
@@ -120,7 +120,7 @@ def test_loss_and_gradients_ignore_padding(name: str, checkpointing: bool, tmp_p
     for key, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[key], rtol=1e-3, atol=1e-6), key
     with torch.no_grad():
-        assert model.eval()(**padded.arguments())[2] is None, "validation is of the labels alone"
+        assert model.eval()(**padded.arguments())[2] is None, "validation has no balancing loss"
 
 
 def test_description_names_the_losses(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_description_names_the_losses(tmp_path: Path) -> None:
 
 
 def plain_step(model: Any, inputs: Inputs, config: PretrainConfig, ranks: int) -> Tensor:
-    """The loss of step 0: micro batch by micro batch, document by document, without any of our
-    attention, losses or batches."""
+    """Return the loss of step 0 by micro batches and documents, without our attention, losses and
+    batches."""
     samples, total, labels = inputs.schedule.samples, [], 0
     model.config.output_router_logits = True
     for rank in range(ranks):
@@ -167,8 +167,8 @@ def plain_step(model: Any, inputs: Inputs, config: PretrainConfig, ranks: int) -
 
 
 def balance_of(layers: Sequence[Tensor], chosen_per_token: int) -> Tensor:
-    """The definition: ``experts * sum over e of f(e) * P(e)``, over the tokens of all layers, of
-    which f is the share that chose an expert and P its mean probability."""
+    """Return ``experts * sum over e of f(e) * P(e)`` over the tokens of all layers, where f is the
+    share of tokens that chose an expert and P its mean probability."""
     probabilities = torch.cat(list(layers)).softmax(-1)
     num_experts = probabilities.shape[-1]
     choices = F.one_hot(probabilities.topk(chosen_per_token).indices, num_experts).sum(1).float()
@@ -204,7 +204,7 @@ def test_step_equals_its_definition_for_all_ranks_and_zero_stages(
 
 
 def test_slices_balance_the_whole_sample(new_run: NewRun, tmp_path: Path) -> None:
-    """Two ranks that share long samples against one that holds them: the same micro batches."""
+    """Two ranks that share long samples equal one rank that has them whole."""
     of = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
     alone, shared = (
         new_run(

@@ -1,4 +1,4 @@
-"""Faults of numbers, disks, processes and people, made to happen in real ranks."""
+"""Faults of numbers, disks, processes and users, in real ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_weights_not_finite_are_not_saved(new_run: NewRun) -> None:
 
 
 def test_step_size_keeps_checkpoints(new_run: NewRun) -> None:
-    """Steps count anew: eight of 1,024 tokens are two of 4,096."""
+    """Steps count anew: 8 steps of 1,024 tokens are 2 of 4,096."""
     run = new_run(checkpoint={"every": 4, "keep": 2})
     run.succeed(ranks=1)
     larger = ["data.tokens_per_step=4096", "num_steps=4", "checkpoint.every=1"]
@@ -73,13 +73,13 @@ def test_step_size_keeps_checkpoints(new_run: NewRun) -> None:
     assert run.tags() == ["step_00000003_tokens_12288", "step_00000004_tokens_16384"]
     assert run.latest == run.tags()[-1]
     steps = [line["step"] for line in run.log]
-    assert steps == [*range(8), 2, 3], "what was done stays in the log"
+    assert steps == [*range(8), 2, 3], "the log keeps earlier steps"
     assert [line["tokens_seen"] for line in run.log[-3:]] == [8192, 12288, 16384]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_full_disk_is_named_and_checkpoints_stay(new_run: NewRun, asynchronous: bool) -> None:
-    """A real file system with room for one checkpoint and a half."""
+    """A file system with space for one and a half checkpoints."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     run = new_run(num_steps=3, checkpoint={"every": 1, "asynchronous": asynchronous})
@@ -102,12 +102,14 @@ def test_second_launch_names_the_first(new_run: NewRun) -> None:
     wait_for_step(run.dir, 1)
     said = f"{run.dir} is being written by process {first.pids[0]} on "
     run.start(ranks=1).end_with(1, said)
-    assert run.end["reason"] == "running", "the refused one leaves the record alone"
+    assert run.end["reason"] == "running", "the refused start does not change the record"
     first.signal(signal.SIGKILL)
     first.wait()
     end = run.end
-    assert end["reason"] == "running" and end["pid"] == first.pids[0], "it could say nothing more"
-    assert lock.exists(), "a kill leaves the file and no lock"
+    assert end["reason"] == "running" and end["pid"] == first.pids[0], (
+        "a killed run cannot update it"
+    )
+    assert lock.exists(), "a kill leaves the file without a lock"
     run.succeed("num_steps=1", ranks=1)
     assert run.end["reason"] == "done" and not lock.exists()
     run.start("seed=3", ranks=1).end_with(1)
@@ -125,7 +127,7 @@ def test_hanging_rank_is_named(new_run: NewRun) -> None:
 def test_hang_names_the_rank_that_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And there is none as long as any rank gets on, though the furthest wait for it."""
+    """Progress of one rank is enough, although the others wait for it."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     mine, other = RankProgress(), RankProgress()
     world: Any = SimpleNamespace(
@@ -151,7 +153,7 @@ def test_hang_names_the_rank_that_is_behind(
     )
 
 
-# ---- What a run says of itself: traces of steps, the slowest rank, limits, one page of figures
+# ---- Traces of steps, the slowest rank, limits, the page of a run
 
 
 def _events(trace: Path) -> set[str]:
@@ -163,7 +165,7 @@ def test_steps_are_traced_on_request(new_run: NewRun) -> None:
     few_events = {"tokens_per_step": 256}
     run = new_run(num_steps=100000, checkpoint={"every": None}, data=few_events)
     ranks = run.start(words=["--profile", "2:4"], ranks=1)
-    wait_for(lambda: "profile: " in ranks.output(), "the trace that was asked for")
+    wait_for(lambda: "profile: " in ranks.output(), "the requested trace")
     ranks.signal(signal.SIGUSR2)
     wait_for(lambda: ranks.output().count("profile: ") == 2, "the trace of a signal")
     ranks.signal(signal.SIGTERM)
@@ -190,7 +192,7 @@ def test_slowest_rank_is_named_and_plotted(new_run: NewRun) -> None:
 def test_wait_for_the_first_batch_does_not_count(
     new_run: NewRun,
 ) -> None:
-    """The probe leaves the time before it out: it is no time of which a wait is a share."""
+    """The probe resets the time of the step, so the wait before it must not count."""
     run = new_run(num_steps=2, logging={"every": 1}, checkpoint={"every": None})
     run.succeed(ranks=1, faults={0: {"slow_first_batch": [2.0]}})
     assert [line["data_wait_share"] <= 1 for line in run.log] == [True, True]

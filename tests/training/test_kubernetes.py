@@ -1,4 +1,4 @@
-"""launch/kubernetes.yaml is a valid Job of pods that find each other and start one run."""
+"""launch/kubernetes.yaml is a valid Job, whose pods find each other and start one run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMAND: list[str] = CONTAINER["command"]
 
 
 def options() -> dict[str, str]:
-    """Of torchrun, by name."""
+    """Return the options of torchrun by name."""
     words = COMMAND[1 : COMMAND.index("--module")]
     return {name.removeprefix("--"): value for name, _, value in (w.partition("=") for w in words)}
 
@@ -67,7 +67,7 @@ def test_file_is_valid_for_kubernetes(version: str) -> None:
 
 @pytest.mark.multiprocess
 def test_pods_on_one_machine_train(corpus: Corpus, tmp_path: Path) -> None:
-    """The command of each pod, with the addresses and sizes of this machine."""
+    """Run the command of each pod, with the addresses and sizes of this machine."""
     if not os.environ.get("CLUSTER"):
         pytest.skip("make test-cluster starts them")
     config = corpus.config(tmp_path / "run", num_steps=4)

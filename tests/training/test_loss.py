@@ -1,4 +1,4 @@
-"""The chunked loss is plain cross entropy, to the gradient, whatever the chunk."""
+"""The chunked loss and its gradient equal plain cross entropy for every chunk size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 
 def _each(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z: float = 0) -> Tensor:
-    """The losses of all tokens."""
+    """Return the losses of all tokens."""
     logits = hidden @ weight.T
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
@@ -62,7 +62,7 @@ def _each(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z: flo
 def test_equals_cross_entropy_and_z_loss(
     num_tokens: int, chunk: int, softcap: float, scale: float, z_loss: float, weighted: bool
 ) -> None:
-    """Weights are factors on single losses, and of neither has the log anything."""
+    """Weights multiply losses; the logged losses contain neither weights nor z-loss."""
     hidden, weight, _ = inputs = _inputs(num_tokens)
     factors = torch.rand(num_tokens) + 0.5 if weighted else None
     close = partial(torch.allclose, rtol=1e-6 if weighted else 1e-10, atol=1e-9)
@@ -80,7 +80,7 @@ def test_equals_cross_entropy_and_z_loss(
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation ever gave out."""
+    """Records the largest output of any operation."""
 
     largest = 0
 
@@ -128,12 +128,12 @@ def test_autocast_decides_the_dtype_of_the_products() -> None:
     assert loss.item() == pytest.approx(_each(hidden, weight, labels, 0.0).sum().item(), rel=2e-2)
 
 
-# ---- MLPs in chunks compute the same and keep less; what chunks would get wrong is refused
+# ---- MLPs in chunks: equal results, less memory; unsuitable layers are refused
 
 
 @given(tokens=st.integers(1, 300), chunk=st.integers(1, 300))
 def test_number_of_chunks_equals_torch(tokens: int, chunk: int) -> None:
-    """TiledMLP reduces a gradient with the last chunk that it was told of: there must be one."""
+    """TiledMLP reduces a gradient at the last of the announced chunks, which must exist."""
     found = torch.zeros(tokens).chunk(num_chunks(tokens, chunk))
     assert len(found) == num_chunks(tokens, chunk)
     assert max(map(len, found)) <= chunk
@@ -168,7 +168,7 @@ def test_only_one_chunk_of_activations_is_kept() -> None:
         run = PretrainConfig(run_dir="-", model=config, data=data, engine=engine)
         return _activations(model, run, 512)[0][0]
 
-    # Of each layer SwiGLU keeps gate, its activation, up and their product: 4 x 128 float32.
+    # In each layer SwiGLU keeps gate, its activation, up and their product: 4 x 128 float32.
     assert kept(None) - kept(32) == 2 * 512 * 4 * 128 * 4
     assert kept(512) == kept(None)
 
@@ -191,7 +191,7 @@ def test_layers_unfit_for_chunks_are_refused(configuration: object, problem: str
         tile_mlps(TrainingModel(model, chunk_tokens=8).layers, 8)
 
 
-# ---- Learning rates are a pure function of the step, continuous, and reach what was asked
+# ---- Learning rates are a pure, continuous function of the step
 
 
 KINDS = ["cosine", "linear", "wsd", "constant"]

@@ -1,4 +1,4 @@
-"""Memory is counted before it is taken, and the recipes of the repository can be planned."""
+"""Estimates of memory are correct, and the recipes can be planned."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _estimate(config: PretrainConfig, ranks: int) -> MemoryEstimate:
 
 
 def _tiny(tokens: int, ranks: int = 1, **sections: Any) -> MemoryEstimate:
-    """Of 16 micro batches."""
+    """Return the estimate for steps of 16 micro batches."""
     data = DataConfig(prefix="-", index="-", tokens_per_step=16 * tokens, micro_batch_tokens=tokens)
     model = ModelConfig(preset="llama_tiny")
     return _estimate(PretrainConfig(run_dir="-", model=model, data=data, **sections), ranks)
 
 
 def test_estimate_equals_memory_of_deepspeed_engines(zygote: Zygote, tmp_path: Path) -> None:
-    """Within a tenth, on nine configurations, under torch's memory tracker."""
+    """Within a tenth of torch's memory tracker, on nine configurations."""
     written = {name: _write(name, tmp_path) for name in CASES}
     paths = json.dumps([[str(path), RANKS] for path, _ in written.values()])
     out = tmp_path / "peaks.json"
@@ -110,7 +110,7 @@ def test_estimate_equals_memory_of_deepspeed_engines(zygote: Zygote, tmp_path: P
         row = f"{name:>24} {tracked / 2**20:12.2f} {found.total / 2**20:10.2f} {ratios[name]:6.3f}"
         table.append(f"{row}  { ({k: round(v / 2**20, 2) for k, v in found.parts.items()}) }")
     print("\n".join(table))
-    ratios["experts, fp32"] -= 0.1  # counted in half precision, twice
+    ratios["experts, fp32"] -= 0.1  # counted in bfloat16, times 2
     assert all(0.9 <= ratio <= 1.1 for ratio in ratios.values()), "\n".join(table)
 
 
@@ -145,7 +145,7 @@ def test_plan_states_when_gradients_are_reduced() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_valid_configurations(path: Path) -> None:
-    """And none says how much memory it takes: the dry run does, of today's code."""
+    """Recipes do not state their memory; the dry run computes it."""
     config = load_config(PretrainConfig, path)
     assert config.data.tokens_per_step % config.data.micro_batch_tokens == 0
     if config.model.preset is not None:
@@ -154,7 +154,7 @@ def test_recipes_are_valid_configurations(path: Path) -> None:
     assert not re.search(r"\d\s*GiB", path.read_text())
 
 
-# ---- Inputs of layers that wait on the host: all of them, nothing else, and no bit changes
+# ---- Offloaded inputs of layers: all of them, nothing else, and results do not change
 
 
 LAYERS, WIDTH = 2, 64  # of the tiny presets
@@ -162,7 +162,7 @@ LAYERS, WIDTH = 2, 64  # of the tiny presets
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny", "gpt2_tiny_alibi", "gemma2_tiny"])
 def test_offload_hooks_get_the_inputs_of_layers_only(preset: str) -> None:
-    """Not RoPE's table, which is one for all layers, nor cu_seqlens, nor what the loss keeps."""
+    """Not RoPE's table and cu_seqlens, which layers share, nor tensors of the loss."""
     model = tiny_model(preset, backend="eager").train()
     entered: list[Tensor] = []
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Packed training is right: a stream gives what its documents give one by one."""
+"""Packed training is correct: a stream equals its documents one by one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.data.corpora import write_documents
 from .packing_helpers import VOCAB, check_gradients, documents, pack_documents, tiny_model
 
 LENGTHS = [37, 120, 1, 66]
-# preset -> backend: Gemma-2's soft cap needs the formula on a CPU
+# preset -> backend: on a CPU, Gemma-2's soft cap needs the eager formula
 PRESETS = dict.fromkeys(("llama_tiny", "qwen2_tiny", "gpt2_tiny", "gpt2_tiny_alibi"), "sdpa")
 PRESETS["gemma2_tiny"] = "eager"
 WINDOW = {"sliding_window": 16}
-OVERRIDES: dict[str, dict[str, Any]] = {  # caps that bite, windows shorter than the documents
+OVERRIDES: dict[str, dict[str, Any]] = {  # effective caps, windows shorter than documents
     "gemma2_tiny": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0, **WINDOW},
     "qwen2_tiny": {
         **{"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
@@ -46,14 +46,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {  # caps that bite, windows shorter than
 def _model(preset: str) -> TrainingModel:
     overrides = OVERRIDES.get(preset, {})
     model = tiny_model(preset, backend=PRESETS[preset], overrides=overrides)
-    with torch.no_grad():  # small initial weights would hide what attention does
+    with torch.no_grad():  # small initial weights would hide attention
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.2)
     return model
 
 
 def _one_by_one(model: nn.Module, docs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Logits of every document alone, through transformers' own eager attention, and the loss."""
+    """Return logits and loss of every document alone, with transformers' eager attention."""
     logits, losses = [], []
     for doc in docs:
         out = model(input_ids=doc.unsqueeze(0), use_cache=False).logits[0]
@@ -89,7 +89,7 @@ def test_packed_logits_equal_documents_one_by_one(preset: str, checkpointing: bo
     if cap:
         ours = torch.tanh(ours / cap) * cap
     theirs = torch.cat(logits)
-    assert theirs.std() > 0.1, "the logits are all alike: the comparison would prove nothing"
+    assert theirs.std() > 0.1, "the logits must differ"
     assert torch.allclose(ours[: len(theirs)], theirs, atol=2e-4, rtol=1e-4)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     check_gradients(packed_grads, model, rel=2e-3, least=1e-3)
@@ -97,8 +97,8 @@ def test_packed_logits_equal_documents_one_by_one(preset: str, checkpointing: bo
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny"])
 def test_attention_in_groups_equals_joined_documents(preset: str, tmp_path: Path) -> None:
-    """Loss and gradients of a batch with attention ``group``: every run of a group's documents as
-    one text; and those of attention ``document`` are others."""
+    """With attention ``group``, loss and gradients equal those of each group's documents as one
+    text; those of attention ``document`` differ."""
     torch.manual_seed(0)
     docs = documents([30, 9, 25, 14, 1, 41, 22, 70, 8])
     dataset = write_documents(tmp_path / "d", [doc.tolist() for doc in docs])
@@ -191,10 +191,10 @@ print("same", greedy[True] == greedy[False])
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=env, check=False, **how)
     assert done.returncode == 0, done.stderr
-    assert "refused True" in done.stdout, "it must not load as a stock GPT-2 by mistake"
+    assert "refused True" in done.stdout, "it must not load as a stock GPT-2"
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line[:4] == "loss"]
     assert losses == [pytest.approx(expected, rel=1e-5)] * 2
-    config = ModelConfig(pretrained=str(directory))  # and trained further here
+    config = ModelConfig(pretrained=str(directory))  # continue training
     again = build_model(config, model_configuration(config, VOCAB), backend="sdpa", seed=9)
     with torch.no_grad():
         assert again(**batch.arguments())[0].item() == pytest.approx(expected, rel=1e-6)
@@ -295,13 +295,13 @@ def test_plain_rows_without_segments_are_one_segment_each() -> None:
     assert torch.allclose(ours, model(rows, use_cache=False).logits, atol=1e-5)
 
 
-# ---- How long a document may be: learned positions, RoPE and its scalings, ALiBi
+# ---- Longest document: learned positions, RoPE and its scalings, ALiBi
 
 
 SWITCH = {"original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 PHI: dict[str, Any] = {
-    "initializer_range": 0.3,  # of trained weights, so that positions matter
+    "initializer_range": 0.3,  # as in trained weights, so that positions matter
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
@@ -330,14 +330,14 @@ def test_position_limit_names_field_and_remedy() -> None:
 
 
 def test_rope_that_depends_on_the_row_is_refused() -> None:
-    """Under longrope a document of 8 tokens gives other logits beside one of 20 than alone, so
-    documents beyond the switch are refused, although the model has positions for them."""
+    """With longrope the logits of a document depend on longer documents of its row. So documents
+    beyond the threshold are refused, although the model has positions for them."""
     configuration = AutoConfig.for_model("phi3", **PHI)
     model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager").eval()
     tokens = torch.arange(8).unsqueeze(0)
 
     def logits_beside(longest: int) -> torch.Tensor:
-        """Of the short document, in one row behind a longer one that it does not see."""
+        """Return the logits of a short document after a longer one in the same row."""
         rows = torch.cat([torch.zeros(1, longest, dtype=torch.int64), tokens], 1)
         positions = torch.cat([torch.arange(longest), torch.arange(8)]).unsqueeze(0)
         mask = torch.full((1, 1, longest + 8, longest + 8), -1e9).triu(1)

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, damaged or moved continue as if nothing had happened."""
+"""Runs that are killed, stopped, damaged or moved resume exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST, MIDDLE, LAST = (f"step_0000000{i}_tokens_{i * 1024}" for i in (3, 6, 8))
 
 
 def _samples(run: Run) -> dict[int, list[int]]:
-    """Step -> the sample ids of all ranks, in order of id."""
+    """Return step -> sorted sample ids of all ranks."""
     found: dict[int, list[int]] = {}
     for path in sorted((run.dir / "batches").glob("rank_*.jsonl")):
         for line in read_jsonl(path):
@@ -44,7 +44,7 @@ def _same_curve(run: Run, other: Run | list[dict[str, Any]], rel: float) -> None
 
 @pytest.fixture(scope="module")
 def whole(module_run: NewRun) -> Run:
-    """A run of two ranks that nobody disturbed; checkpoints at steps 3, 6 and 8."""
+    """An undisturbed run of two ranks; checkpoints at steps 3, 6 and 8."""
     run = module_run(checkpoint={"every": 3, "keep": 3, "export": True})
     run.succeed()
     return run
@@ -52,7 +52,7 @@ def whole(module_run: NewRun) -> Run:
 
 @pytest.fixture
 def copy(new_run: NewRun, whole: Run) -> NewRun:
-    """The run as it stood after some steps, to be continued under a changed configuration."""
+    """A copy of the run after some steps, to resume with a changed configuration."""
 
     def make(*, after: int, **sections: object) -> Run:
         run = new_run(**sections)
@@ -73,26 +73,26 @@ def test_ranks_share_buckets_and_no_sample_repeats(whole: Run) -> None:
     assert len(log) == 8 and len({line["bucket"] for line in log}) > 1
     assert [line["bucket"] for line in log] == [p[2] for p in places[0] if p[1] == 0]
     for step, ids in _samples(whole).items():
-        assert len(set(ids)) == len(ids), f"step {step} deals a sample twice"
+        assert len(set(ids)) == len(ids), f"step {step} repeats a sample"
         assert len(ids) * log[step]["capacity"] == log[step]["tokens"]
     assert log[0]["capacity"] == 128, "the largest bucket comes first"
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
 
 
 def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
-    run = new_run(checkpoint={"asynchronous": False})  # there before the kill
+    run = new_run(checkpoint={"asynchronous": False})  # complete before the kill
     ranks = run.start(faults={1: {"kill_before_step": [4]}})
     assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
     assert "lost contact to rank 1 on " in ranks.output()
     assert run.latest == FIRST
-    # What a kill in the middle of saving would leave behind.
+    # As left by a kill during saving.
     (run.checkpoints / "step_00000006.partial").mkdir()
-    late = {0: {"slow_record": [0.5]}}  # and the other rank waits for it
-    alone = "data.check_ranks_every=0"  # which would wait, too
+    late = {0: {"slow_record": [0.5]}}  # the other rank waits
+    alone = "data.check_ranks_every=0"  # it would wait, too
     run.start(alone, faults=late).succeed(f"continuing at step 3 from {FIRST}")
     _same_curve(run, whole, rel=1e-9)
     assert _samples(run) == _samples(whole)
-    assert run.tags() == [MIDDLE, LAST], "keep=2 keeps two, and nothing half-written"
+    assert run.tags() == [MIDDLE, LAST], "keep=2 keeps two, and no partial ones"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(3, 1), (2, 2)])
@@ -103,7 +103,7 @@ def test_other_ranks_or_zero_stage_continue_the_curve(
     # Three ranks do not divide the four micro batches of a step.
     run.start("data.pad_last=true", ranks=ranks).succeed("written by 2 ranks with ZeRO-1")
     _same_curve(run, whole, rel=2e-3)
-    last, positions = run.log[-1], 1536 if ranks == 3 else 1024  # of six micro batches, of four
+    last, positions = run.log[-1], 1536 if ranks == 3 else 1024  # six micro batches or four
     assert last["padding"] == pytest.approx(1 - last["useful_tokens"] / positions)
     assert _samples(run) == _samples(whole)
     assert not list(run.checkpoints.glob("*universal*"))
@@ -137,7 +137,9 @@ def test_signal_to_one_rank_saves_and_exits(
     new_run: NewRun, whole: Run, number: signal.Signals
 ) -> None:
     run = new_run(checkpoint={"every": None, "export": False})
-    slow = {rank: {"slow_forward": [0.2]} for rank in range(2)}  # or step 8 is past, too
+    slow = {
+        rank: {"slow_forward": [0.2]} for rank in range(2)
+    }  # so that the run does not pass step 8
     ranks = run.start("num_steps=100000", faults=slow)
     wait_for_step(run.dir, 1)
     ranks.signal(number, [1])
@@ -152,7 +154,7 @@ def test_signal_to_one_rank_saves_and_exits(
 
 
 def test_validation_skipped_by_a_signal_is_done_at_resume(new_run: NewRun) -> None:
-    """A run that is told to stop saves at once, also where a validation is due."""
+    """After a signal the run saves at once, also if validation is due."""
     run = new_run(evaluation={"every": 4, "max_tokens": 256})
     run.succeed("stop_at=4", ranks=1)
     (before,) = run.lines("evaluation")
@@ -192,7 +194,7 @@ def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
     run = copy(after=6, seed=5)
     run.start().end_with(1, "seed was 0 and is 5")
     output = run.start("checkpoint.allow_change=[seed]").succeed("continuing at step 6")
-    assert output.count("the data order is changed") == 1, "every rank says so"
+    assert output.count("the data order is changed") == 1, "every rank logs it"
     ours, theirs = ([line["samples"] for line in of.log] for of in (run, whole))
     assert ours[:6] == theirs[:6] and ours[6] != theirs[6]
 
@@ -201,7 +203,7 @@ def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
 def test_resumed_optimizer_has_the_configured_settings(
     copy: NewRun, whole: Run, changed: dict[str, float]
 ) -> None:
-    """Its state brings those of the run that saved it along."""
+    """The saved state contains the settings of the saving run."""
     run = copy(after=6, optimizer=changed)
     [(key, value)] = changed.items()
     run.start(ranks=1).end_with(1, f"optimizer.{key} was ", f" and is {value}")
@@ -236,7 +238,7 @@ def test_ranks_with_other_configuration_stop(
     run = new_run()
     argv = [str(PRETRAIN), "--config", str(run.config)]
     other = [*argv, "--set", f"{key}={value}"]
-    if key == "data.index":  # files may lie elsewhere on another node, and hold the same
+    if key == "data.index":  # paths may differ between nodes
         other = [*argv, "--set", f"{key}={corpus.directory / value}"]
         other += ["--set", f"data.prefix={corpus.valid}"]
     ranks = run.zygote.start(argv, 2, run.config.with_name("mixed.log"), {1: {"argv": other}})
@@ -248,7 +250,7 @@ def test_resumed_run_keeps_evaluations_of_kept_steps(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.batches.mkdir()
     for path in (run.log, run.evaluation, run.batches / "rank_00000.jsonl"):
-        # An evaluation after step 2 stands at step 3: as many tokens are seen.
+        # An evaluation after step 2 is logged at step 3, with its tokens.
         shift = 0 if path == run.evaluation else 1
         lines = ({"step": i, "tokens_seen": 100 * (i + shift)} for i in range(6))
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -284,7 +286,7 @@ def test_unwritable_run_directory_is_refused_before_ranks_connect(
 
 
 def test_checkpoint_exports_to_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:
-    """Checkpoints of two ranks, exported by one."""
+    """One process exports checkpoints of two ranks."""
     run = copy(after=8)
     before = sorted(p.name for p in run.checkpoints.iterdir())
 
@@ -334,10 +336,10 @@ def test_run_id_does_not_depend_on_the_folder_name(tmp_path: Path) -> None:
     assert RunDirectory(mine).create_id() == first != RunDirectory(yours).create_id()
 
 
-# ---- torchrun's elastic agent: a lost worker restarts the job, without anybody's help
+# ---- torchrun's elastic agent restarts a job that lost a worker
 #
-# torch 2.13 gives restarted workers the store of those before, in which gloo finds the addresses of
-# the dead; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives them a new one.
+# torch 2.13 gives restarted workers the former store, in which gloo finds dead addresses;
+# TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives them a new one.
 
 
 @pytest.mark.multiprocess
@@ -353,7 +355,7 @@ def test_lost_worker_restarts_the_job(new_run: NewRun, whole: Run, tmp_path: Pat
     _same_curve(run, whole, rel=1e-4)
 
 
-# ---- A run whose mix and batch size change while it goes, edited when it resumes
+# ---- Mix and batch size change in stages, edited at a resume
 
 
 def test_stages_are_edited_at_a_resume(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A resume compares every key that determines a run: no key is forgotten by construction."""
+"""A resume compares every key that determines a run, new keys by default."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _opened(path: Path, *overrides: str) -> tuple[PretrainConfig, Any, dict[str,
 
 @pytest.fixture(scope="module")
 def found(path: Path) -> Resume:
-    """A checkpoint of the unchanged run."""
+    """Return a checkpoint of the unchanged run."""
     _, inputs, record = _opened(path)
     state = {"data": inputs.schedule.state_dict(3), "run": record, "lr": 0.003}
     manifest = CheckpointManifest(step=3, world_size=1, zero_stage=1, state=state, files={})
@@ -55,7 +55,7 @@ def _resumed(path: Path, found: Resume, *overrides: str) -> None:
 
 
 def _others(value: Any) -> Iterator[Any]:
-    """Other values of a key, as JSON has them."""
+    """Return other values of a key, as in JSON."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, (int, float)):
@@ -78,7 +78,7 @@ def test_every_key_of_the_configuration_is_compared_or_listed(path: Path) -> Non
         return any(key == name or key.startswith(f"{name}.") for name in NO_EFFECT)
 
     assert {key for key in keys if not is_listed(key)} <= record.keys()
-    for name in NO_EFFECT:  # none is stale
+    for name in NO_EFFECT:  # each exists
         assert any(key == name or key.startswith(f"{name}.") for key in keys), name
     changes = [(key, other) for key, value in record.items() for other in _others(value)]
     changes = [(key, other) for key, other in changes if key != "data.content"]
@@ -178,7 +178,7 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     trainer.config, trainer.inputs, trainer.record = config, inputs, record
     trainer.decisions, trainer.stamps = None, inputs.file_stamps()
     world = SimpleNamespace(gather=lambda value: [value])
-    trainer.here = SimpleNamespace(fail_together=partial(World.fail_together, world))
+    trainer.world = SimpleNamespace(fail_together=partial(World.fail_together, world))
     trainer.check_files()
     target = tmp_path / "train.bin"
     tokens = np.fromfile(target, np.uint16)

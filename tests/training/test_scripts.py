@@ -1,4 +1,4 @@
-"""The scripts as a person starts them: launchers, one plain process, dry runs, evaluation."""
+"""Scripts as users start them: launchers, one plain process, dry runs, evaluation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVALUATE = ROOT / "launch" / "evaluate.py"
 
 
 def run_script(zygote: Zygote, log: Path, *argv: object, **env: str) -> Ranks:
-    """One process, without what a launcher sets."""
+    """Run one process, without a launcher's variables."""
     return zygote.start([str(word) for word in argv], 1, log, {0: {"env": env}})
 
 
@@ -64,7 +64,7 @@ def test_one_process_trains_a_blend(new_run: NewRun, blend: Path) -> None:
     )
     alone = run.start(words=["--local_rank", "0"], launcher=False)
     output = alone.succeed("step 3/3", "kept apart: probed")
-    assert output.count(" steps of ") == 1, "another plan stood there, of the steps up to the probe"
+    assert output.count(" steps of ") == 1, "the probe must not print a second plan"
     line = run.log[0]
     assert line["label_tokens"] > line["useful_tokens"] * 0.97, "labels cross documents"
     exported = {path.name for path in (run.dir / "model").iterdir()}
@@ -91,7 +91,7 @@ def test_dry_run_prints_the_plan(new_run: NewRun) -> None:
 
 
 def test_dry_run_plans_from_lengths(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
-    """The same steps and arithmetic as with the documents that have these lengths."""
+    """Steps and FLOPs equal those of documents with these lengths."""
     lengths = tmp_path / "lengths.npy"
     np.save(lengths, IndexedDataset(corpus.train).document_lengths)
     run = new_run(num_steps=None, model={"vocab_size": 64})
@@ -112,10 +112,10 @@ def test_unsupported_attention_is_one_line(new_run: NewRun) -> None:
 
 
 def test_damaged_index_is_refused(new_run: NewRun, corpus: Corpus, tmp_path: Path) -> None:
-    """A changed segment start would be trained without a word: batches of other tokens."""
+    """A changed segment start would silently give batches of other tokens."""
     index = tmp_path / "train.samples"
     data = bytearray(Path(f"{corpus.train}.samples").read_bytes())
-    data[-5] ^= 1  # in the array along the segments, which loading does not read
+    data[-5] ^= 1  # in the array of segments, which loading does not read
     index.write_bytes(data)
     run = new_run(data={"index": str(index)}, num_steps=1)
     assert "Traceback" not in run.start().end_with(1, str(index), "checksum")
@@ -124,7 +124,7 @@ def test_damaged_index_is_refused(new_run: NewRun, corpus: Corpus, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and its tokenizer: letters of a vocabulary of 64."""
+    """Return a model and its tokenizer, a vocabulary of 64 letters."""
     directory = tmp_path_factory.mktemp("exported") / "model"
     tiny_model("llama_tiny", vocab_size=64).save(directory)
     letters = [chr(ord("0") + i) for i in range(64)]
@@ -135,7 +135,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_log(folder: Path, losses: list[float], steps_per_epoch: int, cut: str = "") -> Path:
-    """Of a run; its last line may be cut."""
+    """Write the log of a run, maybe with a cut last line."""
     folder.mkdir(exist_ok=True)
     epochs = [i / steps_per_epoch for i in range(len(losses) + 1)]
     lines = [
@@ -193,7 +193,7 @@ def test_evaluation_refuses_incomplete_options(words: str, message: str) -> None
 def test_model_must_have_ids_and_positions_of_documents(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torch found no such row, in a traceback; and nobody was told what RoPE had not learned."""
+    """Regression: a traceback of torch for missing rows, no warning about long documents."""
     held = (open_validation(str(corpus.valid), None, buckets=[256]), {})
     longest = int(IndexedDataset(corpus.valid).document_lengths.max())
     assert 32 < longest <= 256
@@ -213,8 +213,8 @@ def test_model_must_have_ids_and_positions_of_documents(
     assert f"is 32, and held-out documents take {longest} positions; --buckets" in caplog.text
 
 
-# One process, as importing the harness takes longer than its work; and without the harness's own
-# tasks, of which it makes a list in ten seconds.
+# One process, because importing the harness takes longest, and without its built-in tasks, which
+# take ten seconds to list.
 TWICE = """
 import functools, lm_eval.tasks, runpy, sys
 lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
@@ -301,18 +301,18 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
     ids=lambda keys: keys["model_type"],
 )  # fmt: skip
 def test_flops_equal_those_counted_by_torch(keys: dict[str, Any]) -> None:
-    """Tables of positions were counted as matrices, latent attention as wide as its RoPE."""
+    """Regression: position tables counted as matrices, latent attention with the width of RoPE."""
     config = ModelConfig(config=keys)
     model = build_model(config, model_configuration(config, 256), backend="sdpa", seed=0)
     flops, plain = ModelFlops.of(model, model.configuration), model.model
-    plain.set_attn_implementation("eager")  # which computes the pairs of the future, too
+    plain.set_attn_implementation("eager")  # it computes masked pairs, too
     plain.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         plain(input_ids=torch.arange(64).unsqueeze(0)).logits.sum().backward()
     assert counter.get_total_flops() == flops.per_token * 64 + 2 * flops.attention([64])
 
 
-# ---- Final perplexity, ranking and smoothing, against numbers worked out by hand
+# ---- Final perplexity, ranking and smoothing, computed by hand
 
 
 def _curve(perplexities: list[float], steps_per_epoch: int) -> Curve:
@@ -342,7 +342,7 @@ def test_runs_are_compared_by_epoch() -> None:
 
 
 def test_short_runs_are_compared_over_their_common_part() -> None:
-    """Of ``long`` only the first half counts, in which it is worse."""
+    """Only the first half of ``long`` counts, in which it is worse."""
     short = Curve(np.array([0.0, 0.25, 0.5]), np.array([3.0, 2.0]))
     standing = standings({"short": short, "long": _curve([9.0, 1.0], 1)})
     assert standing["short"].final_perplexity == 2.0 and standing["short"].mean_rank == 1.0
@@ -369,7 +369,7 @@ def test_smoothing_is_unbiased_and_forgets() -> None:
 
 @pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
 def test_environment_without_torch_is_told_what_to_install(command: str) -> None:
-    """Not the first import that happens to fail, somewhere below."""
+    """All missing packages are named, not the first failing import."""
     without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"
     done = subprocess.run(
         [sys.executable, "-c", without], check=False, capture_output=True, text=True

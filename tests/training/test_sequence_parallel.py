@@ -1,4 +1,4 @@
-"""Ranks that share long samples train as one process does, and stop and resume as others."""
+"""Ranks that share long samples train, stop and resume like one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .conftest import NewRun
 
 
 def test_losses_are_equal(new_run: NewRun) -> None:
-    """Buckets 32, 64, 128; what is longer than a rank's micro batch is shared, the rest is not."""
+    """Buckets 32, 64, 128; ranks share samples longer than a micro batch."""
 
     def run(name: str, ranks: int, micro: int, **engine: object) -> dict[str, Any]:
         data = {"micro_batch_tokens": micro}
@@ -31,7 +31,7 @@ def test_losses_are_equal(new_run: NewRun) -> None:
 
 
 def test_run_changes_groups_at_resume(new_run: NewRun) -> None:
-    """2 groups of 2, then one of 4, then 4 ranks without: the curve of an undisturbed rank."""
+    """2 groups of 2, one of 4, 4 ranks without groups: all continue the curve of one rank."""
     alone, run = new_run("alone"), new_run()
     alone.succeed(ranks=1)
 
@@ -46,7 +46,7 @@ def test_run_changes_groups_at_resume(new_run: NewRun) -> None:
         for line in run.lines(f"batches/rank_{rank:05d}")
         if line["capacity"] == 128
     }
-    assert ids, "no step of the longest bucket: nothing was shared"
+    assert ids, "no step of the longest bucket"
     for (rank, *place), shared in ids.items():
         assert shared == ids[(rank ^ 1, *place)]
     stretch(4, 32, "stop_at=6")
@@ -72,7 +72,7 @@ def test_invalid_sequence_parallel_configurations_are_refused(
     new_run(model={"preset": model}, **sizes).start(ranks=4).end_with(2, message)
 
 
-# ---- Ranks that share long samples score what ranks with whole samples score
+# ---- Validation of shared samples equals that of whole samples
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_invalid_sequence_parallel_configurations_are_refused(
 def test_losses_and_labels_equal_those_of_whole_samples(
     new_run: NewRun, size: int, micro: int, stage: int
 ) -> None:
-    """Three sets of documents: some buckets of one are shared, none of another, odd ones of the
-    third; once all samples, and once so few that a group has none."""
+    """Three sets of documents: some buckets shared, none, odd ones; once all samples, and once so
+    few that a group has none."""
     run = new_run(
         data={"micro_batch_tokens": micro, "tokens_per_step": 8 * micro},
         evaluation={"buckets": [32, 64, 128]},
@@ -98,12 +98,12 @@ def test_losses_and_labels_equal_those_of_whole_samples(
             assert shared[name]["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
     every = found[False, None]["all"]
     apart = [loss / every["labels"][c] for c, loss in every["losses"].items()]
-    assert max(apart) - min(apart) > 1e-3, "buckets of one loss would hide a leak among them"
+    assert max(apart) - min(apart) > 1e-3, "equal losses of buckets would hide a leak"
 
 
 def _check_forwards(whole: Any, shared: Any, size: int, micro: int) -> None:
-    """(tokens, ranks of the micro batch) of every rank's forwards."""
-    assert all(one == shared[0] for one in shared), "a rank left out a forward"
+    """Return (tokens, ranks of the micro batch) of every rank's forwards."""
+    assert all(one == shared[0] for one in shared), "a rank skipped a forward"
     assert max(tokens for tokens, _ in whole[0]) == 133
     assert {ranks for _, ranks in whole[0]} == {1}
     assert {ranks for _, ranks in shared[0]} == {1, size}

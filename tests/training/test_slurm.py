@@ -1,5 +1,5 @@
-"""launch/slurm.sh on a real Slurm: preempted, cut by its time limit, a rank lost, lost for good, in
-what Slurm takes for a container."""
+"""launch/slurm.sh on a real Slurm: preemption, time limit, a lost rank, repeated loss, a simulated
+container."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def undisturbed(module_run: NewRun) -> list[dict[str, Any]]:
-    """Log lines of the same run without Slurm and without faults."""
+    """Return log lines of the same run without Slurm and faults."""
     run = module_run(**SECTIONS)
     run.succeed()
     return run.log
@@ -65,7 +65,7 @@ class Job:
         self.id = slurm.submit(*SIZE, *options, cwd=folder, **self.env)
 
     def wait_for_checkpoint(self, after: int = 0) -> int:
-        """The step of the first checkpoint behind a step."""
+        """Return the step of the first checkpoint after a step."""
         found: list[int] = []
 
         def is_there() -> bool:
@@ -77,8 +77,8 @@ class Job:
         return max(found)
 
     def kill_a_rank(self) -> None:
-        """SIGKILL for rank 1, which is what a machine without memory does."""
-        # Step 0 asked for run_dir.
+        """Kill rank 1, as an out-of-memory killer does."""
+        # Job step 0 reads run_dir.
         lines = self.slurm.call("scontrol", "listpids", f"{self.id}.1").splitlines()[1:]
         [pid] = {int(line.split()[0]) for line in lines if line.split()[4] == "1"}
         os.kill(pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_job_that_lost_a_rank_is_queued_again_a_few_times(
 def test_job_without_checkpoints_is_queued_again_a_few_times(
     slurm: Slurm, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Its rank is lost before the first checkpoint, each time."""
+    """The rank is lost before the first checkpoint, every time."""
     never = {"checkpoint": {"every": None, "export": False}, "num_steps": 10**6}
     job = Job(slurm, corpus, tmp_path, sections=never, MAX_STALLED="2")
     for start in (1, 2):
@@ -144,13 +144,13 @@ def test_job_without_checkpoints_is_queued_again_a_few_times(
 
 
 def test_container_options_reach_slurm(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
-    """By every step of the job, and refused by a Slurm without such a plugin."""
+    """Every step of the job has them, and a Slurm without such a plugin refuses them."""
     image = "registry.example#a/b:1"
     few = {"num_steps": 3}
     job = Job(slurm, corpus, tmp_path, sections=few, CONTAINER_IMAGE=image, PYTHON=sys.executable)
     assert slurm.wait_until_over(job.id)["JobState"] == "COMPLETED", job.output()[-4000:]
     line = f"{image} {tmp_path} {tmp_path}:{tmp_path}"
-    # One task asked for run_dir, two trained.
+    # One task reads run_dir, two train.
     assert (tmp_path / "containers").read_text().splitlines() == [line] * 3
     slurm.use_containers(False)
     try:
@@ -163,7 +163,7 @@ def test_container_options_reach_slurm(slurm: Slurm, corpus: Corpus, tmp_path: P
 
 
 def test_time_limit_saves_a_checkpoint(slurm: Slurm, corpus: Corpus, tmp_path: Path) -> None:
-    # Sent up to a minute earlier: two minutes for a busy machine to start, one to save.
+    # The warning may come a minute early: two minutes to start, one to save.
     limit = ("--time=00:04:00", "--signal=USR1@60")
     job = Job(slurm, corpus, tmp_path, *limit, sections={"num_steps": 10**6})
     wait_for(lambda: len(job.starts()) > 1, "the second start")

@@ -1,4 +1,4 @@
-"""Every source of a blend has its loss, its validation and its epochs."""
+"""Losses, validation and epochs by source of a blend."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from .packing_helpers import check_gradients, losses_one_by_one, plain
 
 @contextmanager
 def edited(blend: Path) -> Iterator[dict[str, Any]]:
-    """The tree of a manifest, which is written again."""
+    """Yield the tree of a manifest, then write it."""
     tree = yaml.safe_load(blend.read_text())
     yield tree
     blend.write_text(yaml.safe_dump(tree))
 
 
 def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tuple[float, int]]:
-    """Source -> (mean loss, labels) of step 0 by a new model, document by document."""
+    """Return source -> (mean loss, labels) of step 0 by a new model, document by document."""
     inputs, model = plain(config)
     with torch.no_grad():
         found = losses_one_by_one(model, inputs, 0, window)
@@ -92,17 +92,17 @@ def test_run_logs_the_loss_of_every_source(new_run: NewRun, blend: Path) -> None
     [line] = runs[1].lines("evaluation")
     losses = line["source_loss"]
     assert line["source_perplexity"]["math"] == pytest.approx(math.exp(losses["math"]))
-    # The figure of the run is that of all held-out documents together.
+    # The loss of the run is that of all held-out documents.
     assert min(losses.values()) < line["loss"] < max(losses.values())
     written = b"".join(p.read_bytes() for p in (runs[1].dir / "tensorboard").iterdir())
     assert b"source_loss/web" in written and b"valid_source_loss/math" in written
 
 
 def test_step_without_weighted_labels_has_no_loss(new_run: NewRun, tmp_path: Path) -> None:
-    """Its loss was 0.0: half of what a log line said of two steps, and a level to the autopilot."""
+    """Regression: its loss was 0.0, which halved a mean of two steps and misled the autopilot."""
     blend = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0)
     documents = np.ones((4, PER_STEP, ROW), np.float16)
-    documents[1] = 0  # of the second step, as scores are sorted
+    documents[1] = 0  # the second step draws it: scores are sorted
     write_weights(tmp_path / "web", documents.reshape(-1, ROW))
     data = {**drawn_from(blend), "tokens_per_step": PER_STEP * ROW}
     run = new_run(num_steps=4, data=data, autopilot={"spikes": True, "confirm": 1})
@@ -145,7 +145,7 @@ def test_label_counts_use_loss_weights(new_run: NewRun, blend: Path) -> None:
     assert start["data_order"]["loss_weights"] == [1.0, 4.0]
 
 
-# loss, ranks, ZeRO stage, ranks that share long samples; all of them where MEGAPACK_GRADIENTS is.
+# loss, ranks, ZeRO stage, ranks that share samples; all cases if MEGAPACK_GRADIENTS is set.
 WEIGHED = [("token_mean", 2, 2, 1), ("sequence_mean", 2, 3, 2), ("longalign", 1, 1, 1)]
 if os.environ.get("MEGAPACK_GRADIENTS"):
     WEIGHED = [
@@ -160,8 +160,8 @@ if os.environ.get("MEGAPACK_GRADIENTS"):
 def test_weights_of_tokens_multiply_their_losses(
     new_run: NewRun, blend: Path, loss: str, ranks: int, stage: int, shared: int
 ) -> None:
-    """The gradient is that of documents one by one, every token with its weight and that of its
-    source, over all tokens or over the means of sequences."""
+    """The gradient equals that of documents one by one, with weights of tokens and sources, over
+    all tokens or over means of sequences."""
     weights = []
     with edited(blend) as tree:
         for source, seed in zip(tree["sources"], (1, 2), strict=True):
@@ -194,7 +194,7 @@ def test_weights_of_tokens_multiply_their_losses(
 
 
 def test_attention_stays_in_the_window(new_run: NewRun, corpus: Corpus, blend: Path) -> None:
-    """A token is predicted from its piece of the document alone, and evaluation has no window."""
+    """A token depends on its piece of the document alone; evaluation has no window."""
     stages = [{"from_step": 1, "attention_window": 0}]
     write_blend(blend, corpus, attention_window=16, stages=stages)
     run = new_run(num_steps=2, data=drawn_from(blend), logging={"every": 1})
@@ -214,8 +214,8 @@ def test_attention_stays_in_the_window(new_run: NewRun, corpus: Corpus, blend: P
 def test_fim_documents_have_their_middle_last(
     new_run: NewRun, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """The loss is that of the documents of the definition, whatever ranks there are; the plan says
-    how many can be turned round."""
+    """The loss is that of the documents of the definition, for any number of ranks; the plan states
+    how many have room."""
     dataset = IndexedDataset(corpus.train)
     index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, fim_room=3)
     index.save(tmp_path / "train.samples", source=dataset)

@@ -1,4 +1,4 @@
-"""Two nodes with their own networks, host names and sshd; one of them is lost."""
+"""Two nodes with separate networks, host names and sshd; one is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS: dict[str, object] = {
 
 
 def _command(command: list[str], **env: str) -> tuple[int, str]:
-    """Run in a session of its own, which is ended as a whole when it takes too long."""
+    """Run in a new session, which is killed as a whole after a timeout."""
     path = f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     process = subprocess.Popen(
         command,
@@ -62,7 +62,7 @@ def test_lost_node_is_named(new_run: NewRun, tmp_path: Path) -> None:
     done, start = int(run.latest.split("_")[1]), run.lines("starts")[0]
     assert start["world_size"] == 2 and start["host"] == "node0"
 
-    # The other node alone, started as a node without ssh is.
+    # The other node alone, without ssh.
     num_steps = done + 4
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=1\n")

@@ -24,7 +24,7 @@ def config(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(zygote: Zygote, config: Path) -> dict[str, dict[str, Any]]:
-    """Of all cases by name; the late ones in a process that has imported everything."""
+    """Return the outcomes of all cases by name; late ones run after all imports."""
     command = [sys.executable, str(WORKER), str(config)]
     early = subprocess.run(
         [*command, "early"], capture_output=True, text=True, check=True, cwd=ROOT, env=environment()
@@ -49,7 +49,7 @@ def test_errors_name_the_key_in_one_line(
     assert case.named in line and len(line) < 1000
     assert not outcome["joined"], "a process group exists"
     assert case.late or not outcome["heavy"], "it was refused too late"
-    assert not config.with_suffix("").exists(), "the run has left something behind"
+    assert not config.with_suffix("").exists(), "the run left a directory"
 
 
 @pytest.mark.parametrize(

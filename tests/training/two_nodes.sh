@@ -1,13 +1,13 @@
 #!/bin/bash
 # Two (or more) nodes on one machine: network namespaces joined by a bridge, an sshd in each, and
-# DeepSpeed's own multi-node launcher (hostfile, pdsh). For trying out what a cluster will do.
+# DeepSpeed's multi-node launcher (hostfile, pdsh), to simulate a cluster.
 #
 #   tests/training/two_nodes.sh launch/pretrain.py --config x.yaml         # root; Linux
 #   NODES=2 SLOTS=2 tests/training/two_nodes.sh launch/pretrain.py ...     # two ranks on each
 #   KILL_NODE=1 KILL_WHEN=file tests/training/two_nodes.sh ...             # node 1 dies once `file` exists
 #
-# Needs iproute2, openssh-server and pdsh. Everything it makes is removed when it ends; `--probe`
-# only says whether it could run here (exit code 0) or why not (exit code 3).
+# Needs iproute2, openssh-server and pdsh. It removes everything at its end. `--probe`
+# checks whether it can run here (exit code 0) or prints why not (exit code 3).
 set -euo pipefail
 shopt -s nullglob
 
@@ -88,7 +88,7 @@ UsePAM no
 PermitRootLogin prohibit-password
 PasswordAuthentication no
 END
-    # A host name and a hosts file of its own.
+    # Each node has its host name and hosts file.
     ip netns exec "$NAME$i" unshare --uts --mount bash -c "
         hostname node$i
         mount --bind $WORK/hosts /etc/hosts
@@ -107,7 +107,7 @@ wait_for_nodes() {
     unable "sshd does not start"
 }
 
-# The loss of a node as others see it: first it is silent, then everything on it is gone.
+# A lost node, as others see it: first its network fails, then its processes end.
 lose_node() {
     while [[ ! -e $KILL_WHEN ]]; do sleep 0.05; done
     ip link set "${NAME}v$KILL_NODE" down
@@ -115,7 +115,7 @@ lose_node() {
 }
 
 launch() {
-    # Only what stands in this file travels to the nodes.
+    # Only variables in this file reach the nodes.
     cat > "$WORK/env" <<END
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,4 +1,4 @@
-"""One rank: validation whose long samples are shared, and the same with whole ones, to a file.
+"""One rank: validation with shared and with whole samples, saved to a file.
 
 argv: config, output. Started by test_sequence_parallel.py.
 """
@@ -22,7 +22,7 @@ from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
 from megapack.training.validation import validate_sources
 
-SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is no multiple of a group's size
+SOURCES = {"short": [16, 32], "odd": [48, 133]}  # 133 is not a multiple of the group size
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Configurations that cannot be, the key that the error must name, and when it is seen.
+"""Invalid configurations, the key that the error must name, and when the error appears.
 
     wrong_configurations.py CONFIG early      # or late
 
-gives every case that is seen early to ``main()`` of megapack-pretrain, in this one process, and
-prints a JSON line for each: what happened, and which of the heavy packages were imported by then.
+runs every early case through ``main()`` of megapack-pretrain, in this process, and prints a JSON
+line for each: the outcome, and which heavy packages were imported by then.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HEAVY = ("torch", "transformers", "deepspeed")
 
 @dataclass(frozen=True)
 class Case:
-    """One wrong start."""
+    """An invalid start."""
 
     words: tuple[str, ...]
-    """``key=value`` for --set; the rest is the command line as it is."""
+    """``key=value`` for --set; other words go to the command line unchanged."""
     named: str
     """What the error must name."""
     late: bool = False
@@ -46,7 +46,7 @@ class Case:
 
 
 def _table(text: str, *, late: bool = False) -> Iterator[Case]:
-    """Lines "what is named | words of a case | words of another", or "key: value value"."""
+    """Parse lines "name | words of a case | words of another", or "key: value value"."""
     for line in filter(None, text.splitlines()):
         named, bar, rest = line.partition(" | ")
         key, _, values = line.partition(": ")
@@ -259,7 +259,7 @@ CASES = [
 
 
 def run(case: Case, config: Path) -> dict[str, Any]:
-    """One case in this process: exit code, stderr, what was imported, seconds."""
+    """Run a case in this process; return exit code, stderr, imports, seconds."""
     from megapack.training.pretrain import main  # noqa: PLC0415
 
     words = [part for word in case.words for part in _option(word)]
@@ -271,7 +271,7 @@ def run(case: Case, config: Path) -> dict[str, Any]:
         os.dup2(said.fileno(), 2)
         try:
             code = main()
-        except SystemExit as leaving:  # of the parser
+        except SystemExit as leaving:  # by the parser
             code = int(leaving.code or 0)
         finally:
             sys.stderr.flush()
@@ -289,7 +289,7 @@ def run(case: Case, config: Path) -> dict[str, Any]:
 
 
 def _option(word: str) -> Iterator[str]:
-    """``a.b=c`` behind --set."""
+    """Return the ``a.b=c`` of --set."""
     key, equals, _ = word.partition("=")
     if equals and not key.startswith("-"):
         yield "--set"
@@ -297,7 +297,7 @@ def _option(word: str) -> Iterator[str]:
 
 
 def _config(case: Case, config: Path) -> Path:
-    """The configuration of a case, beside that which it changes."""
+    """Write the configuration of a case."""
     path = config.with_name("wrong.yaml")
     if case.yaml is not None:
         path.write_bytes(case.yaml if isinstance(case.yaml, bytes) else case.yaml.encode())

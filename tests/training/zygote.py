@@ -1,8 +1,8 @@
-"""Starts many real processes without paying for their imports again and again.
+"""Starts many real processes that share their imports.
 
 This process imports torch, DeepSpeed and transformers once and forks a child for every request
-(JSON, one per line). Children are ordinary processes: they can be killed, they have their own
-environment, and they run a script as ``__main__``.
+(JSON, one per line). Children are ordinary processes with their own environment, which can be
+killed; they run a script as ``__main__``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import runpy
 import sys
 from typing import Any
 
-# Everything the scripts need, imported before the first fork and before any thread exists.
+# All imports of the scripts, before the first fork and before any thread exists.
 import deepspeed
 import deepspeed.module_inject.auto_ep_config
 import deepspeed.ops
-import deepspeed.runtime.zero.muon.muon_optimizer  # every engine; all of inductor
+import deepspeed.runtime.zero.muon.muon_optimizer  # every engine needs it; imports inductor
 import hypothesis  # noqa: F401
 import megatron.core.datasets.gpt_dataset  # noqa: F401
 import pytest  # noqa: F401
@@ -43,7 +43,7 @@ def run_child(request: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["env"])
-    if "TORCH_STANCE" in os.environ:  # as in force_eager: nothing is compiled
+    if "TORCH_STANCE" in os.environ:  # as in force_eager: compile nothing
         torch.compiler.set_stance(os.environ["TORCH_STANCE"])
     sys.argv = request["argv"]
     for fault, arguments in request.get("faults", {}).items():
@@ -53,14 +53,14 @@ def run_child(request: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Of use to inference alone, and compiling it would take every group of ranks half a minute.
+    # For inference only; every group of ranks would compile it for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if sys.argv[1:] == ["hurry"]:  # benchmarks want what users have
+    if sys.argv[1:] == ["hurry"]:  # not in benchmarks, which measure defaults
         fork_modules()
         assert Heartbeat.__init__.__kwdefaults__ is not None
-        Heartbeat.__init__.__kwdefaults__["interval"] = 0.5  # lost ranks are named sooner
+        Heartbeat.__init__.__kwdefaults__["interval"] = 0.5  # detect lost ranks sooner
     gc.collect()
-    gc.freeze()  # children would go through a million objects of imports, and copy their pages
+    gc.freeze()  # or children would scan the imported objects and copy their pages
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -76,4 +76,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # taking all of these imports down takes a second
+    os._exit(0)  # tearing down the imports takes a second
