@@ -80,8 +80,8 @@ class SpikeWatch:
     def look(self, line: Line, mixture: str) -> Spike | None:
         """Check the line of the next step; return a confirmed spike or None.
 
-        When ``mixture``, a text that identifies what the step draws from, changes, the levels of
-        losses and gradients change, and their bands start anew; those of sources stay.
+        ``mixture`` identifies what the step draws from. When it changes, the levels of losses and
+        gradients change, and their bands start anew; those of sources stay.
         """
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
@@ -217,9 +217,9 @@ def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, floa
     """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw more of what has high loss.
 
     A bandit (EXP3) whose arms are the sources. With K sources, at decision t, the reward of a
-    source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share`` with
-    ``a = smoothing``; its share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t`` with ``e_t = min(1
-    / K, sqrt(ln K / (K t)))``, so that no share falls below ``e_t``. The paper pulls one arm per
+    source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share``, with
+    a = ``smoothing``. Its share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t``, where
+    ``e_t = min(1 / K, sqrt(ln K / (K t)))`` is the smallest share. The paper pulls one arm per
     batch; this rule updates all sources that had tokens since the last decision.
     """
     names, last = list(report.weights), report.state

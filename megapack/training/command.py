@@ -120,8 +120,7 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """Read a run's configuration from a YAML file, or a recipe: a file of ``configs/`` without
-    .yaml.
+    """Read a run's configuration from a YAML file, or a recipe (the name of one in ``configs/``).
 
     ``overrides`` are ``"a.b=value"``. Raises ConfigError: neither a file nor a recipe, or as
     ``load_config``. Raises OSError: the file cannot be read.

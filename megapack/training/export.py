@@ -61,9 +61,7 @@ def export_checkpoint(args: argparse.Namespace) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(world.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
         try:
-            tag = export(
-                config, world, step=args.step, output=output, scratch=scratch, average=args.average
-            )
+            tag = export(args, config, world, output, scratch)
         finally:
             if world.is_first:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -73,26 +71,14 @@ def export_checkpoint(args: argparse.Namespace) -> int:
 
 
 def export(
-    config: PretrainConfig,
-    world: World,
-    *,
-    step: int | None,
-    output: Path,
-    scratch: Path,
-    average: bool = False,
+    args: argparse.Namespace, config: PretrainConfig, world: World, output: Path, scratch: Path
 ) -> str:
     """Load a checkpoint as a resumed run would, write its model, return the checkpoint's name.
 
-    Args:
-        step: step of the checkpoint; None: the newest.
-        output: directory of the model, replaced if it exists.
-        scratch: folder for a converted checkpoint.
-
-    Raises:
-        ConfigError: the run keeps no average.
-        ResumeError: the checkpoint does not exist, or its model differs from the configuration's.
+    Raises ConfigError: the run keeps no average. Raises ResumeError: the checkpoint does not exist,
+    or its model differs from the configuration's.
     """
-    if average and config.optimizer.ema_decay is None:
+    if args.average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = open_inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
@@ -104,7 +90,7 @@ def export(
     checkpoints, stage = RunDirectory(config.run_dir).checkpoints, config.engine.stage
     store = CheckpointStore(checkpoints, world, keep=1, zero_stage=stage, scratch=scratch)
     resume = store.find(
-        verify=config.checkpoint.verify, among=lambda tag: step in (None, step_of(tag))
+        verify=config.checkpoint.verify, among=lambda tag: args.step in (None, step_of(tag))
     )
     if resume is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
@@ -115,7 +101,7 @@ def export(
     engine = start_engine(model, config, world)
     store.load(engine, resume)
     end = end_token(inputs.data.datasets)
-    with engine.weight_average.in_model() if average else nullcontext():
+    with engine.weight_average.in_model() if args.average else nullcontext():
         export_model(engine, output, world, tokenizer=tokenizer_of(config.model), end=end)
     return resume.tag
 

@@ -49,10 +49,8 @@ logger = logging.getLogger("megapack")
 
 
 def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
-    """Check, train and export; return the exit code.
-
-    Raises MegapackError, OSError before ranks connect. Later errors end the process.
-    """
+    """Check, train and export; return the exit code. Raises MegapackError and OSError before ranks
+    connect; later errors end the process."""
     show_log()
     run = RunDirectory(config.run_dir)
     inputs, architecture, tokenizer = check_start(config, run, num_ranks, profile)

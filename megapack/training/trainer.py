@@ -3,10 +3,10 @@
 ``Trainer`` is the loop. ``TimedBatches`` yields the micro batches of a step and measures how long
 the trainer waits for them. ``BatchTrace`` logs the samples of every micro batch.
 
-Rules of the configuration (``megapack.training.autopilot``) may change the run. After a loss spike
-the trainer loads the last checkpoint before it and skips its samples; between two steps a mixing
-rule may set new weights of the sources. Both append a stage to the run's program and reopen the
-data in the same processes.
+Configured rules (``megapack.training.autopilot``) may change the run. After a loss spike, the
+trainer loads the last checkpoint before the spike and skips the samples of the spike. Between two
+steps, a mixing rule may set new weights of the sources. Both append a stage to the run's program
+and reopen the data in the same processes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Trainer:
         self.set_step(start)
 
     def set_step(self, done: int) -> None:
-        """Note that ``done`` optimizer steps are complete."""
+        """Record that ``done`` optimizer steps are complete."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
         self.run_dir.at = {"step": done, "saved": self.saved}
         self.world.progress.at(f"the end of step {done - 1}")
@@ -324,9 +324,8 @@ class Trainer:
     def check_files(self, inputs: Inputs | None = None) -> None:
         """Check that the data files are those that the run started with; collective.
 
-        Opens them if one has another inode, size or time, and ``inputs`` are not freshly opened
-        ones. Raises ResumeError: a source has other samples or bytes, or the blend's manifest
-        changed.
+        Without freshly opened ``inputs``, opens the files if one has another inode, size or time.
+        Raises ResumeError: a source has other samples or bytes, or the blend's manifest changed.
         """
         problem = None
         stamps = self.inputs.file_stamps()

@@ -12,6 +12,7 @@ import pytest
 
 from megapack.data.run import read_decisions
 from megapack.errors import ConfigError, ResumeError
+from megapack.storage.locks import FOLDER_MARK
 from megapack.storage.metadata import file_checksum
 from megapack.storage.remote.client import put_object
 from megapack.training.config import CheckpointConfig
@@ -271,5 +272,6 @@ def test_invalid_manifest_is_refused_and_restores_nothing(
     lost = tmp_path / "lost" / "checkpoints"
     with pytest.raises(ResumeError, match=named):
         Mirror(f"file://{manifest.parent}").restore(lost)
-    assert [path.name for path in lost.rglob("*") if path.is_file()] == ["manifest.json"]
+    names = {path.name for path in lost.rglob("*") if path.is_file()}
+    assert names == {FOLDER_MARK, "manifest.json"}
     assert not list((tmp_path / "lost").glob("victim"))

@@ -285,13 +285,19 @@ def test_interrupted_conversion_kills_its_converter(
     monkeypatch.setattr(subprocess, "Popen", start)
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
     store = CheckpointStore(tmp_path, alone, keep=1, zero_stage=1)
-    left = tmp_path / "step_00000002_tokens_9.universal"
+    left = tmp_path / f"step_00000002_tokens_9.{'0a' * 16}.universal"
+    folders_of_user = [tmp_path / f"step_notes.{kind}" for kind in ("partial", "universal")]
+    for folder in (left, *folders_of_user):
+        folder.mkdir()
+    store._clear_partial()
+    assert not left.exists()
     left.mkdir()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             store._convert("step_00000002_tokens_9")
     folders = {process.args[process.args.index("--output_folder") + 1] for process in started}
     assert len(folders) == 2 and not left.exists()
+    assert all(folder.exists() for folder in folders_of_user)
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 

@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megapack.data import Schedule, load_blend, open_blend
+from megapack.storage.locks import make_own_folder
 from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 from megapack.training.monitoring.signals import PREEMPTED
@@ -86,7 +87,7 @@ def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
     assert "lost contact to rank 1 on " in ranks.output()
     assert run.latest == FIRST
     # As left by a kill during saving.
-    (run.checkpoints / "step_00000006.partial").mkdir()
+    make_own_folder(run.checkpoints / "step_00000006.partial")
     late = {0: {"slow_record": [0.5]}}  # the other rank waits
     alone = "data.check_ranks_every=0"  # it would wait, too
     run.start(alone, faults=late).succeed(f"continuing at step 3 from {FIRST}")
@@ -274,6 +275,10 @@ def test_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> No
     assert run.truncate_logs(500) == []
     [problem] = run.truncate_logs(800)
     assert "ends after 500 tokens, and the checkpoint has seen 800" in problem
+    run.log.write_bytes(damage + b"\n")
+    run.truncate_logs(0)
+    assert (tmp_path / "log.jsonl.damaged").read_bytes() == before
+    assert (tmp_path / "log.jsonl.damaged1").read_bytes() == damage + b"\n"
 
 
 def test_unwritable_run_directory_is_refused_before_ranks_connect(

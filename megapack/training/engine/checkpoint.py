@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megapack.errors import ResumeError
 from megapack.storage.files import AtomicFile, Buffer, atomic_write, publish
+from megapack.storage.locks import make_own_folder, remove_own_folder
 from megapack.training.engine.directory import (
     MANIFEST,
     CheckpointManifest,
@@ -215,6 +216,7 @@ class CheckpointStore:
         what = f"checkpoint {tag} is not written: weights are not finite"
         self.world.fail_together(", ".join(bad[:3]) or None, what, FloatingPointError)
         self.world.on_first(self._clear_partial)
+        self.world.on_first(lambda: make_own_folder(partial))
         files = WrittenFiles(partial, self.world.progress, self._stager)
         writer = engine.checkpoint_engine
         original, writer.save = writer.save, files.save
@@ -274,7 +276,9 @@ class CheckpointStore:
 
     def _clear_partial(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self.directory, "partial", "universal")
+        for folder in self.directory.glob("step_*.partial"):
+            remove_own_folder(folder)
+        _remove_universal(self.directory)
 
     def _publish(self, tag: str, manifest: CheckpointManifest) -> None:
         partial = self.directory / f"{tag}.partial"
@@ -344,7 +348,7 @@ class CheckpointStore:
         newer = [other for other in self.tags() if tokens_of(other) > tokens_of(tag)]
         if newer:
             for old in self.directory.glob("step_*.abandoned"):
-                shutil.rmtree(old)
+                remove_own_folder(old)
             self._set_aside(newer[-1:], "abandoned")
             for other in newer[:-1]:
                 self._remove(other)
@@ -357,7 +361,7 @@ class CheckpointStore:
         # Nothing loads or removes a directory with such a name.
         for tag in tags:
             target = self.directory / f"{tag}.{kind}"
-            shutil.rmtree(target, ignore_errors=True)
+            remove_own_folder(target)
             (self.directory / tag).rename(target)
 
     def _needs_universal(self, manifest: CheckpointManifest) -> bool:
@@ -410,7 +414,7 @@ class CheckpointStore:
     def _convert(self, tag: str) -> Path:
         """Convert to the universal format, in a new folder; return the folder."""
         # The name is unique because the converter of a killed start may still be running.
-        _remove_leftovers(self.scratch, "universal")
+        _remove_universal(self.scratch)
         universal = self.scratch / f"{tag}.{uuid.uuid4().hex}.universal"
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--input_folder", str(self.directory / tag)]
@@ -453,11 +457,10 @@ class CheckpointStore:
         return sorted({fault for part in self.world.gather(faults) for fault in part})
 
 
-def _remove_leftovers(directory: Path, *kinds: str) -> None:
-    # They belong to a start that was killed.
-    for kind in kinds:
-        for leftover in directory.glob(f"step_*.{kind}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+def _remove_universal(directory: Path) -> None:
+    # A killed start left them. ``_convert`` gave them a random name.
+    for folder in directory.glob(f"step_*.{'[0-9a-f]' * 32}.universal"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

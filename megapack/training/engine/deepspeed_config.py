@@ -27,8 +27,7 @@ from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 
 
 def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any]:
-    """Return the configuration for ``deepspeed.initialize``, with ``engine.deepspeed`` merged
-    in."""
+    """Return the configuration for ``deepspeed.initialize``, including ``engine.deepspeed``."""
     engine = config.engine
     micro_steps = max(
         1, config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)

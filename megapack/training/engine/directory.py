@@ -292,7 +292,7 @@ def tokens_of(tag: str) -> int:
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
     """Append lines to a log; replace a last line that a kill or a full disk cut short. Raises
-    OSError: with the path (Python's error of a full disk has none)."""
+    OSError with the path (Python's error of a full disk has none)."""
     try:
         with path.open("ab+") as file:
             if file.tell():

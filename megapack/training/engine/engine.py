@@ -157,8 +157,8 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
         config=deepspeed_configuration(config, world.size),
         dist_init_required=False,
     )
-    # Some DeepSpeed versions cast buffers with the parameters; float32 comes back here: RoPE
-    # frequencies rounded to bfloat16 are wrong by 32 positions at 16k.
+    # Some DeepSpeed versions cast buffers with the parameters. Restore float32: RoPE frequencies
+    # rounded to bfloat16 are wrong by 32 positions at 16k.
     for name, buffer in model.named_buffers():
         if name in buffers and buffer.dtype != buffers[name].dtype:
             buffer.data = buffers[name].to(world.device)
@@ -181,8 +181,8 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
 def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
     """Make an optimizer clip gradients and skip updates, as DeepSpeed's ZeRO optimizers do.
 
-    Without ZeRO, DeepSpeed only reads ``overflow`` and ``_global_grad_norm`` of the optimizer. 0
-    disables clipping.
+    Without ZeRO, DeepSpeed only reads ``overflow`` and ``_global_grad_norm`` of the optimizer.
+    ``clip`` 0 disables clipping.
     """
     patched: Any = optimizer
     update = optimizer.step

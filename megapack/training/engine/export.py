@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
+from megapack.storage.locks import FOLDER_MARK, make_own_folder, remove_own_folder
 from megapack.training.config import ModelConfig
 from megapack.training.engine.world import World
 
@@ -43,7 +44,9 @@ def export_model(
                     weights[name] = parameter.detach().cpu().clone()
     if world.is_first:
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        remove_own_folder(partial)  # of an export that was killed
+        make_own_folder(partial)
         if end is not None:
             # Not ``config.pad_token_id``: the embedding would not train that row.
             model = engine.module.model
@@ -57,6 +60,7 @@ def export_model(
             engine.module.save(partial, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        (partial / FOLDER_MARK).unlink()
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     dist.barrier()

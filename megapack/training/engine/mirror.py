@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from megapack.errors import ConfigError, FormatError, MegapackError, ResumeError
 from megapack.storage.files import atomic_write
+from megapack.storage.locks import make_own_folder, remove_own_folder
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.client import (
     RemoteObject,
@@ -173,8 +173,9 @@ class Mirror:
         assert manifest_object is not None, "it was listed above"
         progress = functools.partial(self._progress.inside, f"restoring {tag} from its mirror")
         partial = directory / f"{tag}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        remove_own_folder(partial)
+        directory.mkdir(parents=True, exist_ok=True)
+        make_own_folder(partial)
         manifest = _fetch(manifest_object, tag, partial / MANIFEST)
         for name, expected in manifest.files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)

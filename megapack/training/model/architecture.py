@@ -17,12 +17,11 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,7 +93,12 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
             result = AutoConfig.for_model(kind, **{**dict.fromkeys(_SPECIAL), **values})
         except StrictDataclassError:
             result = AutoConfig.for_model(kind, **values)
-        _begin_anew(result, given=values)
+        # Without special tokens: document boundaries come from the index, and an embedding would
+        # not train the row of ``pad_token_id``.
+        for name in set(_SPECIAL) - set(values):
+            with suppress(StrictDataclassError):  # few classes require one
+                setattr(result, name, None)
+        _remove_dropout(result, values)
         if kind == "gpt2_alibi":
             result.alibi_slopes = alibi_slopes(result.n_head).tolist()
         return result
@@ -147,7 +151,7 @@ def _loaded_configuration(config: ModelConfig) -> Any:
     except Exception as error:  # of the validators of its class
         raise _not_loaded(config.pretrained, error) from error
     _check_decoder(result)
-    _without_dropout(result)
+    _remove_dropout(result)
 
     def change() -> Any:
         for name, value in config.overrides.items():
@@ -180,16 +184,7 @@ def _check_kind(kind: Any) -> None:
     )
 
 
-def _begin_anew(configuration: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Remove dropouts and special tokens that are not given. Document boundaries come from the
-    index, and an embedding would not train the row of ``pad_token_id``."""
-    for name in set(_SPECIAL) - set(given):
-        with suppress(StrictDataclassError):  # few classes require one
-            setattr(configuration, name, None)
-    _without_dropout(configuration, given)
-
-
-def _without_dropout(configuration: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+def _remove_dropout(configuration: Any, given: Collection[str] = ()) -> None:
     for name in set(_DROPOUTS) - set(given):
         if hasattr(configuration, name):
             setattr(configuration, name, 0.0)
