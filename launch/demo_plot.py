@@ -58,11 +58,11 @@ def main() -> None:
     draw(demo, facts, launches, repeated)
     (demo / "demo.json").write_text(json.dumps({**facts, **repeated}, indent=1, default=str) + "\n")
     for arm, title in ARMS.items():
-        said = facts[arm]
+        figures = facts[arm]
         print(
-            f"{title:>20}: held-out loss {said['losses'][-1]:.3f}, documents cut "
-            f"{said['cut']:.1%}, padding {said['padding']:.3%}, attention work of the ranks "
-            + " and ".join(f"{pairs:,.0f}" for pairs in said["pairs_per_token"])
+            f"{title:>20}: held-out loss {figures['losses'][-1]:.3f}, documents cut "
+            f"{figures['cut']:.1%}, padding {figures['padding']:.3%}, attention work of the ranks "
+            + " and ".join(f"{pairs:,.0f}" for pairs in figures["pairs_per_token"])
             + " pairs per token"
         )
     print(

@@ -333,9 +333,9 @@ def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
         for name, saved, expected in report["mismatched_keys"]
     }
     problems = {
-        "lacks tensors of the model, which would begin at random": report["missing_keys"],
+        "lacks tensors of the model, which would get random values": report["missing_keys"],
         "has tensors that the model lacks, which would be lost": report["unexpected_keys"],
-        "has tensors of other shapes, which would begin at random": shapes,
+        "has tensors of other shapes, which would get random values": shapes,
     }
     for problem, names in problems.items():
         tensors = sorted(
