@@ -429,8 +429,8 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptions:
-    """Keys of a manifest that only hosts use, for packing and for rows of samples."""
+class HostOptions(BlendConfig):
+    """Manifest of a blend with the keys that only hosts use, for packing and rows of samples."""
 
     strategy: str = "bucket"
     """Packing strategy of sources without an index; a name of ``megapack.packing.STRATEGIES``."""
@@ -458,11 +458,6 @@ class HostOptions:
     """The cache directory is a disk of each node, not shared: one process of each node builds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WholeManifest(HostOptions, BlendConfig):
-    """All keys that a manifest may have."""
-
-
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:
     """Read a manifest. Raises ConfigError and OSError as ``load_config`` does."""
-    return load_config(_WholeManifest, Path(path), overrides).relative_to(Path(path).parent)
+    return load_config(HostOptions, Path(path), overrides).relative_to(Path(path).parent)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import xxhash
 
 from megapack.config import from_dict, load_config, to_dict
-from megapack.data.blend import BlendConfig, HostOptions, Source
+from megapack.data.blend import HostOptions, Source
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import open_fim
@@ -64,7 +64,7 @@ STAGE_FIELDS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest(HostOptions, BlendConfig):
+class Manifest(HostOptions):
     """Sources and options of a host's data path; every field but ``sources`` has a default."""
 
     def __post_init__(self) -> None:
