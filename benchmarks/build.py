@@ -1,27 +1,24 @@
-"""Text to .bin/.idx, from end to end: ours beside what preprocess_data.py does, and the tokenizers.
+"""``make bench-build``: text to .bin/.idx, compared with preprocess_data.py; and tokenizers alone.
 
-Corpus: the Python source of this disk, every distinct file a document, as .jsonl; the tokenizer is
-a byte-level BPE trained on it. Everything has two processes or two threads, every side runs equally
-often, in turns, and counts with its median. MB/s are of text (UTF-8), memory is the proportional
-set size of all processes of a command, at its largest.
+Corpus: all distinct Python files on this disk, one document each, as .jsonl; the tokenizer is a
+byte-level BPE trained on it. Every side has two processes or two threads, and runs equally often,
+in turns; the median counts. MB/s are of text (UTF-8). Memory is the largest proportional set size
+of all processes of a command.
 
-- bare: texts lie in memory, ids are thrown away: the limit of what a build can do. tokenizers gets
-  its part in one call. gigatoken remembers words, so it first encodes the first half of the corpus
-  and is then timed on the second, which it has not seen: in one call, and in batches of 4 MB (its
-  memory is then used again, which is faster; this is how our readers feed it).
-- pool + megatron-core: preprocess_data.py's loop, written again: a pool of workers that parse and
-  encode, and one parent that writes with megatron-core's own IndexedDatasetBuilder.
+- bare: texts are in memory, ids are discarded: the upper limit of a build. tokenizers gets its part
+  in one call. gigatoken caches words, so it first encodes the first half of the corpus and is timed
+  on the second: in one call, and in batches of 4 MB, as our readers do (faster, since it reuses its
+  memory).
+- pool + megatron-core: preprocess_data.py's loop, rewritten: a pool of workers that parse and
+  encode, and one parent that writes with megatron-core's IndexedDatasetBuilder.
 - ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included),
-  with its start, the tokenizer's load, cold caches, checks and the merge. Beside "tokenizers" it
-  has the same encoder as megatron-core's side; what "gigatoken" adds is the encoder's. "beyond the
-  first half" is the text of the second half by the seconds that it adds to a command: the rate of
-  a corpus so large that a start does not count.
+  with process start, loading of the tokenizer, cold caches, checks and merge. With "tokenizers" it
+  has the same encoder as megatron-core's side. "beyond the first half" is the text of the second
+  half divided by the seconds that it adds to a command: the speed for a very large corpus.
 - reading: .jsonl to flat text in one thread, with our parser and with orjson: whole files, and the
-  same text cut into documents of 500 characters.
+  same text in documents of 500 characters.
 
-The sides with "tokenizers" get the first part of the corpus only.
-
-QUICK=1 runs on less text.
+Sides with "tokenizers" get only the first part of the corpus. QUICK=1 runs on less text.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ def texts_of(corpus: Path) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-# ---- Sides that run in a process of their own, and give their seconds ----------------------------
+# ---- Sides that run in separate processes and return their seconds -------------------------------
 
 
 def bare_tokenizers(corpus: str, tokenizer: str) -> float:
@@ -183,7 +180,7 @@ def megatron(corpus: str, tokenizer: str, prefix: str) -> float:
 
 
 def memory_of(pid: int) -> int:
-    """Proportional set size in bytes of a process and all below it; 0 where nobody tells."""
+    """Return the proportional set size in bytes of a process and its children; 0 if unknown."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -214,7 +211,7 @@ Side = Callable[[], tuple[float, int]]  # seconds and bytes of one run
 
 
 def side(function: Callable[..., float], *arguments: object) -> Side:
-    """A function of this file, in a process of its own."""
+    """Run a function of this file in a separate process."""
     command = [sys.executable, __file__, function.__name__, *map(str, arguments)]
 
     def run() -> tuple[float, int]:

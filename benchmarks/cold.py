@@ -1,15 +1,15 @@
-"""``make bench-cold``: batches from a disk that has nothing of the documents in memory.
+"""``make bench-cold``: batches from a disk, with no page of the documents in memory.
 
-The same micro batches in the same order, prepared by a thread, out of a .bin whose pages were
-dropped before (posix_fadvise). A trainer takes one every 4 ms. ``page faults`` reads as a mapped
-file is read by everybody: a page that is missing stops the gather, and the system reads around it
-as far as the disk's read_ahead_kb says. ``page faults, exactly`` has that switched off (madvise),
-as where the data do not fit into memory and what lies around would be dropped before it is used.
-``read ahead`` is what ``build_loader`` does: the pages of the next micro batches are asked for.
+A thread prepares the same micro batches in the same order, from a .bin whose pages were dropped
+before (posix_fadvise). A trainer takes one every 4 ms. ``page faults`` reads a mapped file as
+usual: a missing page stops the gather, and the system reads around it, as far as the disk's
+read_ahead_kb. ``page faults, exactly`` switches that off (madvise), as if memory were too small for
+the neighboring pages. ``read ahead`` is ``build_loader``: it requests the pages of the next micro
+batches.
 
-``tokens_per_s``: that the trainer got; without any waiting it takes TOKENS / TRAINER_SECONDS.
-``waits``: pages that a gather had to wait for, so a disk that takes t per read adds waits x t;
-``read over useful``: bytes read from the disk over bytes of the samples' tokens.
+``tokens_per_s``: tokens that the trainer got; without waiting it takes TOKENS / TRAINER_SECONDS.
+``waits``: pages for which a gather waited, so a disk with a latency of t adds waits x t;
+``read over useful``: bytes read from the disk, divided by bytes of the samples' tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FAULTS, EXACTLY = "page faults", "page faults, exactly"
 
 
 def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[str, Any]:
-    """One pass; ``depth``: micro batches asked for ahead, None: none."""
-    forget(Path(f"{prefix}.bin"))  # nobody maps it now
+    """Run one pass; ``depth``: micro batches of read-ahead, or None."""
+    forget(Path(f"{prefix}.bin"))  # no process maps it now
     documents = IndexedDataset(prefix)
     dataset = PackedDataset(documents, f"{prefix}.samples")
     schedule = Schedule(dataset, tokens_per_step=TOKENS, seed=1)

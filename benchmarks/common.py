@@ -1,4 +1,4 @@
-"""What every benchmark needs: one timer, peak memory, one table, a JSON beside it."""
+"""Shared by the benchmarks: timers, peak memory, tables, result files (JSON)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def quick() -> bool:
 
 
 class Units(int):
-    """How many units of work a call has done."""
+    """Number of units of work of a call."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,15 @@ class Timing:
         return (high - low) / self.seconds
 
     def row(self) -> dict[str, float]:
-        """What a result file says of it."""
+        """Return the entry of the result file."""
         return {"seconds": self.seconds, "spread_%": 100 * self.spread}
 
 
 def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int) -> dict[S, list[T]]:
-    """What each side returned in each round; all take turns, so what else the machine does meets
-    every one of them."""
+    """Run all sides in turn in every round; return their results.
+
+    So other load of the machine affects all sides.
+    """
     found: dict[S, list[T]] = {name: [] for name in sides}
     for _ in range(rounds):
         gc.collect()
@@ -123,8 +125,10 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last line of every step of a run, its samples and its loss, beside those of the run that
-    nothing happened to. A loss that is no number (null) makes the difference none."""
+    """Compare the last log line of every step, its samples and its loss, with an undisturbed run.
+
+    If a loss is NaN (null), the difference is None.
+    """
     ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
     losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
     mine, other = np.array(losses or [(np.nan, np.nan)], float).T
@@ -143,12 +147,11 @@ def _memory(kind: str) -> int:
 
 
 def in_child(fn: Callable[[], Any]) -> Any:
-    """``fn()`` in a forked process: what it imports and allocates is gone afterwards.
+    """Run ``fn()`` in a forked process, whose imports and memory are then gone.
 
     Returns:
-        Its result, which must be picklable. To a dict are added "peak_bytes", by how much the
-        resident size rose at most, and "private_bytes", by how much memory of its own it rose (0
-        where it gave some back).
+        Its result, which must be picklable. A dict also gets "peak_bytes", the largest increase of
+        the resident size, and "private_bytes", the increase of private memory (0 if it shrank).
 
     Raises:
         RuntimeError: the child died (its message is on stderr).
@@ -179,24 +182,24 @@ def in_child(fn: Callable[[], Any]) -> Any:
 
 
 def peer_of(name: str, load: Callable[[], T], variable: str = "", *folders: str) -> T | None:
-    """What ``load`` makes of a peer; None, and a line that says so, where it is not found.
+    """Return the result of ``load`` for a peer; None, with a printed line, if the peer is missing.
 
     Args:
-        name: of the peer.
-        load: imports it and returns how it is called.
-        variable: names its checkout; "": it is installed.
-        folders: of the checkout, to import from; none: the checkout itself.
+        name: name of the peer.
+        load: imports it and returns how to call it.
+        variable: environment variable with its checkout; "": it is installed.
+        folders: folders of the checkout to import from; empty: the checkout itself.
     """
     checkout = os.environ.get(variable, "")
     if variable and not checkout:
-        print(f"not beside ours: {name} ({variable} names no checkout)")
+        print(f"skipped: {name} (set {variable} to its checkout)")
         return None
     paths = [str(Path(checkout, folder)) for folder in folders or ("",)] if variable else []
     sys.path[:0] = [path for path in paths if path not in sys.path]
     try:
         return load()
     except ImportError as error:
-        print(f"not beside ours: {name} ({error})")
+        print(f"skipped: {name} ({error})")
         return None
 
 
@@ -207,12 +210,12 @@ def checkout_commit(variable: str) -> str | None:
 
 
 def only(known: Iterable[str], *, others: str = "") -> list[str]:
-    """Those of ``known`` that ONLY=a,b names, in their order; all of them without ONLY.
+    """Return the names of ``known`` that ONLY=a,b selects, in their order; without ONLY all.
 
-    ``others`` is a command that is given the same ONLY, so that names may be its own; "": none is.
+    ``others`` is a command that gets the same ONLY and may know other names; "": no such command.
 
     Raises:
-        SystemExit: there is no such part.
+        SystemExit: a name is unknown.
     """
     known = list(known)
     asked = [name for name in os.environ.get("ONLY", "").split(",") if name]
@@ -225,12 +228,12 @@ def only(known: Iterable[str], *, others: str = "") -> list[str]:
 
 
 def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) -> Path:
-    """Write ``results`` (anything JSON) of a benchmark to results/NAME-HOST-DATE.json (of a QUICK
-    run NAME-quick-HOST-DATE.json), with what it ran on; then show ``tables``, title -> rows.
+    """Write ``results`` (JSON) to results/NAME-HOST-DATE.json (QUICK: NAME-quick-HOST-DATE.json).
 
-    ``parts`` is the column that names the part (ONLY) a row belongs to. ``results`` is then a
-    dictionary of lists; rows of other parts stay in the file, whoever writes to it meanwhile, and
-    "measured" says of every part when and on what it was measured, and beside how much.
+    Adds the environment, then prints ``tables``, title -> rows. ``parts`` is the column with the
+    part (ONLY) of a row. ``results`` is then a dictionary of lists; rows of other parts stay in the
+    file, also if another process writes it meanwhile, and "measured" records for every part when,
+    where and with which load it was measured.
     """
     RESULTS.mkdir(exist_ok=True)
     file = f"{name}-quick" if quick() else name
@@ -263,8 +266,10 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
 
 
 def merge_run(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]:
-    """A run of some parts, and the rows that an older one, as quick, has of the others; any other
-    run as it is."""
+    """Merge a run of some parts with an older run's rows of other parts (both QUICK or neither).
+
+    A run without parts is returned unchanged.
+    """
     part = run.get("parts")
     if not part or old is None or old["quick"] != run["quick"]:
         return run
@@ -282,7 +287,7 @@ def merge_run(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]
 
 
 def commit(checkout: Path = Path(__file__).parent) -> str | None:
-    """Of a checkout, this one, with "+changes" where files differ from it; None outside of git."""
+    """Return the commit of a checkout, with "+changes" if files differ; None without git."""
     git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
@@ -294,7 +299,7 @@ def commit(checkout: Path = Path(__file__).parent) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of every package that a benchmark measures or measures with, as far as it is installed."""
+    """Return the versions of all installed packages that the benchmarks use."""
     found = {}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -1,8 +1,9 @@
-"""make bench-composition: what the papers say about data composition, beside what is measured.
+"""``make bench-composition``: the papers' figures of data composition, compared with measured ones.
 
 Lengths only, one core. Prints every figure of BucketLLM Tables 1 and 3, Seamless Packing 4.8,
-Figure 3, Table 9 and I.1, the atom-size paper's Table 3 (steps) and the blog's tables, says whether
-the measured one agrees and why not, and writes the same as JSON. QUICK=1 takes fewer documents.
+Figure 3, Table 9 and I.1, the atom-size paper's Table 3 (steps) and the blog's tables, with the
+measured figure, whether they agree and why not, and writes the same as JSON. QUICK=1 takes fewer
+documents.
 """
 
 from __future__ import annotations

@@ -1,32 +1,32 @@
-"""``make bench-data``: megatron-core's GPTDataset and ours on the same files, beside a memcpy.
+"""``make bench-data``: megatron-core's GPTDataset and ours on the same files, compared with memcpy.
 
-One process, one thread, rows of 4,096 tokens in random order, the .bin in the page cache but in no
-cache of a core. ``plain`` writes tokens, labels, loss mask and one position count per row;
-``positions`` resets positions and masks the loss at every end of document, the nearest GPTDataset
-comes to documents. Ours writes tokens, labels, loss mask, positions per document, cu_seqlens and
+One process, one thread, rows of 4,096 tokens in random order, the .bin in the page cache but not in
+a core's cache. ``plain`` writes tokens, labels, loss mask and one position count per row;
+``positions`` resets positions and masks the loss at every end of document, GPTDataset's closest
+mode to documents. Ours writes tokens, labels, loss mask, positions per document, cu_seqlens and
 max_seqlen, as single samples and as micro batches into reused buffers: of concatenated documents
-(as theirs), of whole ones (``bucket``), which gather from many places, and of these with a loss
-weight per token. Another table has half of the documents transformed by fill-in-the-middle: the
-same samples, with room for sentinels, with it (cut between tokens, or characters) and without.
-``memcpy`` is the limit: as many bytes (28 per token) in the same four arrays, copied into such
-buffers from others like them, which for 4 samples (459 kB each) stay in the caches of a core.
+(like GPTDataset), of whole documents (``bucket``), which gather from many places, and of these with
+a loss weight per token. Another table has fill-in-the-middle for half of the documents (cut between
+tokens, or characters) and without, on the same samples with room for sentinels. ``memcpy`` is the
+limit: as many bytes (28 per token) in the same four arrays, copied between such buffers, which for
+4 samples (459 kB each) stay in a core's caches.
 
-Then loaders, micro batches of 4 rows of a shuffled epoch, each in a process of its own and at its
-best setting: 0, 1 and 2 workers are tried of every one (of OLMo-core also its 4 threads), ours with
-its thread and without. What a batch of each holds:
+Then loaders, micro batches of 4 rows of a shuffled epoch, each in a separate process with its best
+setting: each is measured with 0, 1 and 2 workers (OLMo-core also with its 4 threads), ours with and
+without its thread. Content of a batch:
 
 * megatron-core (torch's DataLoader over GPTDataset): the five arrays above, documents cut;
 * OLMo-core, packed (best fit; OLMO_CORE: its checkout, it needs bettermap, cached-path and
   dataclass-extensions): tokens and document lengths; variable length: tokens of one bucket;
-* mosaicml/streaming (``mosaicml-streaming``, and what it imports): tokens, in rows made before;
-* ours, ``bucket``: all that a model takes.
+* mosaicml/streaming (``mosaicml-streaming`` and its dependencies): tokens, in prepared rows;
+* ours, ``bucket``: all inputs of a model.
 
-What only a peer needs is installed by hand (``pip install --no-deps --target FOLDER ...``; FOLDER
-on PYTHONPATH); a peer that is not found is named and left out.
+Install dependencies of peers by hand (``pip install --no-deps --target FOLDER ...``; FOLDER on
+PYTHONPATH); a missing peer is reported and skipped.
 
-At last what it takes to begin: seconds to the first batch and memory, with 2e7 documents. And both
-inside Megatron: the same .bin/.idx through its own builder and DataLoader, in one process;
-``ratio_to_best``: against its GPTDataset with the workers that serve it best.
+Finally startup: seconds to the first batch and memory, with 2e7 documents. And both inside
+Megatron: the same .bin/.idx through its builder and DataLoader, in one process; ``ratio_to_best``
+compares with GPTDataset at its best number of workers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Sides = dict[str, Callable[[], Units]]
 
 
 class Tokenizer:
-    """What megatron-core's datasets read of one."""
+    """The attributes of a tokenizer that megatron-core's datasets read."""
 
     vocab_size, eod, pad = VOCABULARY, EOD, -1
     unique_identifiers = ("Tokenizer",)
@@ -195,7 +195,7 @@ def _copies(size: int) -> Callable[[], Units]:
     for buffer in source.values():
         buffer.fill_(1)
     pairs = [(out[name].data_ptr(), own.data_ptr(), own.nbytes) for name, own in source.items()]
-    held = (out, source)  # as long as they are copied
+    held = (out, source)  # keeps the buffers alive
     return _counted(lambda: held and [ctypes.memmove(*pair) for pair in pairs], size)
 
 
@@ -203,7 +203,7 @@ Loader = Callable[[], Iterator[Any]]  # micro batches without end, from the firs
 
 
 def loaders(folder: Path, packed: PackedDataset, gpt: dict[str, Any]) -> dict[str, Loader]:
-    """Whose, and at which setting -> a loader, opened when it is called."""
+    """Return (name, setting) -> a loader, opened when called."""
     size = BATCHES[0]
     rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_tokens": size * ROW}
 

@@ -1,22 +1,23 @@
-"""What a run does by itself, and what is made of one, in real processes; a part of ``make faults``.
+"""Decisions of the autopilot and edits of runs, in real processes; a part of ``make faults``.
 
     make bench-edits                  # ten minutes
-    ONLY="noise,mirror" make bench-edits    # the rows of the others stay, in the logged run too
+    ONLY="noise,mirror" make bench-edits    # keeps the logged rows of other parts
 
-- noise: 200 documents of it in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
+- noise: 200 noise documents in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
   killed at random steps and resumed; ZeRO-3; and ten runs without noise, for false alarms. The
-  learning rate falls to 0, as in a run, so what is lost is not learned again by and by
-- seeds: the same with three other seeds; a run has recovered whose loss is, 100 steps after the
-  noise, at most what it was before
-- mixing: a rule that doubles what is learned fastest; resumed five times, on other ranks
-- branches: two from one milestone, one with another mixture, each beside a run of its configuration
-  from step 0 on
-- mirror: a node's disk emptied, restored from moto's S3 server
+  learning rate falls to 0, as in a real run, so lost quality is not simply learned again
+- seeds: the same with three other seeds; a run has recovered if its loss, 100 steps after the
+  noise,
+  is at most the loss before
+- mixing: a rule that doubles the source that is learned fastest; resumed five times, on other ranks
+- branches: two from one milestone, one with another mixture, each compared with a run of its
+  configuration from step 0 on
+- mirror: a node's disk is emptied and restored from moto's S3 server
 
-Every row compares a run with the one that nothing happened to: decisions, samples, the largest
-relative difference of a loss, and the largest difference of a weight at the end. Of the same number
-of ranks and the same ZeRO stage all are equal, to the bit; of another number losses and weights
-differ by rounding, and what rounding grows to.
+Every row compares a run with an undisturbed one: decisions, samples, the largest relative
+difference of a loss, and the largest difference of a weight at the end. With the same number of
+ranks and ZeRO stage all are bit-identical; otherwise losses and weights differ by rounding and its
+growth.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ RANKS = (1, 2) if quick() else (1, 2, 4)
 
 
 def stages(run_dir: Path) -> list[Any]:
-    """What a run decided, without what it took back."""
+    """Return the decisions of a run, without revoked ones."""
     decided = read_decisions(run_dir)
     return [one.stage for one in decided.decisions if not one.void] if decided else []
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, in float32, whatever ranks and ZeRO made of them."""
+    """Return the weights of the newest checkpoint in float32, merged from all partitions."""
     home = run_dir / "checkpoints"
     found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(
         str(home), (home / "latest").read_text()
@@ -225,7 +226,7 @@ def zero_3(place: Place) -> Iterator[Found]:
 
 
 def false_alarms(place: Place) -> Iterator[Found]:
-    """Of runs without noise."""
+    """Return the row about runs without noise."""
     found = []
     for seed in SEEDS:
         config = noise_config(place.folder, f"clean{seed}", noise=0, seed=seed)

@@ -1,21 +1,20 @@
-"""What happens to a run when something fails, beside what happens to a plain DeepSpeed loop.
+"""Faults in a run of megapack-pretrain, compared with the same faults in a plain DeepSpeed loop.
 
     make faults                       # minutes; root for a full disk and a lost node
     ONLY="rank killed,nan gradient" make faults
 
 Real processes, two ranks: megapack-pretrain, and the loop of DeepSpeed's tutorial (``plain_loop``).
-Both get the same fault at the same step; then what is left of them is ended, and the same command
-is given again, as a scheduler does it. "noticed" are the seconds until every rank that can has
-left. "same samples" and "loss differs" compare the log, steps that were taken again included, with
-a run that nothing happened to.
+Both get the same fault at the same step; then remaining processes are killed and the same command
+is started again, as a scheduler does. "noticed" are the seconds until every rank that can exit has
+exited. "same samples" and "loss differs" compare the log, including repeated steps, with an
+undisturbed run.
 
-Limits, which every row names: megapack's are its defaults
-(``engine.heartbeat_timeout_seconds`` 300), the plain loop's what DeepSpeed sets (collectives wait
-for 30 minutes); both are looked at for 420 seconds, and what has not left by then "waits on". That
-takes three quarters of an hour in all; QUICK=1 sets heartbeat_timeout_seconds to 30 and looks for
-120 seconds at both.
+Every row has its limits: for megapack its defaults (``engine.heartbeat_timeout_seconds`` 300), for
+the plain loop DeepSpeed's (collectives wait for 30 minutes). Both are observed for 420 seconds; a
+process that has not exited by then "waits on". That takes three quarters of an hour in all; QUICK=1
+sets heartbeat_timeout_seconds to 30 and observes for 120 seconds.
 
-`make faults` goes on with what a run does by itself (``edits.py``).
+`make faults` then runs ``edits.py``.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from tests.training.conftest import Corpus, make_corpus
 from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_for
 
 NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
-PATIENCE = 120.0 if quick() else 420.0  # seconds after which a rank that has not left waits on
-AT_MOST = 1200.0  # seconds that a run may take which ends by itself
+PATIENCE = 120.0 if quick() else 420.0  # seconds, after which a remaining rank counts as waiting
+AT_MOST = 1200.0  # seconds, limit of a run that should end without help
 SILENCE = 30.0 if quick() else 300.0  # engine.heartbeat_timeout_seconds, the default unless QUICK
 LIMITS = {
     "megapack": f"silent for {SILENCE:.0f} s; looked at for {PATIENCE:.0f} s",
@@ -159,7 +158,7 @@ class Run:
 
 
 def state(pid: int) -> str:
-    """R, S, T (stopped), Z (ended) ...; of nobody: Z."""
+    """Return the state of a process: R, S, T (stopped), Z (ended) ...; Z if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -176,7 +175,7 @@ def leaves(pids: list[int], begin: float, limit: float = AT_MOST) -> float | Non
 
 
 def kill(pids: list[int]) -> None:
-    """What is left, as launchers do."""
+    """Kill the remaining processes, as launchers do."""
     for pid in pids:
         if state(pid) != "Z":
             os.kill(pid, signal.SIGKILL)
@@ -204,7 +203,7 @@ def again(run: Run, *more: str) -> Found:
 
 
 def refused(run: Run) -> Found:
-    """What the same command says that should not train; it may train all the same."""
+    """Return the output of the same command, which should not train, but may."""
     begin = time.monotonic()
     found = again(run)
     if found["again"].startswith("did not"):
@@ -255,7 +254,7 @@ def full_disk(run: Run) -> Found | None:
 
 
 def damaged(run: Run) -> Found:
-    """A bit of the newest checkpoint turns while nobody trains."""
+    """Flip a bit of the newest checkpoint between two runs."""
     started = run.start()
     run.reach(FAULT_AT)
     started.signal(signal.SIGKILL)
@@ -306,7 +305,7 @@ def torchrun_killed(run: Run) -> Found:
 
 
 def node_lost(run: Run) -> Found | None:
-    """Two nodes made of network namespaces; one falls silent, and all of it is gone."""
+    """Two nodes, each a network namespace; one loses its network and all its processes."""
     if subprocess.run(["bash", str(TWO_NODES), "--probe"], check=False).returncode:
         return None
     log = run.dir.with_name("nodes.log")

@@ -1,17 +1,17 @@
-"""``make bench-files``: many files as one source, from nothing to the first batch of a rank of 64.
+"""``make bench-files``: many files as one source, from start to the first batch of one rank of 64.
 
-Every file is a .idx of its own, packed by itself, and a .bin of holes; steps have 3 Mi tokens. All
-sides run in a process of their own, whose imports are done. ``shard manifest``: the files as one
-source, packed by ``pack --output NAME.shards.json``. ``blend of files``: each as a source, all
-opened at the start. ``GPTDataset``: megatron-core's builder over the same files with equal weights,
-to the first row; the first start builds the indices of every file, a later one finds its cache.
+Every file is a separately packed .idx with a sparse .bin; steps have 3 Mi tokens. Each side runs in
+a separate process after its imports. ``shard manifest``: the files as one source, packed with
+``pack --output NAME.shards.json``. ``blend of files``: each file is a source, all opened at the
+start. ``GPTDataset``: megatron-core's builder over the same files with equal weights, to the first
+row; the first start builds the indices of every file, a later one finds its cache.
 
-``cold``: the system was told to forget every page of the files before (posix_fadvise); names and
-inodes may still be known to it. ``private``: memory of the process itself. ``opened``: files whose
-samples the step holds, which are all that anybody opened. No rank waits for another: megapack has
-no barrier at the start, Megatron's other ranks wait until rank 0 has built.
+``cold``: the pages of the files were dropped before (posix_fadvise); the system may still cache
+names and inodes. ``private``: private memory of the process. ``opened``: files that were opened,
+which are those with samples of the step. megapack has no barrier at the start; Megatron's other
+ranks wait until rank 0 has built.
 
-10,000 files of 10,000 documents (4 GB of disk), 1,000 of them for the others.
+10,000 files of 10,000 documents (4 GB of disk), 1,000 of them for the other sides.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def packed(folder: Path, prefixes: list[str]) -> dict[str, Any]:
 
 
 def first_batch(dataset: PackedDataset) -> dict[str, Any]:
-    """Of rank 0: what it took from an open dataset on, and what was opened for it."""
+    """Measure rank 0: time and memory from an open dataset on, and the files that it opened."""
     schedule = Schedule(dataset, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     rank = {"data_parallel_rank": 0, "data_parallel_size": RANKS}
     sizes = {"micro_batch_tokens": TOKENS_PER_RANK, "prefetch": 0}
@@ -93,7 +93,7 @@ def start_of_megatron(folder: Path, prefixes: list[str]) -> dict[str, Any]:
 def measured(
     side: Callable[[Path, list[str]], dict[str, Any]], folder: Path, prefixes: list[str], cold: bool
 ) -> dict[str, Any]:
-    """A start in a process of its own."""
+    """Measure a start in a separate process."""
     if cold:  # of .bin, which are holes, nothing is kept but what was read
         forget(*(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".bin"))
 

@@ -58,7 +58,7 @@ def measure(
         UNKNOWN: partial(merge, unknown, directory / "of-unknown"),
         COPY: partial(copy_tokens, known, directory / "copied"),
     }
-    # What stands there already would not be merged again.
+    # Remove the result first: an existing one would not be merged again.
     fresh = {name: partial(removed_first, side) for name, side in sides.items()}
     memory = {name: in_child(side) for name, side in fresh.items()}
     found = take_turns(fresh)

@@ -225,7 +225,7 @@ async def _body(reader: asyncio.StreamReader, num_bytes: int) -> AsyncIterator[b
 
 
 def _length(head: bytes) -> int:
-    """Of the body; one in chunks, which are passed on as they are, ends with its connection."""
+    """Return the length of the body; a chunked body ends with its connection."""
     if re.search(rb"(?i)\r\ntransfer-encoding:", head):
         return _UNTIL_CLOSED
     found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)

@@ -1,21 +1,21 @@
-"""make bench-packing: every packing strategy beside its rivals, on the same lengths.
+"""``make bench-packing``: every packing strategy compared with its peers, on the same lengths.
 
-Nanoseconds per document, the same over what numpy takes for one pass (``np.cumsum``, which depends
-less on the machine), peak memory, samples over the least possible, and times faster than the peer.
-Strategy, peer and pass are warmed and take turns in one process. One core unless said. What the
-strategies make of the documents: ``make bench-composition``.
+Nanoseconds per document, the same divided by one pass of numpy (``np.cumsum``, which depends less
+on the machine), peak memory, samples divided by the minimum, and speedup over the peer. Strategy,
+peer and pass are warmed up and take turns in one process, on one core unless stated. For the
+resulting samples see ``make bench-composition``.
 
-Both sides of a row do the same, which ``what`` says: ``index only`` (which document stands where;
-no tokens are copied) or ``index and tokens`` (every sample's tokens are written as well; ours by
-``PackedDataset`` from a file in the page cache). A peer with settings is measured at each of them,
-and the ratio is against its fastest; ``peer_excess_%`` says what that pads. Those of Python are
-measured on 2,000 documents, which is to their advantage: their time per document grows, ours falls.
+Both sides of a row do the same work, named by ``what``: ``index only`` (documents of each sample;
+no tokens are copied) or ``index and tokens`` (also writes every sample's tokens; ours with
+``PackedDataset`` from a file in the page cache). A peer with settings is measured with each of
+them; the ratio compares with its fastest, whose padding is ``peer_excess_%``. Python peers get
+2,000 documents, which favors them: their time per document grows with the number, ours falls.
 
 Peers: megatron-core and TRL, as installed; axolotl's compiled packer (AXOLOTL: its checkout; it
 needs numba), NeMo RL's modified first fit decreasing (NEMO_RL; Python), grain's best fit (needs
 grain, array-record, etils, portpicker, cloudpickle, absl-py). Only a benchmark needs these:
-``pip install --no-deps --target FOLDER numba llvmlite grain ...``, and FOLDER on PYTHONPATH. One
-that is not found is named and left out. QUICK=1: up to a million documents, less than a minute.
+``pip install --no-deps --target FOLDER numba llvmlite grain ...``, and FOLDER on PYTHONPATH. A
+missing peer is reported and skipped. QUICK=1: up to a million documents, less than a minute.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from megapack.packing import STRATEGIES, pack
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
 
-# ---- Other people's packers, as installed: each gives the samples it makes, or None -------------
+# ---- Peers, as installed: each returns its samples, or None --------------------------------------
 
-# Whatever Megatron would like to have beside it: the sample index needs none of it.
+# Megatron warns about missing packages that the sample index does not need.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
 
 
@@ -151,7 +151,7 @@ def grain(lengths: Lengths, capacity: int, *, bins: int, fit: str) -> Callable[[
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody's packer. ``settings``: name -> (lengths, capacity) -> what is timed."""
+    """A peer's packer. ``settings``: name -> (lengths, capacity) -> the function to time."""
 
     settings: Mapping[str, Callable[[Lengths, int], Callable[[], int | None]]]
     most: int = 1 << 40  # documents beyond which it takes minutes, or its tokens gigabytes
@@ -234,7 +234,9 @@ def measure(num_documents: int) -> list[dict[str, Any]]:
     for case in CASES:
         memory = in_child(partial(memory_of, case, lengths))
         peak, output = memory["peak_bytes"], memory["output_bytes"]
-        (found,) = in_child(lambda case=case: [times_of(case, lengths)])  # its memory is no matter
+        (found,) = in_child(
+            lambda case=case: [times_of(case, lengths)]
+        )  # frees its memory
         rows.append(
             {"name": case.name, "strategy": case.strategy, "num_documents": num_documents, **found}
             | {"peak_mb": peak / 1e6, "extra_bytes_per_document": (peak - output) / num_documents}
@@ -252,7 +254,7 @@ def call_of(case: Case, lengths: Lengths, **options: Any) -> Any:
 
 
 def memory_of(case: Case, lengths: Lengths) -> dict[str, Any]:
-    """Of one call, in a process that has done nothing else."""
+    """Measure the memory of one call in a fresh process."""
     index = call_of(case, lengths)()
     excess = index.num_samples / least(lengths) - 1
     one_bucket = not STRATEGIES[case.strategy].many_buckets

@@ -1,23 +1,25 @@
-"""``make bench-plan``: a step's documents dealt to ranks and micro batches, beside other planners.
+"""``make bench-plan``: assignments of a step's documents to ranks, compared with other planners.
 
-Documents whole (SFT, RL), under a cap on tokens of a rank in a micro batch:
+Whole documents (SFT, RL), with a limit of tokens of a rank in a micro batch:
 
 * reason: 2,048 documents: prompts of 100 to 600 tokens in groups of 16, answers lognormal (4,000,
-  .9) to 32,768; cap 33,792. agent: 2,048, lognormal (12,000, .9) to 65,536, which is the cap.
-* images: 600, 60 % with one to eight images: a vision encoder's cost beside the language model's.
+  .9) to 32,768; limit 33,792. agent: 2,048, lognormal (12,000, .9) to 65,536, which is the limit.
+* images: 600, 60 % with one to eight images: costs of a vision encoder and of the language model.
 
-Documents shared (pretraining): web pages up to 131,072 tokens, 65,536 per rank and step, cap 8,192.
+Shared documents (pretraining): web pages up to 131,072 tokens, 65,536 per rank and step, limit
+8,192.
 
-Columns, means of the steps: micro batches of a rank, and extra ones over what the tokens need;
-pairs of rank and micro batch over the cap, and without a document; length of the step over the
-ideal where ranks meet at every micro batch, and once (a document of n tokens costs 24,576 n + n^2,
-shared 49,152 n + n^2), of the vision encoder's cost and of attention alone; milliseconds.
+Columns, means of the steps: micro batches of a rank, and extra ones above the minimum for the
+tokens; pairs of rank and micro batch above the limit, and without a document; length of the step
+divided by the ideal if ranks synchronize at every micro batch, and once (a document of n tokens
+costs 24,576 n + n^2, shared 49,152 n + n^2), for the vision encoder's cost and for attention alone;
+milliseconds.
 
-The planners of others are run where they are, each in a process of its own (two Megatrons cannot be
-imported into one), and nothing of them is copied. A variable names the checkout of each: VERL,
-SLIME, NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees), MEGATRON_LM (main) and
-MEGATRON_LM_DEV; one that is not found is named and left out. They plan by the cost of the benchmark
-where they take one, and build no tensors.
+Planners of others run from their own checkouts, each in a separate process (two Megatrons cannot be
+imported into one); no code is copied. Environment variables name the checkouts: VERL, SLIME,
+NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees), MEGATRON_LM (main) and
+MEGATRON_LM_DEV; a missing one is reported and skipped. They use the cost of the benchmark if they
+accept one, and build no tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ LINEAR_COST_TOKENS = 24_576  # verl's formula for 7B: a document of n tokens cos
 
 
 def side_by_side(ranks: list[list[list[int]]]) -> Held:
-    """The micro batches of every rank beside each other; some may have fewer."""
+    """Return micro batches by index from those by rank; ranks may have fewer than others."""
     return [list(micro_batch) for micro_batch in itertools.zip_longest(*ranks, fillvalue=[])]
 
 
@@ -259,11 +261,11 @@ def ours(balance: Any, case: Case, lengths: Lengths, vision: Numbers | None) -> 
 
 
 def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Held:
-    """Of one size of context parallelism, which the longest document of the corpus needs."""
+    """Plan with one context parallel size, that of the longest document of the corpus."""
     degree = LONGEST // case.max_tokens if case.family == SHARED else 1
     cluster = Cluster(data_parallel=case.num_ranks // degree, context_parallel=degree)
     plan = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_cost_tokens)
-    rising = np.argsort(lengths, kind="stable")  # a dealer tells lengths, not which document
+    rising = np.argsort(lengths, kind="stable")  # a planner returns lengths, not document numbers
     number = np.empty(len(lengths), np.int64)
     number[np.argsort(plan.lengths, kind="stable")] = rising
     return [[number[rank].tolist() for rank in m] for m in held_of(plan)]
@@ -274,7 +276,7 @@ def held_of(plan: StepPlan) -> Held:
 
 
 def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) -> dict[str, float]:
-    """What a dealing is worth, recomputed from the documents that each rank holds."""
+    """Measure an assignment, recomputed from the documents of each rank."""
     degree = np.bincount([i for m in held for rank in m for i in rank], minlength=len(lengths))
     assert degree.min() >= 1, "a document was lost"
     assert case.family == SHARED or degree.max() == 1, "a document was given twice"
@@ -303,7 +305,7 @@ def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) ->
 
 
 def run(load: Callable[[], Side | None], todo: list[Case]) -> list[dict[str, Any]]:
-    """One side on all steps; in a process of its own."""
+    """Run one side on all steps, in a separate process."""
     side, rows = load(), []
     if side is None:
         return rows
@@ -311,7 +313,7 @@ def run(load: Callable[[], Side | None], todo: list[Case]) -> list[dict[str, Any
         found = []
         for lengths, vision in case.steps:
             times: list[float] = []
-            while len(times) < 5 and sum(times) < 0.5:  # what is quick is asked again
+            while len(times) < 5 and sum(times) < 0.5:  # repeat quick calls
                 seconds, plan = timed(partial(side, case, lengths, vision))
                 times.append(1000 * seconds)
             held = held_of(plan) if isinstance(plan, StepPlan) else plan
@@ -322,7 +324,7 @@ def run(load: Callable[[], Side | None], todo: list[Case]) -> list[dict[str, Any
 
 
 def least(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Of every column the best, and whose it is."""
+    """Return the best value of every column, and its side."""
     best = {}
     for column in (name for name in rows[0] if name not in ("case", "side", "shared_%")):
         value, side = min((row[column], row["side"]) for row in rows if row[column] is not None)

@@ -1,26 +1,26 @@
-"""``make bench-remote``: batches out of an object store, 50 ms and 200 MB/s away.
+"""``make bench-remote``: batches from an object store with 50 ms latency and 200 MB/s bandwidth.
 
-A server on this machine that answers as S3 does, behind a line with that latency and that
-bandwidth, which all requests share (``object_store.py``). ``bare ranges`` is what the client alone
-gives: the ranges of the whole .bin, 4 MiB each, 64 at a time. All others make batches:
+A server on this machine implements S3, behind a line with that latency and bandwidth, which all
+requests share (``object_store.py``). ``bare ranges`` is the client alone: the ranges of the whole
+.bin, 4 MiB each, 64 at a time. All others make batches:
 
-- ``local file``: from the .bin on this machine's disk, which is what waiting is compared with: at
-  that pace two busy cores let the trainer wait for its turn, too;
-- ``shuffled``: a source as it is, the default: in the schedule's order, one document here and one
-  there, out of an empty cache;
-- ``arranged``: the same after ``megapack-build arrange``: samples drawn in the order in which their
-  documents lie in the file;
+- ``local file``: from the .bin on this machine's disk, the reference for waiting: at that speed,
+  two
+  busy cores also make the trainer wait for the CPU;
+- ``shuffled``: a source without arrange, the default: documents in the schedule's order, at random
+  places, with an empty cache;
+- ``arranged``: the same after ``megapack-build arrange``: samples are drawn in the order in which
+  their documents are stored;
 - ``whole file, then``: the .bin is downloaded first, then read from disk;
-- ``Megatron``: megatron-core's S3 reader, which holds one chunk of 256 MiB in memory, asked for the
-  documents of the same samples in the same order (it makes no batches of them).
+- ``Megatron``: megatron-core's S3 reader, which keeps one chunk of 256 MiB in memory and reads the
+  documents of the same samples in the same order (without making batches).
 
-``of_the_line_%``: tokens per second over ``bare``; ``tokens_per_s``: of a trainer that takes
-its batches as they come, after the first (``whole file`` from the start, which is when it reads);
-``data_wait_%``: of one that takes them at 80 % of what the line gives (``bare``), once a tenth was
-taken; medians of three, shuffled of one. ``most_wait_%``: of the one that waited longest.
-``read_over_useful``: bytes that came over bytes of the samples' tokens. The cache lies in memory:
-what a disk gives is no matter here. Server, line and client share the cores of one machine: see in
-``bare`` whether they carry the line.
+``of_the_line_%``: tokens per second divided by ``bare``; ``tokens_per_s``: of a trainer that takes
+batches as fast as it can, after the first (``whole file``: from the start); ``data_wait_%``: of a
+trainer that takes them at 80 % of ``bare``, after the first tenth; medians of three runs, shuffled
+of one. ``most_wait_%``: the run that waited longest. ``read_over_useful``: bytes received divided
+by bytes of the samples' tokens. The cache is in memory, so the disk does not matter. Server, line
+and client share the cores of one machine: ``bare`` shows whether these suffice for the bandwidth.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def consume(
     items, waited = iter(make()), 0.0
     held: list[Any] = []
     for number in range(count):
-        held.clear()  # giving back the memory of the batch before is no waiting
+        held.clear()  # freeing the previous batch does not count as waiting
         asked = time.perf_counter()
         if number == skip:
             begin_waiting, waited = asked, 0.0
@@ -155,7 +155,7 @@ def consume(
 
 
 def measured(line: Line, fn: Callable[[], dict[str, float]], useful: int) -> dict[str, Any]:
-    """In a process of its own, with an empty cache, and what the line carried meanwhile."""
+    """Run in a separate process with an empty cache; also return the bytes on the line."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as cache:
         os.environ["MEGAPACK_CACHE"] = cache
         line.counts.clear()

@@ -1,10 +1,10 @@
-"""docs/results.md and docs/results/ from the newest result files: no figure there is typed.
+"""Generate docs/results.md and docs/results/ from the newest result files.
 
-A benchmark leaves its run in benchmarks/results/, which git ignores. What the docs quote is copied
-from there to docs/results/NAME.json and kept with them, so every clone writes the same pages:
-docs/results.md (``summary``: ten questions with their figures, what did not hold) with its pictures
-(``draw``: readable in grey), and docs/results/NAME.md, every table of a benchmark (tables.py). A
-QUICK run is taken only where there is no other. A page says once what it was measured with.
+A benchmark writes its run to benchmarks/results/, which git ignores. Runs that the docs quote are
+copied to docs/results/NAME.json and committed, so every clone generates the same pages:
+docs/results.md (``summary``: ten questions with their figures, claims that did not hold) with its
+pictures (``draw``: readable in gray), and docs/results/NAME.md, all tables of a benchmark
+(tables.py). A QUICK run is used only without another one. A page names its environment once.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """
@@ -79,7 +79,7 @@ def says(run: dict[str, Any]) -> tuple[bool, bool, str]:
 
 
 def scale_of(run: dict[str, Any]) -> str:
-    """What SCALE said; "cpu" also where a benchmark has no scales."""
+    """Value of SCALE; "cpu" also for benchmarks without scales."""
     results = run["results"]
     return str(results.get("scale", "cpu")) if isinstance(results, dict) else "cpu"
 
@@ -96,7 +96,7 @@ def log(runs: dict[str, dict[str, Any]]) -> None:
 
 
 def papers_section(recipes: list[dict[str, Any]]) -> str:
-    """What the papers claim, recipe after recipe."""
+    """Return the section of the papers' claims, by recipe."""
     verdicts = [claim["agrees"] for run in recipes for claim in run["results"]["claims"]]
     count = {verdict: verdicts.count(verdict) for verdict in ("yes", "no", "undecided")}
     intro = (
@@ -132,7 +132,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
 
 
 def command(run: dict[str, Any]) -> str:
-    """What made it."""
+    """Command that made the run."""
     size = "QUICK=1 " if run["quick"] else ""
     name = run["benchmark"]
     if not name.startswith(PAPERS):
@@ -142,7 +142,7 @@ def command(run: dict[str, Any]) -> str:
 
 
 def provenance(run: dict[str, Any]) -> str:
-    """Date, hardware, commit and versions; outside of git there is no commit."""
+    """Return date, hardware, commit (None without git) and versions."""
     commit = f"commit {run['commit'][:12]}, " if run.get("commit") else ""
     return f"{run['date']}, {commit}{_machine(run)}"
 
@@ -247,7 +247,7 @@ def _cases(benchmark: str, cases: Sequence[str], *keys: str, column: str = "case
     return [(benchmark, key, {column: case}) for case in cases for key in keys]
 
 
-# What is asked; the answer, with {} for each figure; the command; the figures.
+# Question; answer, with {} for each figure; command; figures.
 QUESTIONS: list[tuple[str, str, str, list[Figure]]] = [
     ("How much is padded and split?",
      "buckets 1024 to 16384: {} % padding, {} % of the documents split, {} per sample; "
@@ -366,7 +366,7 @@ def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
     )
 
 
-# ---- Pictures, readable in grey: lines are told apart by style, points by marker and words -------
+# ---- Pictures, readable in gray: lines differ in style, points in marker and label ---------------
 
 SMALLEST = 1e-4  # per cent: what a logarithmic axis shows for zero
 GREYS = ("0.75", "0.45", "0.15")

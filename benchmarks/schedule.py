@@ -1,25 +1,23 @@
-"""``make bench-schedule``: equal work on 64 ranks, DeepSpeed's batches beside ours, speed.
+"""``make bench-schedule``: equal work on 64 ranks, DeepSpeed's batches, and speed of the schedule.
 
 1. Attention work (sum of squared segment lengths) per rank, largest over mean, for steps of one
-   bucket on 64 ranks with 49,152 tokens each: samples assigned to ranks in the order of the
-   schedule (random) and as megapack deals them.
-2. The same where every rank has one sample per step, which no dealing can balance: samples in order
-   of cost inside a window (``cost_window``), of one source, of eight equal ones and of three unlike
-   ones; and its price, ``spread_of_steps``: the standard deviation over the mean of a step's mean
-   cost.
+   bucket on 64 ranks with 49,152 tokens each: samples assigned in the order of the schedule
+   (random) and by megapack.
+2. The same with one sample per rank and step, where no assignment helps: samples sorted by cost
+   inside a window (``cost_window``), of one source, of eight equal and of three different sources;
+   and its price, ``spread_of_steps``: standard deviation over mean of the steps' mean cost.
 3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds (theirs grow with the square
-   of the documents), and whether all ranks of a step have as many tokens and the same shape.
-4. What the bucket of 1e6 steps takes beside a shuffle of 1e6 numbers by numpy, and any one of them.
+   of the number of documents), and whether all ranks of a step have equal tokens and shapes.
+4. Time for the buckets of 1e6 steps, compared with numpy's shuffle of 1e6 numbers, and for any one.
 5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
    sources: seconds for the source and rank of every position (one thread, weights to arrays), the
-   largest |taken(n) - weight x n| over all sources and positions, and what a step of 4,096 samples
-   costs ours at position 1e12, where Megatron's table would need 10 TB. Theirs looks at every
-   source for every position, so its time for more positions is in proportion.
-6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all of them one
-   index in memory): seconds to open it with 1 stage and with 4 (the blend turned round, a fifth of
-   the sources alone, 20 documents excluded); milliseconds of a step asked for at random, "cold"
-   with nothing kept of its epoch, and of each question of ``megapack-build trace``; memory beside
-   the index.
+   largest |taken(n) - weight x n| over all sources and positions, and our time for a step of 4,096
+   samples at position 1e12, for which Megatron's table would need 10 TB. Theirs visits every source
+   for every position, so its time is proportional to the number of positions.
+6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all are one index
+   in memory): seconds to open it with 1 stage and with 4 (reversed blend, a fifth of the sources,
+   20 documents excluded); milliseconds of a random step, "cold" without cached epoch, and of each
+   question of ``megapack-build trace``; memory without the index.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ TARGET = {1024: 1.01, 2048: 1.01, 4096: 1.01, 8192: 1.01, 16384: 1.06}
 
 
 def sampler_of(schedule: Schedule, tokens: int, ranks: int = RANKS, rank: int = 0) -> Any:
-    """Of micro batches of so many tokens."""
+    """Measure micro batches of this many tokens."""
     sizes = {"data_parallel_rank": rank, "data_parallel_size": ranks}
     return BucketBatchSampler(schedule, micro_batch_tokens=tokens, **sizes)
 
@@ -214,7 +212,7 @@ def weights_of(sources: int) -> NDArray[np.float64]:
 
 
 def program(lengths: NDArray[np.int32], num_sources: int, num_steps: int) -> list[dict[str, Any]]:
-    """What opening a run of many sources costs, and any step and any question of it."""
+    """Measure opening a run of many sources, random steps, and questions about it."""
     index = pack(lengths, "bucket", buckets=BUCKETS)
     names = [f"source{number}" for number in range(num_sources)]
     weights = weights_of(num_sources).tolist()

@@ -54,13 +54,13 @@ def _per_document(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Those in which something stands."""
+    """Return the columns that are not empty."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [key for key in keys if any(row.get(key) not in (None, "", {}) for row in rows)]
 
 
 def _kinds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Consecutive rows that measure some of the same things, told by the same first column."""
+    """Return groups of consecutive rows that have measurements in common."""
     kinds: list[list[dict[str, Any]]] = []
     for row in rows:
         keys = _columns([row])
@@ -115,7 +115,7 @@ def _narrow(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
-    """The first column, and as many words as it takes to tell the rows apart."""
+    """Return the first column and as many further words as distinguish the rows."""
     keys = columns[:1]
     words = [c for c in columns[1:] if isinstance(rows[0].get(c), str)]
     for column in [*words, *columns[1:]]:

@@ -5,13 +5,13 @@
     QUICK=1 make bench-train
 
 One corpus (lengths as in FineWeb-Edu), one model, one engine, the same tokens per step; only the
-samples differ. "useful" counts tokens of documents, so padding costs what it costs. The second
-table is BucketLLM's Table 3, the speed of every bucket relative to 8,192 (or to the largest one at
-hand), with attention inside documents and, as there, over whole samples. Data comes through the
-real loader; what the trainer waited for it is the last column. The third table is what a checkpoint
-costs, written while training waits and while it goes on (``checkpoint.asynchronous``): "stopped" is
-what training waited, "durable" how long until it counts, "step" the mean time of a step, without a
-checkpoint and meanwhile.
+samples differ. "useful" counts tokens of documents, without padding. The second table is
+BucketLLM's Table 3, the speed of every bucket relative to 8,192 (or to the largest available), with
+attention inside documents and, as in the paper, across whole samples. Data come through the real
+loader; the last column is the trainer's waiting time. The third table is the cost of a checkpoint,
+written while training waits or continues (``checkpoint.asynchronous``): "stopped" is the time that
+training waited, "durable" the time until the checkpoint counts, "step" the mean time of a step,
+without a checkpoint and during one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRECISION = "bf16" if CUDA else "fp32"
 STEPS = 4 if quick() else 16  # per strategy and round
 BUCKET_STEPS = 12 if quick() else 60  # per attention and round
 SPEED = "useful_tokens_per_second"
-QUIET_STEPS = 3  # beside those of a checkpoint
+QUIET_STEPS = 3  # without a checkpoint
 
 
 def cases() -> dict[str, tuple[str, list[int], str]]:
@@ -199,8 +199,9 @@ def by_bucket(bench: Bench, rounds: int) -> list[dict[str, Any]]:
 def save_times(
     engine: Any, here: World, directory: Path, step: Callable[[], None], rounds: int
 ) -> list[dict[str, Any]]:
-    """How long a checkpoint stops training, one row per way; the median of the rounds. ``engine``
-    has taken steps, so that all of its state exists; ``step`` takes one and waits for the device.
+    """Measure how long a checkpoint stops training, one row per method; the median of the rounds.
+
+    ``engine`` has taken steps, so all of its state exists; ``step`` takes one and synchronizes.
     """
     stores = {
         way: CheckpointStore(directory / way, here, keep=1, zero_stage=1, asynchronous=background)

@@ -194,6 +194,6 @@ def test_a_peer_that_is_not_found_is_named_and_left_out(
     assert common.peer_of("P", load, "PEER", "src") == "peer_of_a_test"
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        "not beside ours: P (PEER names no checkout)",
-        "not beside ours: P (No module named 'nothing_of_this_name')",
+        "skipped: P (set PEER to its checkout)",
+        "skipped: P (No module named 'nothing_of_this_name')",
     ]

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def compose() -> tuple[dict[str, Any], list[Claim]]:
-    """What follows from lengths alone: of every source how many of its figures are reproduced."""
+    """Count, for every source, the figures of data composition that are reproduced."""
     seconds, rows = timed(importlib.import_module("composition").measure)
     by_source: dict[str, list[bool]] = {}
     for row in rows:

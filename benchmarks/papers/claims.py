@@ -1,12 +1,11 @@
-"""What a paper claims, beside what was measured, and the rules that decide whether it agrees.
+"""Claims of papers, measured values, and the rules that decide whether they agree.
 
-``Row`` is a printed figure that follows from lengths alone: it agrees within a tolerance. ``Claim``
-is one about trained models. Seeds are paired: run i of both sides has the same initial weights and
-the same documents. The rule: the 95 % confidence interval of the mean difference (Student's t over
-the seeds) must lie on one side. If it holds zero, or there is one seed only, the claim is undecided
-at this scale. A recipe makes many claims, so what the interval decides stands only if it does by
-Holm's correction over all claims of the recipe, too (Holm 1979): a wrong verdict anywhere in a
-table has a chance of 5 %.
+``Row`` is a printed figure that depends only on lengths: it agrees within a tolerance. ``Claim`` is
+about trained models. Seeds are paired: run i of both sides has the same initial weights and the
+same documents. The rule: the 95 % confidence interval of the mean difference (Student's t over the
+seeds) must lie on one side of zero. If it contains zero, or there is only one seed, the claim is
+undecided at this scale. A verdict must also pass Holm's correction over all claims of the recipe
+(Holm 1979): the chance of any wrong verdict in a table is 5 %.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Row:
     corpus: str  # which lengths it was measured on
     item: str  # the strategy or setting
     quantity: str  # what the figure is, with its unit
-    paper: float | None  # the printed figure, None where there is none
+    paper: float | None  # the printed figure, or None
     measured: float
     agrees: bool | None = None  # within the tolerance; None if there is nothing to compare
     why: str = ""  # the reason of a disagreement, or a remark
@@ -51,9 +50,11 @@ def compared(
     why: str = "",
     why_not: str = "",
 ) -> Row:
-    """A row of (paper's figure or None, measured one) that agrees if ``|measured - paper| <= within
-    * paper + rounding``; ``why_not`` is said only if they disagree. They stand side by side without
-    one claiming to be the other where not ``claimed``."""
+    """Return a row that agrees if ``|measured - paper| <= within * paper + rounding``.
+
+    ``why_not`` is shown only if they disagree. Without ``claimed`` the two figures are shown
+    together, without a verdict.
+    """
     paper, measured = figures[0], float(figures[1])  # not numpy's
     agrees: bool | None = None
     if claimed and paper is not None:
@@ -110,7 +111,7 @@ def corrected(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Of ``a - b``, seed by seed.
+    """Return the statistics of the differences ``a - b`` of paired seeds.
 
     Raises:
         ValueError: the sides have different numbers of seeds, or none.
@@ -135,8 +136,10 @@ def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 
 def _judged(a: Sequence[float], b: Sequence[float], low: float, high: float) -> Judged:
-    """Whether the mean of ``a - b`` lies inside of (low, high): the interval must say so. And p,
-    the two-sided chance that it is on this side of the nearest limit."""
+    """Decide by the interval whether the mean of ``a - b`` is inside (low, high).
+
+    Also returns p, the two-sided probability that it is on this side of the nearest limit.
+    """
     found = difference(a, b)
     if found.num_seeds == 1:
         return "undecided", 1.0
@@ -150,18 +153,18 @@ def _judged(a: Sequence[float], b: Sequence[float], low: float, high: float) -> 
 
 
 def less(a: Sequence[float], b: Sequence[float]) -> Judged:
-    """Whether "a is below b" holds, and p."""
+    """Return whether "a is below b" holds, and p."""
     return _judged(a, b, -math.inf, 0.0)
 
 
 def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Judged:
-    """Whether "a and b differ by less than ``within`` of b" holds, and p."""
+    """Return whether "a and b differ by less than ``within`` of b" holds, and p."""
     limit = within * fmean(b)
     return _judged(a, b, -limit, limit)
 
 
 def near(measured: float, printed: float, *, within: float) -> Verdict:
-    """Whether an exact figure (no seeds decide it) is the printed one, up to a share of it."""
+    """Return whether an exact figure equals the printed one, up to a share of it."""
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
@@ -204,7 +207,7 @@ def stated(
     claim: str,
     **words: Any,
 ) -> Claim:
-    """The claim of this kind about two arms; a source is said where it is not this project."""
+    """Return a claim of this kind about two arms; ``source`` is given if it is not this project."""
     usual = {"source": "this project", "paper": ""}
     return kind(values[one], values[other], claim=claim, **{**usual, **words})
 
@@ -219,6 +222,6 @@ def _compared(
     beside: str = "",
     **words: str,
 ) -> Claim:
-    """Args: ``what`` the figures are, ``beside``: more that was measured; the rest as in Claim."""
+    """Return a claim; ``what`` names the figures, ``beside`` adds measured values."""
     measured = f"{what} {shown(a, digits)} against {shown(b, digits)}{beside}".strip()
     return Claim(measured=measured, agrees=judged[0], p=judged[1], **words)

@@ -1,12 +1,12 @@
-"""The corpora of the training recipes: text that is on every machine with this environment.
+"""The corpora of the training recipes: text from the packages of this environment.
 
 Two domains, from packages whose versions ``constraints.txt`` pins: ``code`` (Python source, a file
-per document) and ``prose`` (docstrings, one per document). Which are taken, and which are held out,
-depends on the relative paths of the files alone, so that whatever else is installed, the corpus is
-the same. A held-out document never comes from a file that a training document comes from, with
-``Corpus.folders`` not even from the same folder.
+per document) and ``prose`` (docstrings, one per document). The choice of training and held-out
+documents depends only on relative paths, so other installed packages do not change the corpus. A
+held-out document never comes from a file with training documents; with ``Corpus.folders`` not even
+from the same folder.
 
-``prepare`` tokenizes with this project's own commands: one BPE of 1,024 tokens for both domains, as
+``prepare`` tokenizes with this project's commands: one BPE of 1,024 tokens for both domains, since
 a small model spends most of its time on its vocabulary.
 """
 
@@ -46,7 +46,7 @@ class Corpus:
     train_bytes: int
     """Training documents are taken until they hold this many bytes of text."""
     after_bytes: int = 0
-    """Training documents of so many bytes are passed over first."""
+    """Bytes of training documents to skip first."""
     valid_bytes: int = 200_000
     min_bytes: int = 200
     max_bytes: int = 16_000
@@ -72,7 +72,7 @@ class Prepared:
 
     @property
     def num_tokens(self) -> int:
-        """Of the training documents."""
+        """Tokens of the training documents."""
         return IndexedDataset(self.train).num_tokens
 
 
@@ -82,7 +82,7 @@ _ready: dict[Corpus, Prepared] = {}
 
 
 def remember(corpus: Corpus, prepared: Prepared) -> None:
-    """What another process prepared: looking for the text again takes seconds."""
+    """Read what another process prepared; searching the text again takes seconds."""
     _ready[corpus] = prepared
 
 

@@ -1,12 +1,12 @@
-"""Perplexity of held-out text that is given more than what stands before it in its document.
+"""Perplexity of held-out text with more context than its own document.
 
-- ``behind``: files of a folder behind others of it, and the same files alone (recipe groups).
-- ``middle``: the middles of documents, given what stands around them (recipe fim).
-- ``perplexity``: of parts of streams, each token given all that stands before it in its stream.
+- ``behind``: files of a folder after other files of it, and the same files alone (recipe groups).
+- ``middle``: the middles of documents, given the text around them (recipe fim).
+- ``perplexity``: of parts of streams, each token given all earlier tokens of its stream.
 
-A folder has files a, b and c of 900, 800 and 700 tokens, and 2,048 are a sample: b is scored behind
-a; c, for which no room is left, begins the next context, so it is not scored. Alone, b is scored
-again: the same tokens but its first, so what differs is that a was seen.
+A folder has files a, b and c of 900, 800 and 700 tokens, and a sample has 2,048: b is scored after
+a; c does not fit and begins the next context, so it is not scored. Then b is scored alone: the same
+tokens without its first, so the only difference is a.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _scored(
 def perplexity(
     model: TrainingModel, here: World, config: EngineConfig, parts: Sequence[Part]
 ) -> float:
-    """Of all tokens of all parts together."""
+    """Return the perplexity over all tokens of all parts."""
     total, room = 0.0, 0
     forwards: list[list[Part]] = []
     for part in parts:  # several streams share a forward
@@ -125,7 +125,7 @@ def perplexity(
 
 
 def _batch(parts: Sequence[Part]) -> dict[str, Any]:
-    """Streams behind each other, each a segment of its own."""
+    """Concatenate streams; each is a separate segment."""
     lengths = [len(part.stream) for part in parts]
     labels = [np.full(n, -100, np.int64) for n in lengths]
     for part, wanted in zip(parts, labels, strict=True):

@@ -1,10 +1,10 @@
-"""Seamless Packing 4.7: facts that a cut every 32 tokens tears from what they are facts about.
+"""Seamless Packing 4.7: facts whose value is cut from its subject every 32 tokens.
 
-The paper injects one invented event and looks at five completions. Here are 12 invented facts, "the
-A B value is C D", each in 16 documents of 56 tokens that have nothing else in common. Behind 28
-tokens of filler the cut after 32 tokens falls between "value" and "is": a sample that begins there
-holds C D without A B. Windows of Seamless Packing begin at 0 and 24 and the second one holds
-all of it. The loss of C D after "the A B value is" tells whether the fact was learned.
+The paper injects one invented event and checks five completions. Here are 12 invented facts, "the
+A B value is C D", each in 16 documents of 56 tokens that have nothing else in common. After 28
+tokens of filler, the cut after 32 tokens is between "value" and "is": the next sample contains C D
+without A B. Windows of Seamless Packing begin at 0 and 24, and the second one contains the whole
+fact. The loss of C D after "the A B value is" shows whether the fact was learned.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def documents() -> tuple[str, ...]:
 
 
 def measure(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
-    """What a model knows: the probe of a run.
+    """Measure the facts that a model knows: the probe of a run.
 
     Returns:
         loss: nats per fact, of both words of its value; right: share of facts of which both words

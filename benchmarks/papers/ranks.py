@@ -1,8 +1,8 @@
-"""What several ranks do at a step, done by one process: their times measured, their means of loss.
+"""Work and losses of several ranks at a step, computed by one process.
 
-Used by the recipe on steps as ``Run.probe`` and ``Run.change``. The micro batches of all ranks are
-computed one after the other, so a rank's time is its own work and nothing else: no communication,
-and on the CPU seconds of this thread, to which other programs add little.
+The recipe on steps uses it as ``Run.probe`` and ``Run.change``. The micro batches of all ranks are
+computed one after the other, so a rank's time contains only its own work: no communication, and on
+the CPU seconds of this thread, to which other programs add little.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ARMS: dict[str, tuple[Attention, bool, Dealing]] = {
 
 
 def mean_of_ranks(batch: Batch) -> Batch:
-    """A micro batch whose loss enters the step as a mean of its own, whatever it holds.
+    """A micro batch whose mean loss counts as much as that of any other micro batch.
 
     ``train_step`` divides the sum of losses by ``num_step_label_tokens``, so that every token of
     the step counts the same; here every micro batch counts the same.
@@ -101,7 +101,7 @@ class _Bench:
         return fmean(batch["imbalance"] for batch in self.loaders(attention, same, dealing)[0])
 
     def loaders(self, attention: Attention, same: bool, dealing: Dealing) -> list[PackedLoader]:
-        """One per rank: of a step of all ranks, or of a schedule of its own."""
+        """Micro batches of each rank: of a step of all ranks, or of separate schedules."""
         data, found = PackedDataset(self.dataset, self.index, attention=attention), []
         how: dict[str, Any] = {"micro_batch_tokens": self.size, "num_steps": self.num_steps + 1}
         how |= {"dealing": dealing, "prefetch": 0}
@@ -114,7 +114,7 @@ class _Bench:
         return found
 
     def seconds(self, batch: Batch) -> float:
-        """Of one forward and backward."""
+        """Seconds of one forward and backward."""
         cuda = self.here.device.type == "cuda"
 
         def clock() -> float:
@@ -130,7 +130,7 @@ class _Bench:
         return clock() - begin
 
     def gradient(self, dealing: Dealing) -> Tensor:
-        """Of the first step, all ranks together."""
+        """Gradient of the first step over all ranks."""
         self.model.zero_grad()
         for loader in self.loaders("document", True, dealing):
             self.seconds(next(iter(loader)))

@@ -32,10 +32,10 @@ class Run:
     """Documents of a folder are packed as one, or as many that a shuffle of the ids by the seed
     puts in their places."""
     other: Corpus | None = None
-    """A second source of the same weight, which has what ``max_epochs`` leaves of the run; packed
-    alike, and repeated never."""
+    """A second source of the same weight, which gets the tokens above ``max_epochs``; packed alike,
+    never repeated."""
     max_epochs: float | None = None
-    """Of ``corpus``, beside ``other``."""
+    """Limit of the epochs of ``corpus`` in a blend with ``other``."""
     fim: Mapping[str, Any] | None = None
     """The section of the manifest; samples then need room for the sentinels."""
     config: Mapping[str, Any]

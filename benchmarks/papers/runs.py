@@ -1,9 +1,9 @@
 """Train the runs of the recipes (``papers.run``), two at a time.
 
-A run is done once: its log and its result lie in the cache under a key of everything that decides
-them (the run, the tokens, this software), so an interrupted ``make bench-papers`` goes on where it
-stopped, and a changed line of code trains again. Workers import torch once and then do run after
-run (``papers.worker``).
+A run is trained once: the cache keeps its log and result under a key of everything that decides
+them (the run, the tokens, this software). So an interrupted ``make bench-papers`` continues, and a
+changed line of code trains again. Workers import torch once, then execute run after run
+(``papers.worker``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the recipes are."""
+    """Sizes of the recipes."""
 
     name: str  # cpu, long, quick or gpu
     num_seeds: int | None = None  # of every arm; None: as many as the recipe has at this scale
@@ -110,7 +110,7 @@ class Result:
         return read_curve(self.folder)
 
     def perplexity(self, corpus: str) -> float:
-        """Of the held-out documents of ``run.validate[corpus]``, at the end."""
+        """Final perplexity of the held-out documents of ``run.validate[corpus]``."""
         return float(self.summary["valid"][corpus]["perplexity"])
 
 
@@ -123,7 +123,7 @@ def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def perplexities(group: Sequence[Result], corpus: str = "documents") -> list[float]:
-    """Of held-out documents, one per seed."""
+    """Perplexity of held-out documents, one per seed."""
     return [result.perplexity(corpus) for result in group]
 
 
@@ -268,7 +268,7 @@ def _load(run: Run) -> Result:
 
 
 def _train(tasks: Sequence[Task], pool: Executor) -> None:
-    """Those that others start from, then the others."""
+    """Order runs: those from which others start, then the others."""
     starts = {task.start.parent for task in tasks if task.start is not None}
     first = [task for task in tasks if task.folder in starts]
     rest = [task for task in tasks if task.folder not in starts]

@@ -1,11 +1,11 @@
-"""What recipes share: plain causal training, and a Llama, a corpus and a ladder of lengths.
+"""Shared by the recipes: plain causal training, and a Llama with a corpus and a ladder of lengths.
 
-The latter (``Setting``) is that of the recipes about buckets, masking and steps. On the CPU every
+The latter (``Setting``) is for the recipes about buckets, masking and steps. On the CPU every
 length is a sixteenth of the paper's (on a GPU a quarter): buckets of 64 to 1,024 tokens stand for
-1,024 to 16,384, and docstrings of up to 1,100 tokens for documents of the web. Steps are small,
-since a small model learns more from many of them. Its weights begin at 1 / sqrt(width), not at the
-0.02 of wide models, with which it would stay for hundreds of steps where all methods are alike and
-seeds are not.
+1,024 to 16,384, and docstrings of up to 1,100 tokens for web documents. Steps are small, since a
+small model learns more from many steps. Initial weights have the scale 1 / sqrt(width), not the
+0.02 of wide models, with which it would stay for hundreds of steps in a phase where methods do not
+differ but seeds do.
 """
 
 from __future__ import annotations

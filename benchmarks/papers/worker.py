@@ -181,7 +181,7 @@ class _Training:
 
 
 def _named(path: str) -> Any:
-    """What ``module:function`` names."""
+    """Import the function of ``module:function``."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

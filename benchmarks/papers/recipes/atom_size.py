@@ -1,16 +1,18 @@
 """Atom size (Chen et al. 2024): GPT-2 with ALiBi, concat and padding, atoms of 0.25 to 4 MSL.
 
-What the paper leaves open or does otherwise, and how it is here:
+Differences to the paper, and choices that it leaves open:
 
-* One epoch instead of two: an order that repeats would tell atoms apart by more than their size.
-* Atoms of one MSL are shuffled by the schedule; those of other sizes by the packing, whose order is
-  then kept (``sequential``), so that the pieces of a large atom stay neighbours.
-* The paper ends every atom of padding with EOS; here documents end with it, atoms do not.
-* The last token of an atom has its true successor in the document as its label. Where labels are
-  the inputs shifted by one, as is usual, it has the first token of an atom drawn at random: with
-  atoms of 16 tokens one label in 16 cannot be predicted. Concat is trained with such labels, too.
-* Its perplexity is that of training, on samples that differ from atom to atom and from strategy to
-  strategy. It is given, and beside it the perplexity of the same held-out documents for all.
+* One epoch instead of two: a repeated order would make atoms differ by more than their size.
+* The schedule shuffles atoms of one MSL; packing shuffles atoms of other sizes, and the schedule
+  keeps
+  its order (``sequential``), so that the pieces of a large atom stay neighbors.
+* The paper ends every padded atom with EOS; here documents end with EOS, atoms do not.
+* The label of an atom's last token is its true successor in the document. If labels are the inputs
+  shifted by one, as usual, it is the first token of a random atom: with atoms of 16 tokens, one
+  label in 16 is unpredictable. Concat is also trained with such labels.
+* The paper's perplexity is that of training, on samples that differ between atoms and strategies.
+  It is
+  reported together with the perplexity of the same held-out documents for all.
 """
 
 from __future__ import annotations

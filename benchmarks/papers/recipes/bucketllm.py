@@ -1,9 +1,9 @@
 """BucketLLM (Beyond Fixed Length: Bucket Pre-training is All You Need), sections 5.2 and 5.3.
 
-One model and one corpus under nine ways to make samples of it. As the paper says nothing of masks,
-attention, labels and positions run over whole samples in all of them; the last one is what this
-project does by default. Scored are held-out documents, each by itself, and for Figure 3 long ones
-through contexts of every length.
+One model and one corpus with nine ways to make samples. The paper does not mention masks, so
+attention, labels and positions cross documents in all of them, except the last, this project's
+default. Held-out documents are scored separately, and for Figure 3 long ones with contexts of every
+length.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ Ratios = tuple[float | None, float | None, float | None]  # r_pad %, r_tru %, r_
 
 
 def uncalibrated(rows: list[Row]) -> list[Row]:
-    """Of lengths which do not follow the paper's corpus: its figures cannot be compared."""
+    """Return the rows without the paper's figures, for lengths unlike the paper's corpus."""
     those = (row for row in rows if GROUPED not in row.item)
     return [replace(row, paper=None, agrees=None, why="") for row in those]
 
@@ -321,7 +321,7 @@ def _ratios(
 
 
 def _grouped(lengths: Lengths, corpus: str, capacity: int, paper: float) -> Row:
-    """Padding when every 10,000 documents are concatenated and cut by themselves."""
+    """Return the padding if every 10,000 documents are concatenated and cut separately."""
     padding = positions = 0
     for begin in range(0, min(len(lengths), 100 * GROUP), GROUP):
         metrics = pack(lengths[begin : begin + GROUP], "concat", buckets=[capacity]).metrics()

@@ -1,17 +1,17 @@
-"""Fill-in-the-middle: what it costs a reader from left to right, and what it gains in the middle.
+"""Fill-in-the-middle: its cost from left to right, and its gain in the middle.
 
-Arms differ in the share of documents that are told with their middle at the end (``fim.rate``, half
-of them suffix first); all have the same samples, packed with room for the sentinels. Scored are
-held-out documents as they are, which is the cost, and the middles of the same documents, cut as in
-training (two cuts at random), each token of a middle given
+Arms differ in the share of transformed documents (``fim.rate``, half of them suffix first); all
+have the same samples, packed with room for the sentinels. Two things are scored: unchanged held-out
+documents (the cost), and the middles of the same documents, cut as in training (two random cuts),
+with one of these contexts:
 
-    prefix            the prefix alone: what a model from left to right can be given
+    prefix            only the prefix: the context of a model from left to right
     text              suffix and prefix, without sentinels: the same text, for a model without FIM
     PSM               PRE prefix SUF suffix MID
     SPM               PRE SUF suffix MID prefix
 
-Bavarian et al. (arXiv 2207.14255) find the first for free at any rate up to 0.9, and the second the
-better the higher the rate.
+Bavarian et al. (arXiv 2207.14255) find no cost at any rate up to 0.9, and a gain that grows with
+the rate.
 """
 
 from __future__ import annotations

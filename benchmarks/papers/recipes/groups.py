@@ -1,10 +1,10 @@
-"""Files of a folder in one sample, each seeing those before it: does it pay, and where?
+"""Files of a folder in one sample, each attending to earlier ones: is it useful, and when?
 
-A group is the folder a file comes from; folders are held out whole. One pair of arms is the feature
-against the default, the two others are its controls: what does grouping do by itself (masks hide
-neighbours), and what attention across documents by itself (the ids shuffled, so that neighbours
-are strangers). Scored are held-out files alone, all of them, and those behind other files of their
-folder: the files that two arms are compared on are the same, and so are their tokens.
+A group is the folder of a file; whole folders are held out. One pair of arms compares the feature
+with the default; two others are controls: grouping alone (masks hide other documents), and
+attention across documents alone (shuffled ids, so that neighbors are unrelated). All held-out files
+are scored alone, and those after other files of their folder with these: two arms are always
+compared on the same files and tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Where groups pay, what they cost, and which of grouping and attention it is."""
+    """Claims: benefits and costs of groups, and the effects of grouping and of attention."""
     arms, whole = by_name(results), scores(results)
     alone = {name: probed(group, "alone") for name, group in arms.items()}
     behind = {name: probed(group, "behind") for name, group in arms.items()}

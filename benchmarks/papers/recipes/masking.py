@@ -1,9 +1,9 @@
-"""Masks between documents: attention, the label at a boundary, and where positions restart.
+"""Masks between documents: attention, the label at a boundary, and restarting positions.
 
-The blog (sections 4 and 7.2) says that both masks matter; a public training log found that the mask
-of attention does not. Here samples are concatenated to the length where most documents meet, and
-one thing is changed at a time. Every model is scored alike: held-out documents that fit whole into
-the context, each by itself, from position 0; a boundary has no label.
+The blog (sections 4 and 7.2) says that both masks matter; a public training log found that the
+attention mask does not. Here samples are concatenated to the length with the most documents per
+sample, and one thing changes at a time. All models are scored alike: whole held-out documents that
+fit the context, separately, from position 0; a boundary has no label.
 """
 
 from __future__ import annotations

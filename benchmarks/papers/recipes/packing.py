@@ -84,7 +84,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """What masks, whole documents and mixed steps are worth."""
+    """Claims: the effects of masks, whole documents and mixed steps."""
     values = scores(results)
     masks = "the same samples in the same order; only what attends to what differs"
     tokens = "equal tokens, steps and learning rates, paired seeds; every document scored by itself"

@@ -1,20 +1,20 @@
-"""A small source repeated 1, 4 and 16 times, beside as much of it fresh, at equal total tokens.
+"""A small source repeated 1, 4 and 16 times, compared with new text, at equal total tokens.
 
-Python files are the small source, docstrings the other one; the run gives both the same weight, and
-``max_epochs`` of the files with ``run_tokens`` decides what they get of it (UniMax): with U tokens
-of files in a run of 32 U
+Python files are the small source, docstrings the other one. Both have the same weight, and
+``max_epochs`` of the files with ``run_tokens`` reduces theirs (UniMax): with U tokens of files in a
+run of 32 U
 
-    epochs of U files   1      4      16         fresh files   4 U    16 U
+    epochs of U files   1      4      16         new files     4 U    16 U
     tokens of files     U      4 U    16 U                     4 U    16 U
     of docstrings       31 U   28 U   16 U                     28 U   16 U
 
-so an arm that repeats and one that does not have the same mixture, token by token. The files are
-others with every seed, and those of an arm are the first of those of a larger one.
+so an arm with repetition and one without have the same mixture. Every seed has other files; the
+files of an arm are the first ones of those of a larger arm.
 
 Muennighoff et al. (arXiv 2305.16264) find that up to 4 epochs change the loss negligibly against
-unique data, and that the worth of a repetition decays: U tokens, repeated R times beyond the first,
+unique data, and that the value of a repetition decays: U tokens, repeated R times after the first,
 are worth U (1 + r (1 - exp(-R / r))) unique ones with r = 15.39; at 4 epochs 3.7 U, at 16 10.6 U.
-What repeated files are worth here is read off the line through the perplexities of fresh ones.
+Here the value of repeated files is read off the line through the perplexities of new files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def paper_worth(epochs: int) -> float:
-    """Of U tokens seen so often, in U of unique ones, by the paper's equation 5."""
+    """Value of this many epochs of U tokens, in units of U unique tokens (equation 5)."""
     return 1 + DECAY * (1 - math.exp(-(epochs - 1) / DECAY))
 
 

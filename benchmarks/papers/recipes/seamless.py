@@ -1,15 +1,15 @@
 """Seamless Packing (Yin et al. 2025): continual pretraining on another domain, by packing strategy.
 
-A small Llama is trained on code (one per seed), then on prose for three epochs under every
-strategy. What the paper leaves open or does otherwise, and how it is here:
+A small Llama is trained on code (one per seed), then on prose for three epochs with every strategy.
+Differences to the paper, and choices that it leaves open:
 
-* L_seq is 128 for documents of 350 tokens in the mean, as 2048 is for PubMed's; c_extra 3 is
+* L_seq is 128 for documents with a mean of 350 tokens, the ratio of 2048 to PubMed's; c_extra 3 is
   50 / 2048 of it, and the sweeps have the same shares as the paper's.
 * Attention, labels and positions go across documents, as in a plain causal model.
-* Validation is on the same held-out documents for all strategies, every token once, given its own
-  document in pieces of L_seq; the paper does not say how its validation set was packed.
+* Validation uses the same held-out documents for all strategies, every token once, with its own
+  document as context, in pieces of L_seq; the paper does not say how its validation set was packed.
 * Equal epochs, as in the paper. Overlapping windows repeat tokens, so Seamless Packing takes more
-  steps; a second CT run of as many steps tells what these alone are worth.
+  steps; a second CT run with the same number of steps shows their effect.
 * Tables 10 and 11 print the accuracy of tasks; here it is perplexity.
 """
 
@@ -140,7 +140,7 @@ def _config(scale: Scale, *, epochs: int, steps: int | None, lr: float) -> dict[
 def _num_steps(
     corpus: Corpus, config: Mapping[str, Any], *, strategy: str, parameters: Mapping[str, Any]
 ) -> int:
-    """Of ``EPOCHS`` epochs under a strategy."""
+    """Steps of ``EPOCHS`` epochs with a strategy."""
     lengths = read_document_lengths(prepare(corpus).train)
     index = pack(lengths, strategy, buckets=[CAPACITY], **parameters)
     tokens_per_step = config["data"]["tokens_per_step"]
@@ -166,7 +166,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def _perplexity(groups: dict[str, list[Result]]) -> dict[str, list[float]]:
-    """Of prose, of every arm that is scored on it."""
+    """Perplexity of prose, of every arm that is scored on it."""
     return {n: perplexities(of, "prose") for n, of in groups.items() if of[0].run.validate}
 
 
@@ -270,8 +270,8 @@ def plots(results: list[Result], folder: Path) -> None:
         lines(folder / f"seamless_{name}.png", curves, x=name, y="validation perplexity")
 
 
-# ---- Lengths only: what the paper expects of a corpus (its histograms, Tables 13 and 14, with
-# lengths uniform inside an interval), beside what the strategy does
+# ---- Lengths only: the paper's expectation for a corpus (histograms of Tables 13 and 14, lengths
+# uniform inside an interval), compared with the strategy
 
 CORPORA = {  # documents, L_seq, c_extra
     "pubmed": (11_268, 2048, 50),
