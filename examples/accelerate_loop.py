@@ -17,7 +17,7 @@ from megapack.integrations.hosts.transformers import check_model, model_inputs
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train; return the loss of every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefix")
     parser.add_argument("samples")
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     for batch in loader:
         last = batch["micro_step"] + 1 == batch["num_micro_steps"]
         accelerator.gradient_state._set_sync_gradients(last)
-        # The loss denominator is the whole step's; DDP averages over ranks, which is undone here.
+        # Divide by the labels of the whole step; multiply by the ranks, as DDP averages over them.
         loss = model(**model_inputs(batch), num_items_in_batch=batch["num_step_label_tokens"]).loss
         accelerator.backward(loss * accelerator.num_processes)
         total += loss.detach()

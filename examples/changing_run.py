@@ -1,12 +1,11 @@
-"""A run whose mix, attention window and batch size change twice, killed once, as one picture.
+"""A run whose mixture, window and batch size change twice, killed once; draws one picture.
 
     python examples/changing_run.py --output runs/changing      # two minutes of one core
 
-Two sources that lie on every disk with this software: Python's standard library and the C++ headers
-of torch, byte by byte. The whole program stands in the manifest from the beginning; in the middle
-of its second stage the run is killed (SIGKILL) and started again. ``changing_run.png`` shows the
-loss of both sources and the time of every step; what is printed says whether the steps that were
-taken twice held the same samples and had the same loss.
+Two sources from files that this environment has: Python's standard library and torch's C++ headers,
+as bytes. The manifest has all stages from the beginning. In the middle of the second stage the run
+is killed (SIGKILL) and started again. ``changing_run.png`` shows the loss of both sources and the
+time of every step; the output says whether repeated steps had the same samples and the same loss.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def write_run(folder: Path, steps: int, megabytes: float) -> tuple[Path, list[dict[str, Any]]]:
-    """Documents, samples, manifest and configuration; the stages as they are to be drawn."""
+    """Write documents, samples, manifest with all stages, and configuration."""
     roots = {
         "python": (Path(sysconfig.get_path("stdlib")), "*.py"),
         "headers": (Path(torch.__file__).parent / "include", "*.h"),
@@ -116,7 +115,7 @@ def write_run(folder: Path, steps: int, megabytes: float) -> tuple[Path, list[di
 
 
 def texts(root: Path, pattern: str, budget: int) -> Iterator[bytes]:
-    """Files of a folder in the order of their names, up to so many bytes."""
+    """Yield the files of a folder, sorted by name, up to this many bytes."""
     for path in sorted(root.rglob(pattern)):
         text = path.read_bytes()[:6000]
         budget -= len(text)
@@ -129,7 +128,7 @@ def command(config: Path) -> list[str]:
 
 
 def killed_at(config: Path, log: Path, step: int) -> list[dict[str, Any]]:
-    """Start the run and kill it after a step; the steps it had written by then."""
+    """Start the run and kill it after a step; return the steps that it had logged."""
     process = subprocess.Popen(command(config), start_new_session=True)
     try:
         while not log.exists() or len(list(read_jsonl(log))) <= step:
@@ -144,7 +143,7 @@ def killed_at(config: Path, log: Path, step: int) -> list[dict[str, Any]]:
 
 
 def compare(killed: list[dict[str, Any]], lines: list[dict[str, Any]], run: Path) -> None:
-    """Of the steps that were taken twice."""
+    """Compare the samples and losses of repeated steps."""
     starts = [start["step"] for start in read_jsonl(run / "starts.jsonl")]
     again = range(starts[1], len(killed))
     same = sum(killed[i]["samples"] == lines[i]["samples"] for i in again)

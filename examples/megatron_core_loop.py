@@ -30,7 +30,7 @@ from megapack.integrations.hosts.megatron import (
 
 @dataclass
 class Tokenizer:
-    """What megatron-core's datasets read of one."""
+    """The attributes of a tokenizer that megatron-core's datasets read."""
 
     vocab_size: int
     eod: int = 0
@@ -41,7 +41,7 @@ class Tokenizer:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train; return the loss of every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data_path", help="prefix or manifest")
     parser.add_argument("--vocab-size", type=int, default=1000)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             create_attention_mask=False,
         ),
     ).build()
-    # What Megatron's "single" sampler does: the next rows of all ranks, this rank's part of them.
+    # Like Megatron's "single" sampler: this rank's part of the next rows of all ranks.
     size = args.micro_batch_size
     batches = [
         list(range(begin + rank * size, begin + (rank + 1) * size))

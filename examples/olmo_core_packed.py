@@ -1,4 +1,4 @@
-"""OLMo-core's trainer on packed rows: a small Llama, as large as your GPU likes it.
+"""OLMo-core's trainer on packed rows: a small Llama.
 
     torchrun --nproc-per-node 2 examples/olmo_core_packed.py corpus runs/olmo
 
@@ -39,7 +39,7 @@ def build(args: argparse.Namespace) -> Trainer:
         n_layers=args.layers,
         n_heads=4,
         vocab_size=args.vocabulary,
-        attn_backend=AttentionBackendName.flash_2,  # "torch" knows no documents
+        attn_backend=AttentionBackendName.flash_2,  # "torch" does not support documents
     )
     train_module = TransformerTrainModuleConfig(
         rank_microbatch_size=args.micro_batch_rows * args.sequence_length,

@@ -1,15 +1,15 @@
-"""Online mixing by a rule of one's own: what its loss says will fall fastest is drawn more.
+"""Online mixing with your own rule: draw more of the sources whose loss will fall fastest.
 
-    PYTHONPATH=. megapack-pretrain --config config.yaml \\
+    PYTHONPATH=. megapack-pretrain --config config.yaml \
         --set mixing.rule=examples.online_mixing:ado --set mixing.every=500
 
-The rule is that of ADO (Jiang et al. 2024, "Adaptive Data Optimization", arXiv 2410.11820), without
-its averaging between single steps: a law e + b n^-a is fitted to the loss of every source over its
-label tokens n, and a source is preferred by how fast the law says its loss falls per token, its
-share so far (credit) and its prior weight. The run asks for it every 500 steps with the mean loss
-of every source since the last time, and appends what it answers to its program as a stage. What
-the rule wants to remember, it returns: so a resumed run goes on as if nothing had happened, and
-``megapack-build trace config.yaml --skipped`` shows every mixture that was ever used.
+The rule of ADO (Jiang et al. 2024, "Adaptive Data Optimization", arXiv 2410.11820), without its
+averaging between single steps: a law e + b n^-a is fitted to the loss of every source over its
+label tokens n. The preference of a source is the predicted fall of its loss per token, times its
+share so far (credit) and its prior weight. Every 500 steps the run calls the rule with the mean
+loss of every source since the last call, and appends the result to its program as a stage. The rule
+returns its state, too, so a resumed run continues exactly. ``megapack-build trace config.yaml
+--skipped`` shows every mixture that was used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Curves = dict[str, list[tuple[float, float]]]  # source -> (label tokens so far,
 
 
 def fit(tokens: np.ndarray, losses: np.ndarray) -> tuple[float, float, float]:
-    """(e, b, a) of the law e + b n^-a: for every e the line in logarithms, of these the best."""
+    """Fit (e, b, a) of the law e + b n^-a: the best e, with a line in logarithms for each."""
     laws = []
     for e in np.linspace(0, 0.99, 100) * losses.min():
         slope, height = np.polyfit(np.log(tokens), np.log(losses - e), 1)
@@ -35,7 +35,7 @@ def fit(tokens: np.ndarray, losses: np.ndarray) -> tuple[float, float, float]:
 
 
 def new_weights(curves: Curves, prior: dict[str, float]) -> dict[str, float]:
-    """Shares from the curves so far; a source with fewer than three points keeps its prior."""
+    """Return shares from the curves; a source with fewer than three points keeps its prior."""
     shares = {name: weight / sum(prior.values()) for name, weight in prior.items()}
     seen = {name: curve[-1][0] if curve else 0.0 for name, curve in curves.items()}
     preferred = {}
@@ -53,7 +53,7 @@ def new_weights(curves: Curves, prior: dict[str, float]) -> dict[str, float]:
 
 
 def ado(report: SourceReport) -> tuple[dict[str, float], dict[str, Any]]:
-    """The rule, as ``mixing.rule`` asks for it: weights, and what it wants to keep."""
+    """Return weights and the rule's state, as ``mixing.rule`` requires."""
     state = report.state or {"prior": report.weights, "curves": {n: [] for n in report.weights}}
     curves: Curves = {name: [*curve] for name, curve in state["curves"].items()}
     for name, loss in report.losses.items():

@@ -2,8 +2,8 @@
 
 accelerate launch examples/planned_accelerate.py
 
-A step has 32 documents, whoever forwards them; how many micro batches of at most 256 tokens that
-takes differs from step to step, and is the same on all ranks. Gradients meet once a step, so whole
+A step has 32 documents for any number of ranks. The number of micro batches of at most 256 tokens
+differs between steps, but not between ranks. Gradients are synchronized once per step, so whole
 steps are balanced (balance="step").
 """
 
@@ -22,7 +22,7 @@ from megapack.integrations.hosts.planned import PlannedSteps, accumulate
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train; return the loss of every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens-per-rank", type=int, default=256)
     parser.add_argument("--steps", type=int, default=12)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     losses = []
-    for step in range(args.steps):  # on through epochs of len(steps)
+    for step in range(args.steps):  # an epoch has len(steps)
         total = torch.zeros((), device=accelerator.device)
         for row in accumulate(accelerator, model, steps[step]):
             inputs = {k: v.to(accelerator.device) if torch.is_tensor(v) else v
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             weights, labels = inputs.pop("loss_weights"), inputs.pop("shift_labels")
             logits = model(**inputs).logits
             loss = F.cross_entropy(logits[0], labels[0], reduction="none") @ weights[0]
-            # The weights are of the whole step; ranks are averaged, which is undone here.
+            # Weights sum to 1 over the step; multiply by the ranks, as DDP averages over them.
             accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
         optimizer.step()

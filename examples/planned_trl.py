@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and GRPOTrainer on planned steps: micro batches by tokens, not by number.
+"""TRL's SFTTrainer and GRPOTrainer on planned steps: micro batches by tokens, not by documents.
 
 accelerate launch examples/planned_trl.py --method sft
 accelerate launch examples/planned_trl.py --method grpo
@@ -22,21 +22,21 @@ from megapack.integrations.hosts.planned import PlannedGRPOMixin, PlannedSFTMixi
 
 
 class PlannedSFTTrainer(PlannedSFTMixin, SFTTrainer):
-    """32 documents a step: per_device_train_batch_size is not looked at."""
+    """A step has 32 documents; per_device_train_batch_size is ignored."""
 
 
 class PlannedGRPOTrainer(PlannedGRPOMixin, GRPOTrainer):
-    """per_device_train_batch_size completions of a rank a step, forwarded as the plan says."""
+    """A step has per_device_train_batch_size completions per rank, assigned by the plan."""
 
 
 def counts_upwards(completions: list[str], **_: Any) -> list[float]:
-    """Reward: the share of words that follow the one before, and fewer words are better."""
+    """Reward numbers that follow their predecessor, per word: short texts win."""
     words = [[int(word) for word in text.split() if word.isdigit()] for text in completions]
     return [sum(b == a + 1 for a, b in pairwise(w)) / (1 + len(w)) for w in words]
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the logged losses (sft) or rewards (grpo)."""
+    """Train; return the logged losses (sft) or rewards (grpo)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", choices=("sft", "grpo"), default="sft")
     parser.add_argument("--max-tokens-per-rank", type=int, default=256)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     common: dict[str, Any] = {
         "output_dir": args.output,
         "max_steps": args.steps,
-        "gradient_accumulation_steps": 1,  # the plan decides, and not the same at every step
+        "gradient_accumulation_steps": 1,  # each plan has its own number
         "learning_rate": 3e-3,
         "logging_steps": 1,
         "report_to": [],
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             args=SFTConfig(**common, max_length=256),
             train_dataset=datasets.Dataset.from_dict({"input_ids": documents}),
             documents_per_step=32,
-            planning={"balance": "step"},  # gradients meet once; "micro_batches" with FSDP
+            planning={"balance": "step"},  # one synchronization per step; "micro_batches" with FSDP
             **shared,
         )
     else:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             ),
             reward_funcs=counts_upwards,
             train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
-            keep_groups=True,  # of one prompt on one rank
+            keep_groups=True,  # keep completions of a prompt on one rank
             **shared,
         )
     trainer.train()

@@ -1,10 +1,11 @@
-"""A policy update with verl's own functions, its batches planned: pip install verl, then
+"""A policy update with verl's own functions on planned batches: pip install verl, then
 
 torchrun --nproc-per-node 2 examples/planned_verl.py
 
-What verl's trainer and workers do in a step, without Ray: ``balance_batch`` gives every rank as
-many samples, ``use_dynamic_bsz`` cuts a rank's own under a cap on tokens, and verl's ``agg_loss``
-divides by the tokens of the whole step. In a run of verl ``verl.install()`` is all.
+The functions of a step of verl's trainer and workers, without Ray: ``balance_batch`` gives every
+rank the same number of samples, ``use_dynamic_bsz`` divides a rank's samples into micro batches
+below a limit of tokens, and verl's ``agg_loss`` divides by the tokens of the whole step. In a real
+run of verl, only ``verl.install()`` is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from verl.utils import seqlen_balancing  # noqa: E402
 
 
 def samples(count: int = 32) -> DataProto:
-    """Rollouts that count upwards, prompts of 4 tokens, all padded on the right."""
+    """Return rollouts that count upwards, after prompts of 4 tokens, padded on the right."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(3.0, 0.8, count).astype(int) + 8, 128)
     positions = np.arange(lengths.max())
@@ -41,7 +42,7 @@ def samples(count: int = 32) -> DataProto:
 
 
 def update(model: Any, data: DataProto, rank: int, ranks: int, max_token_len: int) -> list[float]:
-    """Gradients of one step, averaged over ranks as FSDP does; this rank's losses."""
+    """Return the gradients of one step, averaged over ranks as in FSDP, and this rank's losses."""
     of_sample = data.batch["attention_mask"].sum(1)
     num_tokens = int(data.batch["response_mask"][:, 1:].sum())
     parts = seqlen_balancing.get_seqlen_balanced_partitions(
@@ -67,7 +68,7 @@ def update(model: Any, data: DataProto, rank: int, ranks: int, max_token_len: in
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train; return the loss of every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-token-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=12)

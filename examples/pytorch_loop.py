@@ -33,7 +33,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """x ``(tokens, WIDTH)``; a position sees only its own segment."""
+        """Attend within segments; x has shape ``(tokens, WIDTH)``."""
         qkv = self.qkv(self.norms[0](x)).view(-1, 3, HEADS, WIDTH // HEADS)
         attended = varlen_attention(
             *qkv.unbind(1), cu_seqlens, max_seqlen=max_seqlen, backend=self.backend
@@ -55,7 +55,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        """Logits ``(tokens, vocab_size)``."""
+        """Return logits ``(tokens, vocab_size)``."""
         x = self.tokens(tokens[0]) + self.positions(positions[0])
         for layer in self.layers:
             x = layer(x, cu_seqlens, max_seqlen)
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train; return the loss of every step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefix")
     parser.add_argument("samples")
@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         logits = model(
             batch["tokens"], batch["position_ids"], batch["cu_seqlens"], batch["max_seqlen"]
         )
-        # A sum over labels, divided by the labels of the whole step on all ranks: the index knows
-        # how many there are, so nobody has to be asked.
+        # Divide the sum over labels by the labels of the whole step on all ranks, which the index
+        # knows without communication.
         loss = F.cross_entropy(logits, batch["labels"][0], ignore_index=-100, reduction="sum")
         loss = loss / batch["num_step_label_tokens"]
         loss.backward()

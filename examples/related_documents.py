@@ -1,18 +1,17 @@
-"""Related documents in one sample: a file of group ids, made by BM25 (bm25s).
+"""Related documents in one sample: write group ids by BM25 (bm25s).
 
     pip install bm25s
     python examples/related_documents.py corpus --output related.npy --group-tokens 8192
     megapack-build pack corpus --buckets 8192 --groups related.npy --output related.samples
 
-It means something only with attention across documents, ``attention: group`` of the run (in
-``data:``, or ``PackedDataset(attention="group")``): behind masks between documents a neighbour is
-never seen. In-Context Pretraining (arXiv 2310.10638), BM25Chunk (2402.13991) and SPLiCe
-(2312.17296) pack like that. Where documents belong together by themselves (files of a repository,
-parts of a book), a key of the text says so: `megapack-build tokenize --group-key`.
+Only useful with attention across documents, ``attention: group`` of the run (in ``data:``, or
+``PackedDataset(attention="group")``). In-Context Pretraining (arXiv 2310.10638), BM25Chunk
+(2402.13991) and SPLiCe (2312.17296) pack like this. If documents have natural groups (files of a
+repository, parts of a book), use a key of the text: `megapack-build tokenize --group-key`.
 
-A group begins with the first document that is in none; to it comes again and again the document
-most like the last one that came, of those still free among its nearest, until the tokens of a
-sample are reached. Words are token ids, so nothing has to be decoded.
+A group begins with the first document without a group. It then repeatedly gets the free document
+most similar to its last one, among the nearest neighbors of that one, until the group has the
+tokens of a sample. Words are token ids, so nothing is decoded.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit("related_documents.py needs the package bm25s: pip install bm25s") from None
 
-QUERY_TOKENS = 512  # of a document's beginning, by which its neighbours are looked for
+QUERY_TOKENS = 512  # first tokens of a document, the query for its neighbors
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def neighbours_of(dataset: IndexedDataset, count: int) -> NDArray[np.int64]:
-    """(documents, count) the documents most like each by BM25, the nearest first, itself too."""
+    """Return each document's BM25 neighbors, nearest first, with itself: (documents, count)."""
     bounds = dataset.document_offsets
     texts = [dataset.tokens[a:b].tolist() for a, b in pairwise(bounds.tolist())]
     words = sorted({word for text in texts for word in text})
@@ -73,7 +72,7 @@ def neighbours_of(dataset: IndexedDataset, count: int) -> NDArray[np.int64]:
 def chained(
     nearest: NDArray[np.int64], lengths: Sequence[int], group_tokens: int
 ) -> NDArray[np.int64]:
-    """The group of every document."""
+    """Return the group of every document."""
     group = np.full(len(lengths), -1, np.int64)
     number = 0
     for first in range(len(lengths)):

@@ -17,7 +17,7 @@ from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the logged losses."""
+    """Train; return the logged losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefix")
     parser.add_argument("samples")

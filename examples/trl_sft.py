@@ -19,7 +19,7 @@ from megapack.integrations.hosts.transformers import MicroBatches, sft_trainer
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train; returns the logged losses."""
+    """Train; return the logged losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefix")
     parser.add_argument("samples")
