@@ -41,8 +41,7 @@ def words_of(page: str) -> str:
 
 
 def assert_stands_alone(page: str) -> None:
-    """Tags nest, nothing is fetched from anywhere, no number is missing, colours follow the
-    theme."""
+    """Check nesting and numbers; nothing may be fetched, and colours must follow the theme."""
     parsed = Nesting(page)
     assert page.startswith("<!DOCTYPE html>") and parsed.open == []
     tags = {tag for tag, _, _ in parsed.attributes}

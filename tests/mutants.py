@@ -1,12 +1,11 @@
-"""Faults that the tests must notice: ``make mutants``, ``ONLY=name,... JOBS=2 make mutants``.
+"""Faults that the tests must find: ``make mutants``, ``ONLY=name,... JOBS=2 make mutants``.
 
 Each mutant is one small wrong edit of the product. It is applied to a copy of the tree, the copy is
-built (one object), and the tests of its module are run there until the first one fails. A mutant
-that all of them pass is a hole in the tests. Before, the same tests pass on a copy without any.
+built (one object), and the tests of its module run there until the first one fails. If all pass,
+the tests have a gap. Before that, the same tests must pass on a copy without mutants.
 
-A mutant whose old text is not in its file exactly once is stale: give it the text that says the
-same now, or another fault of the same idea. ``test_mutants.py`` looks for stale ones in every run
-of the tests.
+A mutant is stale if its old text is not in its file exactly once: update the text, or choose
+another fault of the same kind. ``test_mutants.py`` finds stale ones in every run of the tests.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ NOTICED = "killed"
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old``, which is in ``file`` once, becomes ``new``; ``tests`` are paths and more arguments
-    of pytest, and ``breaks`` says what would be wrong."""
+    """Replacement of ``old``, which is in ``file`` once, by ``new``.
+
+    ``tests`` are paths and other arguments of pytest; ``breaks`` describes the fault.
+    """
 
     name: str
     file: str
@@ -44,12 +45,12 @@ class Mutant:
     breaks: str
 
 
-# --- running them -------------------------------------------------------------------------------
+# --- running mutants ----------------------------------------------------------------------------
 
 
 @contextmanager
 def copy_of(root: Path) -> Iterator[Path]:
-    """A tree with its built objects, of which one that changes is built again."""
+    """Copy a tree with its built objects, so that only changed ones are built."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -57,7 +58,7 @@ def copy_of(root: Path) -> Iterator[Path]:
 
 
 def finish(command: Sequence[str], cwd: Path, log: Path, seconds: float) -> int | None:
-    """Exit status; None: it took longer. All that it started ends with it."""
+    """Run a command and return its exit status, or None after a timeout; kill its processes."""
     # MEGAPACK_WERROR as in make build: other flags would compile everything again.
     env = {**os.environ, "PYTHONPATH": str(cwd), "MEGAPACK_WERROR": "1"}
     with log.open("w") as output:
@@ -74,8 +75,8 @@ def finish(command: Sequence[str], cwd: Path, log: Path, seconds: float) -> int 
             process.wait()
 
 
-def tried(copy: Path, tests: Sequence[str], build: bool, seconds: float) -> str:
-    """What becomes of the fault in a copy: ``survived``, ``killed``, or ``broken`` and the log."""
+def result_of(copy: Path, tests: Sequence[str], build: bool, seconds: float) -> str:
+    """Build and test a copy; return ``survived``, ``killed``, or ``broken`` and the log."""
     log = copy.parent / "log"
     if build:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -91,21 +92,21 @@ def tried(copy: Path, tests: Sequence[str], build: bool, seconds: float) -> str:
 
 
 def judge(mutant: Mutant, root: Path) -> str:
-    """``killed``, ``survived``, ``stale``, or ``broken`` and why."""
+    """Apply a mutant; return ``killed``, ``survived``, ``stale`` or ``broken``, with the reason."""
     with copy_of(root) as copy:
         path = copy / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
             return f"stale: its old text is {text.count(mutant.old)} times in {mutant.file}"
         path.write_text(text.replace(mutant.old, mutant.new))
-        return tried(copy, mutant.tests.split(), mutant.file.startswith("csrc"), SECONDS)
+        return result_of(copy, mutant.tests.split(), mutant.file.startswith("csrc"), SECONDS)
 
 
 def run(mutants: Sequence[Mutant], root: Path, jobs: int) -> bool:
-    """Print what becomes of each; whether all were killed."""
+    """Run mutants and print their results; return whether all were killed."""
     paths = sorted({word for mutant in mutants for word in mutant.tests.split() if "/" in word})
     with copy_of(root) as copy:
-        before = tried(copy, paths, (root / "csrc").exists(), 8 * SECONDS)
+        before = result_of(copy, paths, (root / "csrc").exists(), 8 * SECONDS)
         if before != "survived":
             log = (copy.parent / "log").read_text()
             print(f"the tests fail without any mutant: {before}\n{log[-4000:]}")
@@ -168,7 +169,7 @@ blend_share_carry: a source of weight 0 is drawn
 + next <= rest;  // a carry
 
 csrc/core/schedule/permute.cpp: schedule tests/data/test_questions.py
-shuffle_of_range: a draw over the end of an epoch goes on in the old shuffle
+shuffle_of_range: a draw across the end of an epoch continues the old shuffle
 - epoch = (run.begin + done) / run.size;
 + epoch = run.begin / run.size;
 shuffle_cycle_walk: a sample that does not exist is drawn, in buckets of more than 1024
@@ -243,7 +244,7 @@ csrc/core/schedule/assign.cpp: dealing
 no_exchange: work is less equal than it can be
 -     assigner.exchange();
 +
-exchanged_loads: exchanges go on from a load that is gone
+exchanged_loads: exchanges continue from a stale load
 -         loads_[from] -= moved;
 +
 costliest_last: the costliest samples of a rank come last
@@ -251,10 +252,10 @@ costliest_last: the costliest samples of a rank come last
 + return std::make_pair(cost(a), a) < std::make_pair(cost(b), b);
 
 megapack/data/sampler.py: dealing
-ranks_of_group: ranks that share a sample are not beside each other
+ranks_of_group: ranks that share a sample are not adjacent
 - assignment.micro_batches(self.data_parallel_rank // shared)
 + assignment.micro_batches(self.data_parallel_rank % (self.data_parallel_size // shared))
-work_of_ranks: the work of one group is told of another
+work_of_ranks: the work of one group is reported for another
 - rows.append(np.repeat(assignment.loads_of_micro_batches / shared, shared, axis=1))
 + rows.append(np.tile(assignment.loads_of_micro_batches / shared, (1, shared)))
 
@@ -272,7 +273,7 @@ megapack/data/program.py: tests/data/test_repetition.py
 limit_of_stage: a later stage may take again what the stages before it took of a source
 - math.floor(limit - share * taken)
 + math.floor(limit)
-limit_of_rest: who is short is given the share of those who are not
+limit_of_rest: sources below their share get that of the others
 - unassigned, total_weight = unassigned - limit, total_weight - weights[d]
 + unassigned, total_weight = unassigned - limit, total_weight
 
@@ -282,7 +283,7 @@ rates_of_stage: a stage takes rates of fim that it does not name from the mixtur
 + mixture, mixture.fim_rates, str(stage)
 
 megapack/data/fim.py: tests/data/test_fim.py
-tables_by_size: tables of the same size are taken for the same
+tables_by_size: tables of equal size count as equal
 - xxhash.xxh3_128_hexdigest(tables)
 + len(tables)
 chosen_labels: documents with chosen labels are turned round
@@ -306,7 +307,7 @@ megapack/packing/groups.py: tests/packing/test_packing_documents.py
 group_border: a group that is cut leaves out the document that would just fill the bucket
 - np.searchsorted(ends[low:high], limit, side="right")
 + np.searchsorted(ends[low:high], limit, side="left")
-group_joined: groups that stand behind each other in a sample are one
+group_joined: adjacent groups of a sample become one
 - (np.diff(group, prepend=-1) == 0) & (group >= 0)
 + (np.diff(group, prepend=-1) < 100) & (group >= 0)
 
@@ -350,7 +351,7 @@ csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
 - weigh_labels(*piece.shard, last.at, 1, factor, mask);
 + weigh_labels(*piece.shard, last.at, 1, 0.0F * factor, mask);
-fim_weights: what follows a sentinel weighs like what stands before it
+fim_weights: the token after a sentinel gets the weight of the one before
 - fill_weights(weights_at(shard, run.at), run.length, factor, mask);
 + fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
 
@@ -403,7 +404,7 @@ undrawn_sources: a source that is not drawn may not be replaced
 undrawn_indices: data that were not drawn count at a resume
 - compared = tuple(values[:num_drawn] for values in padded)
 + compared = tuple(padded)
-resumed_tokens: a step that was half seen is passed over
+resumed_tokens: a half-finished step is skipped
 - + missing // int(begin["tokens_per_step"])
 + + -(-missing // int(begin["tokens_per_step"]))
 
@@ -420,7 +421,7 @@ shard_of_sample: the first sample of a shard is looked for in the one before
 # Reading ahead of a store.
 
 megapack/data/loader.py: tests/data/test_read_ahead.py
-asked_one_by_one: every micro batch makes requests of its own
+asked_one_by_one: every micro batch makes separate requests
 -             batches_per_request = batches_per_portion
 +             batches_per_request = 1
 
@@ -440,22 +441,22 @@ eviction_order: what was read long ago goes before what was read last
 + (False, at) if
 
 megapack/storage/locks.py: tests/cli/test_foreign_files.py -k build_folder
-folders_of_others: a folder of somebody else is used, and later removed, as a build folder
+folders_of_others: a foreign folder is used, and later removed, as a build folder
 - while not is_own_folder(path):
 + while not path.is_dir():
 
 megapack/storage/remote/copies.py: tests/remote/test_remote_faults.py -k meta_file
-meta_of_an_upload: the meta file of the dataset before stays beside the new one
+meta_of_an_upload: the meta file of the previous dataset stays with the new one
 -             remove_object(f"{address}.meta.json")
 +             pass
 
 megapack/storage/locks.py: tests/cli/test_foreign_files.py -k lock
-mark_of_a_lock: a file of somebody else is taken for a lock
+mark_of_a_lock: a foreign file counts as a lock
 - startswith(_LOCK_MARK)
 + startswith(b"")
 
 megapack/storage/files.py: tests/storage/test_atomic.py -k foreign
-proof_of_a_temporary: a file of somebody else is removed as a leftover
+proof_of_a_temporary: a foreign file is removed as a leftover
 - if match[3] == _proof(
 + if match[3] or _proof(
 
@@ -472,7 +473,7 @@ pins_of_blocks: memory that another thread reads is given back
 # The plan of a build.
 
 megapack/tokenization/pipeline/plan.py: plan
-plan_of_inputs: parts of an edited input are taken for those of the old one
+plan_of_inputs: parts of an edited input count as those of the old one
 - [file.path, file.size, file.mtime_ns, file.format, file.compression]
 + [file.path, file.size, file.format, file.compression]
 plan_of_libraries: shards of two versions of a tokenizer are joined
@@ -508,7 +509,7 @@ ordered_split: a document changes its split against megatron-core
 # Packing strategies, the step planner.
 
 csrc/core/packing/bucket.cpp: strategies
-pools_seed: documents are dealt to pools alike, whatever the seed
+pools_seed: documents are assigned to pools without the seed
 - random_for(run.seed, Purpose::kPools)
 + random_for(0, Purpose::kPools)
 head_begins: a document of which two heads are taken repeats tokens
@@ -560,7 +561,7 @@ family_ranks: chunks of a group lie on several ranks
 + m * rules_.num_ranks + (rank->second + m) % rules_.num_ranks);
 
 megapack/planning/online.py: planner
-window: documents are planned before as many wait as were asked for
+window: documents are planned before the window is full
 - if self._num_complete < self._window:
 + if self._num_complete < self._window // 2:
 kept_documents: of documents that wait, some are given twice

@@ -1,4 +1,4 @@
-"""The rule of pages: a block of code in a page is run, or the page says why it is not.
+"""Run the code blocks of pages; a page must say why a block is not run.
 
     python tests/pages.py README.md                  # the quick blocks, in a fresh folder
     python tests/pages.py --slow README.md           # all of them; MEGAPACK_URL=. clones from here
@@ -6,8 +6,8 @@
 
 Blocks of ``bash``, ``console`` and ``python`` are run in the order of their page: in one folder,
 with one namespace of Python, each shell beginning where the one before it ended (folder, PATH).
-What Python prints is the ``text`` block after it, to the letter; what a console block shows of a
-command's output is found in it, in that order, whatever the numbers are. ``yaml`` and ``json`` are
+The output of Python equals the ``text`` block after it; the lines that a console block shows must
+appear in the output of its command, in that order, with any numbers. ``yaml`` and ``json`` are
 parsed. A comment on the line above the fence changes that:
 
     <!-- not run: WHY -->         only read, by bash -n or Python's compiler
@@ -49,7 +49,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: the line of its fence, its language, its text and what is said of it."""
+    """Block of code: line of its fence, language, text and the comment above."""
 
     page: Path
     line: int
@@ -63,14 +63,14 @@ class Block:
 
     @property
     def commands(self) -> str:
-        """What is typed: of a console, what stands behind its prompts."""
+        """Typed text; in a console, the text after its prompts."""
         if self.language != "console":
             return self.text
         return "".join(re.findall(r"^\$ ((?:.*\\\n)*.*\n)", self.text, re.MULTILINE))
 
     @property
     def shown(self) -> list[str]:
-        """What a console shows of the output, without what it leaves out (...)."""
+        """Lines of output that a console shows, without elisions (...)."""
         if self.language != "console":
             return []
         without = re.sub(r"^\$ (?:.*\\\n)*.*\n", "", self.text, flags=re.MULTILINE)
@@ -78,13 +78,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The pages that are written by hand; docs/results.md is written by a command."""
+    """Return the pages that are written by hand (a command writes docs/results.md)."""
     found = {path for place in PLACES for path in ROOT.glob(place) if path.parent.name[0] != "."}
     return sorted(found - {ROOT / "docs" / "results.md"})
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page, in order."""
+    """Return the blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in _BLOCK.finditer(text):
@@ -95,7 +95,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def prepare(folder: Path) -> None:
-    """corpus.bin, .idx and .samples, alike as data/ and web/; docs.jsonl; what a checkout has."""
+    """Write the files that pages use: corpus.*, data/, web/, docs.jsonl, tests/ and examples/."""
     import numpy as np  # noqa: PLC0415  (a page is read without)
 
     from megapack.packing import pack  # noqa: PLC0415
@@ -121,7 +121,7 @@ def prepare(folder: Path) -> None:
 
 
 def plain_model() -> dict[str, Any]:
-    """A model with the arguments of the page on plain PyTorch, alone."""
+    """Return the model of the page on plain PyTorch."""
     import torch  # noqa: PLC0415
     from torch.nn import functional as F  # noqa: PLC0415
 
@@ -141,7 +141,7 @@ def plain_model() -> dict[str, Any]:
 
 
 def llama() -> dict[str, Any]:
-    """The folder of a model with 100 tokens, and what speaks of it."""
+    """Write a model with 100 tokens; return the names that pages use for it."""
     import transformers  # noqa: PLC0415
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -155,7 +155,7 @@ def llama() -> dict[str, Any]:
 
 
 def trl() -> dict[str, Any]:
-    """Texts and prompts of numbers, a tokenizer for them, a reward; TRL's trainers."""
+    """Return texts and prompts of numbers, their tokenizer, a reward, and TRL's trainers."""
     import datasets  # noqa: PLC0415
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
@@ -178,7 +178,7 @@ def trl() -> dict[str, Any]:
 
 
 def accelerate() -> dict[str, Any]:
-    """Documents, a model and what a loop with Accelerate has."""
+    """Return documents, a model and the objects of a loop with Accelerate."""
     import torch  # noqa: PLC0415
     from accelerate import Accelerator  # noqa: PLC0415
 
@@ -199,7 +199,7 @@ GIVEN = {
 
 
 class Reader:
-    """Goes through a page as somebody would who copies its blocks into a terminal."""
+    """Reader that runs the blocks of a page one after the other."""
 
     def __init__(self, folder: Path, *, slow: bool) -> None:
         self.folder, self.slow = folder, slow
@@ -208,7 +208,7 @@ class Reader:
         self.printed: str | None = None
 
     def read(self, block: Block) -> bool:
-        """Run the block, if it is one to run; raises AssertionError where it does not hold."""
+        """Run the block, unless its comment forbids it. Raises AssertionError if it fails."""
         if block.language == "text" and self.printed is not None:
             assert self.printed == block.text, f"{block.name}: printed was\n{self.printed}"
             self.printed = None
@@ -234,7 +234,7 @@ class Reader:
             if "given" in block.said:
                 self.names.update(GIVEN[block.said["given"]]())
             exec(compile(text, block.name, "exec"), self.names)
-        # What a trainer logs is not of the page.
+        # Pages do not show the logs of trainers.
         return (output.getvalue() or None) if "print(" in text else None
 
     def _shell(self, block: Block, text: str) -> str:
@@ -257,7 +257,7 @@ class Reader:
     def _compare(self, block: Block, output: str) -> None:
         lines = iter([_without_numbers(line) for line in output.splitlines()])
         for shown in block.shown:
-            # A line is looked for behind the one before it.
+            # Lines must appear in order.
             found = any(_without_numbers(shown) == line for line in lines)
             assert found, f"{block.name} shows {shown!r}; printed was\n{output}"
 
@@ -266,7 +266,7 @@ class Reader:
 
 
 def measured() -> str:
-    """Six rows: the task, the peer at its best setting, what ours is beside it, the command."""
+    """Return six rows: task, the peer at its best setting, our result, the command."""
 
     def found(bench: str, key: str, **wanted: Any) -> float:
         text = (ROOT / "docs" / "results" / f"{bench}.json").read_text(encoding="utf-8")
@@ -324,24 +324,24 @@ def _values(tree: Any, key: str, wanted: dict[str, Any]) -> Iterator[float]:
 
 
 def _two(value: float) -> str:
-    """Two digits: 0.034, 1.4, 49, 120."""
+    """Format two digits: 0.034, 1.4, 49, 120."""
     digits = max(0, 1 - math.floor(math.log10(abs(value))))
     return f"{float(f'{value:.1e}'):.{digits}f}"
 
 
 def with_table(text: str) -> str:
-    """README with the table of today: it begins with | task | and ends with an empty line."""
+    """Return the README with a new table, from | task | to the next empty line."""
     return re.sub(r"^\| task \|.*?\n(?=\n)", measured() + "\n", text, flags=re.M | re.S)
 
 
 def _without_numbers(line: str) -> str:
-    """Numbers, the width of columns and of bars apart, and where a remark begins."""
+    """Remove numbers, the widths of columns and bars, and remarks."""
     line = re.sub(r"\s{2,}# .*", "", line)
     return re.sub(r"[ #]+", " ", re.sub(r"[\d.,]*\d", "#", line)).strip()
 
 
 def main() -> int:
-    """Run pages; one line a block."""
+    """Run pages; print one line per block."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE")
     parser.add_argument("--slow", action="store_true", help="also blocks that install or train")

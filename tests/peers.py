@@ -1,6 +1,7 @@
-"""Packages that a test compares with and that `make test-data` leaves out: torch, Megatron, ...
+"""Packages that tests compare with: torch, Megatron, ...
 
-Everywhere else a peer that is missing is an error: a comparison must not vanish in silence.
+Only `make test-data` may skip a missing one; anywhere else it is an error, so that no comparison is
+skipped silently.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DATA_ONLY = os.environ.get("MEGAPACK_TEST_DATA_ONLY") == "1"
 
 
 def peer(name: str) -> ModuleType:
-    """The module; skips the test, or the file at whose top it stands, where it is left out."""
+    """Import a package; under `make test-data` skip the test, or the file, if it is missing."""
     package = name.partition(".")[0]
     if DATA_ONLY and importlib.util.find_spec(package) is None:
         pytest.skip(f"compares with {package}", allow_module_level=True)

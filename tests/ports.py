@@ -7,8 +7,7 @@ import socket
 
 __all__ = ["free_port"]
 
-# Below 32,768: the system gives those above to whoever asks for any port, and tests run side by
-# side with processes that do.
+# Below 32,768, since the system assigns higher ports to processes that ask for any port.
 _PORTS = range(10_000, 32_000)
 
 

@@ -1,4 +1,4 @@
-"""Programs in processes of their own: run to their end, or talked to by lines."""
+"""Run programs to their end, or start them and exchange lines with them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 __all__ = ["PEAK_BYTES", "PYTHON", "answer", "ended", "on_small_disk", "started", "tell"]
 
 PYTHON = (sys.executable, "-c")
-# Put before a program that tells its memory. Not by ru_maxrss: a process begins with that of the
-# one that started it, here of a test process, and would seem to need nothing.
+# Code that a program needs to measure its peak memory. ru_maxrss would not do: it starts with the
+# value of the parent, here a test process.
 PEAK_BYTES = """
 import pathlib, re
 def peak_bytes():
@@ -24,7 +24,7 @@ def peak_bytes():
 
 
 def ended(*command: object, status: int | None = 0, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with this status if one is given, and what it said."""
+    """Run a command, check its status unless that is None, and return its output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, check=False, capture_output=True, text=True, **how)
     assert status is None or done.returncode == status, done
@@ -34,9 +34,7 @@ def ended(*command: object, status: int | None = 0, **how: Any) -> subprocess.Co
 def on_small_disk(
     disk: Path, megabytes: int, *command: object, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """``ended``, where the folder is a real file system of this size, seen by the command alone;
-    skips where nobody may mount one.
-    """
+    """Run a command that sees ``disk`` as a file system of this size; skip if it cannot."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
     mount = f'mount -t tmpfs -o size={megabytes}m none "$0" || exit 77; exec "$@"'
@@ -48,9 +46,7 @@ def on_small_disk(
 
 
 def started(program: str, *arguments: object, says: str = "ready") -> subprocess.Popen[str]:
-    """A program of Python that has printed its first line, which is this; ``communicate("")`` ends
-    it.
-    """
+    """Start a Python program and wait for its first line; ``communicate("")`` ends it."""
     process = subprocess.Popen(
         [*PYTHON, program, *map(str, arguments)], stdin=-1, stdout=-1, text=True
     )
@@ -59,12 +55,12 @@ def started(program: str, *arguments: object, says: str = "ready") -> subprocess
 
 
 def tell(process: subprocess.Popen[str]) -> None:
-    """Send it a line."""
+    """Send an empty line."""
     assert process.stdin is not None
     print(file=process.stdin, flush=True)
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    """Its next line."""
+    """Return the next line."""
     assert process.stdout is not None
     return process.stdout.readline().strip()

@@ -151,7 +151,7 @@ def test_figure_that_is_no_number_is_shown_as_it_is() -> None:
 
 
 def test_what_the_pages_are_made_of_is_in_every_clone() -> None:
-    """What git ignores is missing in a clone: the page there would be another one."""
+    """Files that git ignores are missing in a clone, where the page would differ."""
     if not (shutil.which("git") and (ROOT / ".git").exists()):
         pytest.skip("no git checkout")
     git = ["git", "-C", str(ROOT), "ls-files", "docs/results/*.json"]
@@ -171,7 +171,7 @@ def test_both_sides_of_a_benchmark_are_warmed_and_take_turns() -> None:
 
 
 def test_units_of_a_call_are_counted() -> None:
-    """Of four units in 2 ms each takes half of a millisecond at least."""
+    """Four units in 2 ms: each takes at least half a millisecond."""
     found = common.take_turns({"rows": lambda: (time.sleep(0.002), common.Units(4))[1]}, windows=1)
     assert found["rows"].seconds >= 0.0005
 

@@ -135,7 +135,7 @@ def test_the_blogs_row_is_reproduced_and_its_means_refuted() -> None:
 
 
 def _reasons() -> list[tuple[str, Callable[[Row], bool]]]:
-    """What a reason says, and whether it is so; figures of a paper are typed in again here."""
+    """Return the statement of a reason, and whether it holds; paper figures are repeated here."""
     pubmed, web, edu = LAWS["pubmed"](11_268), LAWS["web_800"](20_000), LAWS["fineweb_edu_like"]
     wide = LAWS["web_blog_table"](20_000)  # whose row "no packing" agrees
     expected = expect_seamless(PUBMED, 2048, 0.3)
