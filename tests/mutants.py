@@ -462,7 +462,7 @@ proof_of_a_temporary: a foreign file is removed as a leftover
 
 megapack/storage/remote/client.py: tests/remote/test_remote_faults.py -k slow_line
 slow_lines: a request that shares a slow line with others is cut before it is done
-- {"timeout": REQUEST_TIMEOUT + tried,
+- {"timeout": REQUEST_TIMEOUT + retry_time,
 + {"timeout": REQUEST_TIMEOUT,
 
 megapack/storage/remote/reader.py: tests/remote/test_remote_cache.py -k stays

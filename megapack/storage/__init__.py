@@ -1,10 +1,10 @@
-"""Documents on disk: Megatron's .bin/.idx, written and read byte for byte. Stands on csrc/core.
+"""Documents on disk: Megatron's .bin/.idx, read and written byte for byte; uses csrc/core.
 
 - dataset: reading; index_file opens the pair
-- builder: writing; tokens makes .bin, index_writer .idx and the meta file (metadata)
+- builder: writing; tokens writes .bin, index_writer .idx and the meta file (metadata)
 - merge and importing: datasets from datasets, and from other tools' files
-- verify, survey, repair: whether a dataset is what it claims to be, and mending
-- files: for every file that megapack writes: names, locks, what may be replaced
+- verify, survey, repair: checks and repairs
+- files, locks: temporary names and locks for every file that megapack writes
 - remote: reading from object stores
 """
 

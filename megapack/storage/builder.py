@@ -1,6 +1,6 @@
-"""Documents to disk, byte for byte as megatron-core writes them: ``IndexedDatasetBuilder``.
+"""``IndexedDatasetBuilder``: write documents to disk, byte for byte as megatron-core does.
 
-Beside it ``write_weights``: loss weights of documents that are there.
+``write_weights`` writes loss weights for documents that exist already.
 
 Three documents, one by one and many at once::
 
@@ -25,6 +25,7 @@ from megapack.storage.dataset import read_document_lengths
 from megapack.storage.index_file import WEIGHTS, Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     MAX_SEQUENCE_LENGTH,
+    ArrayLayout,
     DatasetContent,
     DocumentLog,
     check_prefix,
@@ -44,32 +45,33 @@ from megapack.storage.tokens import (
 
 
 class IndexedDatasetBuilder:
-    """Writes ``<prefix>.bin``, ``<prefix>.idx`` and ``<prefix>.meta.json``.
+    """Writer of ``<prefix>.bin``, ``<prefix>.idx`` and ``<prefix>.meta.json``.
 
-    None of them has its name before ``finalize()``: an exception in a ``with`` block, ``abort()``,
-    dropping the builder or a killed process leave nothing that looks like a dataset. A call that
-    raises has added nothing. Memory grows by 4 bytes per sequence, and by 8 more per document
-    when documents have several sequences.
+    The files get their names in ``finalize()``: an exception in a ``with`` block, ``abort()``,
+    deleting the builder or a killed process leave nothing that looks like a dataset. A call that
+    raises has added nothing. Memory grows by 4 bytes per sequence, and by 8 more per document if
+    some document has several sequences.
 
     Megatron's calling convention works as well: a first argument ending in ``.bin`` and
     ``finalize(idx_path)``.
 
     Args:
         prefix: the files' common name.
-        dtype: of the tokens on disk: int32 or uint16 (every host reads them), or int8, uint8,
-            int16, int64. float16: what is added are loss weights, a number for each token of the
-            dataset that they shall stand beside (its prefix and ``.weights``); their bits are
-            stored as uint16 (``as_loss_weights``).
+        dtype: token type on disk: int32 or uint16 (every host reads them), or int8, uint8, int16,
+            int64. float16: the documents are loss weights, one number per token of the dataset they
+            belong to (its prefix and ``.weights``); their bits are stored as uint16
+            (``as_loss_weights``).
         multimodal: store a mode (int8) per sequence.
-        vocab_size: number of token ids; larger ids are refused, and the number is written down.
+        vocab_size: number of token ids; larger ids are errors, and the number is recorded.
         allow_negative: accept negative values, such as -100 in label datasets.
         metadata: JSON-able facts for the meta file (tokenizer, command, ...).
-        durable: False for files whose checksums are compared before they are used: nothing waits
-            for the disk, and a crash of the machine (not of the process) may leave damaged files
-            under their names.
+        durable: False for files whose checksums are compared before use: do not wait for the disk;
+            a crash of the machine (not of the process) may leave damaged files under the final
+            names.
+        overwrite: replace a dataset at ``prefix``.
 
     Raises:
-        ValueError: a dtype that token files cannot have, or one too small for vocab_size.
+        ValueError: token files cannot have the dtype, or it is too small for vocab_size.
         OSError: the directory does not exist or is not writable.
     """
 
@@ -99,7 +101,7 @@ class IndexedDatasetBuilder:
         self._log = DocumentLog(multimodal)
         self._lock = WriterLock(self.prefix, what="a builder")
         try:
-            check_prefix(self.prefix, overwrite=overwrite, difference="a builder writes all anew")
+            check_prefix(self.prefix, overwrite=overwrite, difference="files are not compared")
             self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
         except BaseException:
             self._lock.release()
@@ -124,10 +126,10 @@ class IndexedDatasetBuilder:
 
         Args:
             tokens: integers: an array, a tensor, a list, or a list of numeric strings.
-            mode: of the sequence, when multimodal.
+            mode: of the sequence, if multimodal.
 
         Raises:
-            DataError: an id outside of the dtype or the vocabulary.
+            DataError: an id outside the dtype or the vocabulary.
         """
         self._require_open()
         ids = self._as_stored(tokens)
@@ -135,7 +137,7 @@ class IndexedDatasetBuilder:
         if self.multimodal:
             _check_modes([mode])
         self._tokens.append(ids, first_document=self._log.num_documents)
-        self._log.add_sequence(ids.size, mode)
+        self._log.add_sequences([ids.size], [mode])
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
@@ -144,12 +146,11 @@ class IndexedDatasetBuilder:
 
         Args:
             tokens: all tokens of the document (see ``add_item``).
-            lengths: tokens per sequence; one sequence when not given.
-            modes: mode per sequence, when multimodal; zeros when not given.
+            lengths: tokens per sequence; one sequence by default.
+            modes: mode per sequence, if multimodal; zeros by default.
 
         Raises:
-            DataError: an id outside of the dtype or the vocabulary, or lengths that do not sum to
-                the number of tokens.
+            DataError: an id outside the dtype or the vocabulary, or a wrong sum of lengths.
         """
         if lengths is None and modes is None:
             self.add_item(tokens)
@@ -159,7 +160,7 @@ class IndexedDatasetBuilder:
             lengths = [ids.size] if lengths is None else [operator.index(n) for n in lengths]
             if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
                 raise DataError(
-                    f"document {self.num_documents} has {ids.size} tokens, but its lengths sum to "
+                    f"document {self.num_documents} has {ids.size} tokens; lengths sum to "
                     f"{sum(lengths)}"
                 )
             _check_length(max(lengths, default=0))
@@ -167,8 +168,8 @@ class IndexedDatasetBuilder:
                 _check_modes(modes)
                 if len(modes) != len(lengths):
                     raise DataError(
-                        f"document {self.num_documents} has {len(lengths)} sequences, "
-                        f"but {len(modes)} modes"
+                        f"document {self.num_documents} has {len(lengths)} sequences, {len(modes)} "
+                        "modes"
                     )
             self._tokens.append(ids, first_document=self.num_documents)
             self._log.add_sequences(lengths, modes)
@@ -178,31 +179,29 @@ class IndexedDatasetBuilder:
         """Add many documents of one sequence each, at the speed of a copy.
 
         Args:
-            flat_tokens: 1-D integers, all documents one behind the other.
-            offsets: (num_documents + 1,) integers: document d is
-                ``flat_tokens[offsets[d]:offsets[d + 1]]``; first 0, last ``len(flat_tokens)``.
+            flat_tokens: 1-D integers, the concatenated documents.
+            offsets: (num_documents + 1,) integers: document d is ``flat_tokens[offsets[d]:offsets[d
+                + 1]]``; first 0, last ``len(flat_tokens)``.
 
         Raises:
-            DataError: an id outside of the dtype or the vocabulary, or offsets that do not fit the
-                tokens.
+            DataError: an id outside the dtype or the vocabulary, or wrong offsets.
         """
         self._require_open()
         self._log.require_closed()
         ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
         lengths = _lengths_between(bounds, ids.size)
         self._tokens.append(ids, bounds, first_document=self.num_documents)
-        self._log.add_documents(lengths)
+        modes = np.zeros(lengths.size, np.int8) if self.multimodal else None
+        self._log.add_layout(ArrayLayout(lengths, None, modes))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Add all documents of another dataset of the same dtype.
-
-        The bytes are copied inside the kernel where its meta file vouches for them. (``merge``
-        does this for many datasets in constant memory, and converts dtypes.)
+        """Add all documents of another dataset of the same dtype, inside the kernel if its meta
+        file has their checksums. (``merge`` joins many datasets in constant memory, and converts
+        dtypes.)
 
         Raises:
-            DataError: another dtype, or an id outside of the limits.
+            DataError: another dtype, or an id outside the limits.
             FormatError: the other dataset is damaged.
-            OSError: it cannot be read.
         """
         self._require_open()
         self._log.require_closed()
@@ -214,22 +213,22 @@ class IndexedDatasetBuilder:
             )
         if dataset.holds_weights != (self._as_stored is as_loss_weights):
             raise DataError(
-                f"{dataset.prefix} and {self.prefix} are of two kinds: one holds tokens, the other "
-                "loss weights"
+                f"one of {dataset.prefix} and {self.prefix} contains tokens, the other loss "
+                "weights; add datasets of the same kind"
             )
         self._tokens.append_dataset(dataset)
         self._log.add_layout(dataset.layout)
 
     def end_document(self) -> None:
-        """The sequences added since the last end are one document (possibly an empty one)."""
+        """End a document: all sequences added since the last one ended (possibly none)."""
         self._require_open()
         self._log.end_document()
 
     def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
-        """Write the index and give all files their names.
+        """Write the index and rename all files to their final names.
 
         Args:
-            idx_path: where Megatron's callers want the .idx; ``<prefix>.idx`` by default.
+            idx_path: path of the .idx, as Megatron's callers pass it; ``<prefix>.idx`` by default.
 
         Raises:
             DataError: sequences were added after the last ``end_document()``.
@@ -253,7 +252,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def abort(self) -> None:
-        """Give up and remove what was written; harmless after ``finalize()``."""
+        """Remove what was written, unless ``finalize()`` was called before."""
         self._open = False
         self._tokens.target.discard()
         self._lock.release()
@@ -269,7 +268,7 @@ class IndexedDatasetBuilder:
     def _require_open(self) -> None:
         if not self._open:
             raise ValueError(
-                f"the builder of {self.prefix} was finalized or aborted; make a new one"
+                f"the builder of {self.prefix} was finalized or aborted; create a new one"
             )
 
 
@@ -283,35 +282,35 @@ def _is_float16(dtype: DTypeLike) -> bool:
 def _check_length(length: int) -> None:
     if length > MAX_SEQUENCE_LENGTH:
         raise DataError(
-            f"a sequence has {length} tokens; the format ends at {MAX_SEQUENCE_LENGTH}: "
-            "give add_document() the lengths of several sequences"
+            f"a sequence has {length} tokens; the format's limit is {MAX_SEQUENCE_LENGTH}: pass "
+            "the lengths of several sequences to add_document()"
         )
 
 
 def _check_modes(modes: Sequence[int]) -> None:
     for mode in modes:
         if not -128 <= operator.index(mode) <= 127:
-            raise DataError(f"a sequence has mode {mode}; modes are stored as int8")
+            raise DataError(f"a sequence has mode {mode}; modes are int8, -128 to 127")
 
 
 def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32]:
     fits = offsets.ndim == 1 and offsets.size > 0 and offsets.dtype.kind in "iu"
     if not fits or offsets[0] != 0 or offsets[-1] != num_tokens:
-        given = f"an array of shape {offsets.shape}"
+        description = f"an array of shape {offsets.shape}"
         if offsets.ndim == 1 and offsets.size > 0:
-            given = f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"
+            description = f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"
         raise DataError(
-            f"offsets are {given}; they are integers from 0 to the number of tokens, "
+            f"offsets are {description}; they must be integers from 0 to the number of tokens, "
             f"{num_tokens}, one more than documents"
         )
     lengths = np.diff(offsets.astype(np.int64, copy=False))
     if lengths.size and lengths.min() < 0:
-        raise DataError(f"offsets go back behind document {int(lengths.argmin())}")
+        raise DataError(f"offsets decrease after document {int(lengths.argmin())}")
     _check_length(int(lengths.max(initial=0)))
     return lengths.astype(np.int32)
 
 
-# ---- Loss weights, beside documents that are there -----------------------------------------------
+# ---- Loss weights for documents that exist already -----------------------------------------------
 
 
 def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **options: Any) -> None:
@@ -321,25 +320,26 @@ def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **opti
 
     Args:
         prefix: of the documents.
-        weights: of every document in order, a number for each token (``as_loss_weights``).
+        weights: for every document in order, one number per token (``as_loss_weights``).
         options: of ``IndexedDatasetBuilder``: metadata, overwrite.
 
     Raises:
-        DataError: a document has another number of tokens than weights, or there are too few or too
-            many; a weight that cannot be stored.
+        DataError: a document has another number of tokens than weights, there are too few or too
+            many, or a weight cannot be stored.
     """
     lengths = read_document_lengths(prefix).tolist()
     with IndexedDatasetBuilder(prefix_of(prefix) + WEIGHTS, np.float16, **options) as builder:
         for document, values in enumerate(weights):
             if document >= len(lengths) or len(values) != lengths[document]:
-                wanted = f"has {lengths[document]} tokens" if document < len(lengths) else "is none"
+                known = document < len(lengths)
+                limit = f"has {lengths[document]} tokens" if known else "does not exist"
                 raise DataError(
-                    f"there are {len(values)} weights for document {document}, which {wanted} in "
-                    f"{prefix}; give one for each token of each document"
+                    f"there are {len(values)} weights for document {document}, which {limit} in "
+                    f"{prefix}; give one weight per token of each document"
                 )
             builder.add_document(values)
         if builder.num_documents < len(lengths):
             raise DataError(
-                f"there are weights of {builder.num_documents} documents, and {prefix} has "
-                f"{len(lengths)}; give one array for each"
+                f"there are weights for {builder.num_documents} documents, and {prefix} has "
+                f"{len(lengths)}; give one array per document"
             )

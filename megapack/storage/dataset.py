@@ -1,16 +1,15 @@
-"""Documents on disk, read without copying a token.
+"""``IndexedDataset``: read documents from disk without copying a token.
 
-- ``IndexedDataset``: Megatron's .bin/.idx pair, here or at an address
+- ``IndexedDataset``: Megatron's .bin/.idx pair, local or remote
 - ``read_document_lengths``, ``open_index``, ``read_lengths_file``: lengths without documents
-- ``read_documents``: numbers of documents in a file, to mask or to pack
-- ``open_labels``, ``open_weights``: datasets of labels and of loss weights, token by token beside
-  the documents
+- ``read_documents``: document ids from a file, to mask or to pack them
+- ``open_labels``, ``open_weights``: a label and a loss weight for each token of the documents
 
 Two documents, [7, 8, 0] and [9, 0] ::
 
     ds = IndexedDataset("corpus")
     ds[0], ds[-1], ds.document_lengths    # -> [7, 8, 0], [9, 0], [3, 2]
-    ds.tokens[2:4]                        # -> [0, 9]: all tokens, one document behind the other
+    ds.tokens[2:4]                        # -> [0, 9]: all documents, concatenated
 """
 
 from __future__ import annotations
@@ -47,43 +46,43 @@ from megapack.storage.tokens import holds_weights, open_npy
 
 
 class BinReader:
-    """Megatron's reader of .bin: ``read(dtype, count, offset)``, of the mapped tokens."""
+    """Megatron's reader of .bin: ``read(dtype, count, offset)`` from the mapped tokens."""
 
     def __init__(self, tokens: NDArray[Any]) -> None:
         self._bytes = tokens.view(np.uint8).data
 
     def read(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any]:
-        """``count`` elements from byte ``offset`` on."""
+        """Return ``count`` elements from byte ``offset`` on."""
         return np.frombuffer(self._bytes, dtype, count, offset)
 
 
 class IndexedDataset:
     """Megatron's .bin/.idx pair, memory-mapped and read-only.
 
-    ``len(ds)`` counts sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping (copy it
-    before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences, mostly
-    one each. Pickling carries the prefix only, so data loader workers map the files themselves.
+    ``len(ds)`` is the number of sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping
+    (copy it before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences,
+    usually one each. Pickling stores the prefix only, so data loader workers map the files
+    themselves.
 
-    Both files are of one writer, and stay what they were although a builder replaces them
-    meanwhile. Never change a mapped file in place: one that becomes shorter (``cp`` over it,
-    ``truncate``) ends every process that reads the lost part with SIGBUS, without a traceback;
-    write beside it and rename, as the builder does.
+    An open dataset does not change when a builder replaces its files. Never change a mapped file in
+    place: if it becomes shorter (``cp`` over it, ``truncate``), every process that reads the
+    removed part is killed by SIGBUS, without a traceback. Write a new file and rename it, as the
+    builder does.
 
     A prefix may be an address (``s3://bucket/folder/name``, see ``docs/guides/object_storage.md``).
-    Then .idx is copied to a local cache and tokens are fetched when they are read; what is read is
-    a copy.
+    Then .idx is copied to a local cache, tokens are fetched when they are read, and slices are
+    copies.
 
     Args:
         prefix: the files' common name, without (or with) ``.idx``.
-        multimodal: the .idx has a mode per sequence (it does not say so itself); ``ds[i]`` is
-            then ``(tokens, mode)``.
-        mmap, fast_cache_load, sequences_per_dataset, dtype_code: accepted for Megatron's sake;
-            files are always mapped and their header is always read.
-        object_storage_config, s3_config: not supported; MEGAPACK_CACHE says where the cache lies.
+        multimodal: the .idx has a mode per sequence (it does not record this); ``ds[i]`` is then
+            ``(tokens, mode)``.
+        mmap, fast_cache_load, sequences_per_dataset, dtype_code: ignored, accepted for
+            compatibility with Megatron; files are always mapped and their header is always read.
+        object_storage_config, s3_config: not supported; MEGAPACK_CACHE names the cache's folder.
 
     Raises:
-        FormatError: the .idx is damaged, .bin is shorter than it says, or writers replaced both
-            all the time while they were opened.
+        FormatError: the .idx is damaged, .bin is too short for it, or writers kept replacing both.
         OSError: a file is missing or cannot be read.
     """
 
@@ -101,8 +100,8 @@ class IndexedDataset:
     ) -> None:
         if object_storage_config is not None or s3_config is not None:
             raise ValueError(
-                f"{prefix}: leave out the settings of object storage; the client finds its own, "
-                "and MEGAPACK_CACHE names the cache"
+                f"{prefix}: object_storage_config and s3_config are not supported: leave them out; "
+                "the environment configures the client, and MEGAPACK_CACHE the cache"
             )
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
@@ -112,13 +111,13 @@ class IndexedDataset:
             self._open_local()
 
     def _open_local(self) -> None:
-        self._files = self.prefix  # beside which .idx and .meta.json lie
+        self._files = self.prefix  # of .idx and .meta.json
         self._index, bin_file = open_pair(self.prefix)
         with bin_file:
             self._take_index()
             name, num_bytes = str(bin_file.name), file_identity(bin_file).num_bytes
             count = self._count_tokens(name, num_bytes)
-            # Nothing is mapped without tokens.
+            # An empty file cannot be mapped.
             mapped = map_file(bin_file) if count else np.zeros(0, np.uint8)
             self.tokens: Any = mapped[: count * self.dtype.itemsize].view(self.dtype)
 
@@ -137,19 +136,19 @@ class IndexedDataset:
         self._modes = self._index.modes() if self.multimodal else None
 
     def _check_first_pointers(self) -> None:
-        """Another tool's dtype table shows in the first pointers: they grow by another width."""
+        """Detect another tool's dtype table: with another token width, pointers grow faster."""
         expected = 0
         for i in range(min(len(self), 64)):
             if self._index.pointer(i) != expected:
                 raise FormatError(
                     f"{self._index.name}: sequence {i} points at byte {self._index.pointer(i)}, "
                     f"but {self.dtype.name} sequences before it end at {expected}; "
-                    "`megapack-build verify` tells why"
+                    "run `megapack-build verify` for the reason"
                 )
             expected += self._index.length(i) * self.dtype.itemsize
 
     def _count_tokens(self, name: str, bin_bytes: int) -> int:
-        """Those the index speaks of; bytes behind them, if any, are left out."""
+        """Return the number of tokens that the index describes; .bin may be longer."""
         last = self._index.num_sequences - 1
         itemsize = self.dtype.itemsize
         needed = self._index.pointer(last) + self._index.length(last) * itemsize if last >= 0 else 0
@@ -157,13 +156,13 @@ class IndexedDataset:
             raise FormatError(
                 f"{name} has {bin_bytes} bytes, but its .idx ({self.dtype.name} tokens) "
                 f"ends at byte {needed}: .bin is truncated, or the .idx belongs to another "
-                "file or another dtype table; `megapack-build verify` tells which"
+                "file or another dtype table; run `megapack-build verify` for the reason"
             )
         return needed // itemsize
 
     @property
     def mapped_tokens(self) -> NDArray[Any]:
-        """(num_tokens,) in place, for C++; of a remote dataset those that are being read."""
+        """(num_tokens,) in place, for C++; only tokens being read are present in remote ones."""
         return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
 
     def __len__(self) -> int:
@@ -185,41 +184,38 @@ class IndexedDataset:
         return views if self._modes is None else (views, self._modes[rows])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Part of one sequence: tokens ``[offset, offset + length)``, to its end by default.
-
-        Raises:
-            IndexError: the sequence, or that range of it, does not exist.
-        """
+        """Return tokens ``[offset, offset + length)`` of one sequence, by default up to its end.
+        Raises IndexError: the sequence or the range does not exist."""
         begin, available = self._extent(idx)
         length = available - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(
-                f"tokens [{offset}, {offset + length}) of sequence {idx}, which has {available}"
+                f"tokens [{offset}, {offset + length}) are outside sequence {idx} of {available}"
             )
         tokens = self.tokens[begin + offset : begin + offset + length]
         return tokens if self._modes is None else (tokens, self._modes[idx])
 
     def _extent(self, i: Any) -> tuple[int, int]:
-        """First token and number of tokens of one sequence."""
+        """Return first token and number of tokens of one sequence."""
         try:
             i = operator.index(i)
         except TypeError:
-            raise TypeError(f"sequence {i!r}: give an integer or a slice") from None
+            raise TypeError(f"index is {i!r}; it must be an integer or a slice") from None
         count = self._index.num_sequences
         if not -count <= i < count:
-            raise IndexError(f"sequence {i} of {count} in {self.prefix}")
+            raise IndexError(f"sequence {i} does not exist; {self.prefix} has {count}")
         i %= count
         length = self._index.length(i)
-        begin, rest = divmod(self._index.pointer(i), self.dtype.itemsize)
-        if rest or begin < 0 or length < 0 or begin + length > self.tokens.size:
+        begin, remainder = divmod(self._index.pointer(i), self.dtype.itemsize)
+        if remainder or begin < 0 or length < 0 or begin + length > self.tokens.size:
             raise FormatError(
-                f"{self._index.name}: sequence {i} is outside of .bin; see `megapack-build verify`"
+                f"{self._index.name}: sequence {i} is outside .bin; run `megapack-build verify`"
             )
         return begin, length
 
     @property
     def sequence_modes(self) -> NDArray[np.int8] | None:
-        """int8 (num_sequences,) when multimodal."""
+        """int8 (num_sequences,) if multimodal, else None."""
         return self._modes
 
     @cached_property
@@ -239,7 +235,7 @@ class IndexedDataset:
 
     @cached_property
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
-        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1."""
+        """(num_documents,), tokens; int64 only if a document has more than 2^31 - 1."""
         return _frozen(self._index.document_lengths())
 
     @cached_property
@@ -249,7 +245,7 @@ class IndexedDataset:
 
     @property
     def index_bytes(self) -> Any:
-        """The mapped .idx in place, for C++ that reads it without a copy (``IndexFile.bytes``)."""
+        """The mapped .idx (``IndexFile.bytes``), which C++ reads without a copy."""
         return self._index.bytes
 
     @property
@@ -262,16 +258,13 @@ class IndexedDataset:
 
     @cached_property
     def meta(self) -> dict[str, Any] | None:
-        """Contents of ``<prefix>.meta.json``; None without it (somebody else's dataset).
-
-        Raises:
-            FormatError: it is damaged, or speaks of other files than those that were opened.
-        """
+        """Contents of ``<prefix>.meta.json``; None without it (datasets of other tools). Raises
+        FormatError: it is damaged, or describes other files than the open ones."""
         meta = read_meta(self._files)
         if meta is None:
             return None
         if not self._index.has_its_name():
-            raise FormatError(f"{self.prefix} was replaced since it was opened; open it again")
+            raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")
         difference = difference_from_files(
             meta, self.dtype.name, self._index.header, self.num_tokens
         )
@@ -281,32 +274,31 @@ class IndexedDataset:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids of the tokenizer, None when nobody wrote it down."""
+        """Number of the tokenizer's token ids; None if unknown."""
         return None if self.meta is None else self.meta.get("vocab_size")
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the documents' layout (``IndexFile.fingerprint``): of the dtype, of every
-        length, of where documents begin; not of token values (see ``verify``)."""
+        """Identity of dtype, lengths and documents (``IndexFile.fingerprint``), not of tokens."""
         return self._index.fingerprint
 
     @cached_property
     def content_digest(self) -> list[str | None]:
-        """Identity of the token values: the ``sampled_checksum`` of .bin, and a checksum of what
-        the meta file says of it (None without one). Costs at most 1 MiB of reading; a remote
-        dataset with a meta file is not read, and its first digest is None."""
+        """Identity of the token values: the ``sampled_checksum`` of .bin, and a checksum of the
+        meta file's entry for it (None without one). Reads at most 1 MiB; a remote dataset with a
+        meta file is not read, and its first digest is None."""
         width = self.dtype.itemsize
 
         def read(begin: int, end: int) -> bytes:
             tokens = self.tokens[begin // width : -(-end // width)]
             return bytes(np.ascontiguousarray(tokens).tobytes())
 
-        stated = None
+        recorded = None
         if self.meta is not None:
-            stated = xxhash.xxh3_64_hexdigest(json.dumps(self.meta["bin"]).encode())
-        if is_remote(self.prefix) and stated is not None:
-            return [None, stated]
-        return [sampled_checksum(self.num_tokens * width, read), stated]
+            recorded = xxhash.xxh3_64_hexdigest(json.dumps(self.meta["bin"]).encode())
+        if is_remote(self.prefix) and recorded is not None:
+            return [None, recorded]
+        return [sampled_checksum(self.num_tokens * width, read), recorded]
 
     @property
     def idx_checksums(self) -> str:
@@ -317,9 +309,9 @@ class IndexedDataset:
         """``IndexFile.hold_to``."""
         self._index.hold_to(idx_checksums)
 
-    # The names under which Megatron, Megatron-DeepSpeed and GPT-NeoX know all this.
+    # Names of Megatron, Megatron-DeepSpeed and GPT-NeoX.
     path_prefix = property(attrgetter("prefix"))
-    index = property(lambda self: self)  # its reader of .idx: dtype, sequence_lengths, ...
+    index = property(lambda self: self)  # Megatron's reader of .idx: dtype, sequence_lengths, ...
     bin_reader = property(lambda self: BinReader(self.tokens))
     sizes = property(attrgetter("sequence_lengths"))
     sequence_count = property(lambda self: int(self.sequence_lengths.size))
@@ -333,19 +325,19 @@ class IndexedDataset:
     get_doc_idx = get_document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
-        """In memory only, as in Megatron."""
+        """Replace them in memory only, as in Megatron."""
         self.__dict__["document_indices"] = document_indices
 
     @staticmethod
     def exists(prefix: str | os.PathLike[str]) -> bool:
-        """Whether both files stand at the prefix."""
+        """Return whether both files exist."""
         base = prefix_of(prefix)
         if is_remote(base):
             return exists(base)
         return path_of(base, ".idx").exists() and path_of(base, ".bin").exists()
 
     def __getstate__(self) -> tuple[str, bool, str]:
-        # Absolute: a worker may have another working directory.
+        # Make the path absolute: a worker may have another working directory.
         prefix = self.prefix if is_remote(self.prefix) else str(Path(self.prefix).absolute())
         return prefix, self.multimodal, self.fingerprint
 
@@ -353,7 +345,7 @@ class IndexedDataset:
         prefix, multimodal, fingerprint = state
         IndexedDataset.__init__(self, prefix, multimodal)
         if self.fingerprint != fingerprint:
-            raise FormatError(f"{prefix} was replaced since it was pickled; start the run again")
+            raise FormatError(f"{prefix} was replaced after it was pickled; start the run again")
 
     def __repr__(self) -> str:
         return (
@@ -370,90 +362,77 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 # ---- Document lengths without documents ---------------------------------------------------------
 
 
-def read_document_lengths(
-    prefix: str | os.PathLike[str],
-) -> NDArray[np.int32] | NDArray[np.int64]:
-    """Tokens per document, straight from the .idx; .bin is not read.
+def read_document_lengths(prefix: str | os.PathLike[str]) -> NDArray[np.int32] | NDArray[np.int64]:
+    """Return tokens per document from the .idx, without reading .bin.
 
     Args:
-        prefix: of the dataset, with or without ``.idx``; an address, too.
+        prefix: of the dataset, with or without ``.idx``; may be an address.
 
     Returns:
-        int32 ``(num_documents,)``; int64 only when a document has more than 2^31 - 1 tokens.
+        int32 ``(num_documents,)``; int64 only if a document has more than 2^31 - 1 tokens.
 
     Raises:
-        FormatError: the .idx is damaged.
-        OSError: it cannot be read.
+        FormatError, OSError: the .idx is damaged, or cannot be read.
     """
     return open_index(prefix).document_lengths()
 
 
 def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
-    """The .idx of a dataset, near or far; .bin is not read. Raises as read_document_lengths."""
+    """Open the .idx of a local or remote dataset. Raises as ``read_document_lengths``."""
     files = prefix_of(prefix)
     if is_remote(files):
         files = open_remote_pair(files).local_prefix
     return IndexFile(path_of(files, ".idx"))
 
 
-MAX_DOCUMENT_TOKENS = 1 << 40  # more is damage, or no length
+MAX_DOCUMENT_TOKENS = 1 << 40  # a larger number is damaged, or not a length
 
 
 def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
-    """Tokens per document from a .npy file: ``(num_documents,)``, any integer dtype, mapped.
-
-    Raises:
-        FormatError, OSError: it is not a .npy file, or cannot be read.
-        DataError: it holds something else, or a document of more than 2^40 tokens.
+    """Map tokens per document from a .npy file: (num_documents,), any integer dtype. Raises
+    FormatError: not a .npy file; DataError: something else, or a document of more than 2^40 tokens.
     """
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise DataError(
-            f"{path} does not hold a one-dimensional array of integers, tokens per document"
+            f"{path} has {lengths.dtype} of shape {lengths.shape}; tokens per document are 1-D "
+            "integers"
         )
     if (longest := lengths.max(initial=0)) > MAX_DOCUMENT_TOKENS:
         raise DataError(
-            f"{path}: a document has {longest} tokens; the most is {MAX_DOCUMENT_TOKENS} (2^40): "
-            "give a file of lengths"
+            f"{path}: a document has {longest} tokens; the limit is {MAX_DOCUMENT_TOKENS} (2^40)"
         )
     return lengths
 
 
-# ---- Numbers of documents in a file: those to mask, or to pack ----------------------------------
+# ---- Document ids in a file, to mask or to pack them ---------------------------------------------
 
 
 def read_documents(path: str | Path) -> NDArray[np.int64]:
-    """Document ids of a file, ascending, each once, int64.
-
-    Args:
-        path: a .npy file of integers in one dimension, or text with one id per line.
-
-    Raises:
-        FormatError, OSError: it holds something else, or cannot be read.
-    """
+    """Return the document ids in a file, sorted and unique, int64: a .npy file of integers in one
+    dimension, or text with one id per line. Raises FormatError: it contains something else."""
     path = Path(path)
     if path.suffix == ".npy":
-        found: NDArray[Any] = open_npy(path)
-        if found.ndim != 1 or found.dtype.kind not in "iu":
+        ids: NDArray[Any] = open_npy(path)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise FormatError(
-                f"{path} holds {found.dtype} of shape {found.shape}; document ids are integers in "
-                "one dimension"
+                f"{path} has {ids.dtype} of shape {ids.shape}; document ids are 1-D integers"
             )
     else:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):
             if line.strip() and not (line.strip().isascii() and line.strip().isdecimal()):
                 raise FormatError(
-                    f"{path}, line {number}: {line[:40]!r} is no document id; write one number, "
-                    "counted from 0, per line"
+                    f"{path}, line {number}: {line[:40]!r} is not a document id; write one number "
+                    "per line, counted from 0"
                 )
-        found = np.array([int(line) for line in lines if line.strip()], object)
-    if len(found) and not (found.min() >= 0 and found.max() < 1 << 62):
-        raise FormatError(f"{path} has ids {found.min()} to {found.max()}, not 0 to 2^62 - 1")
-    return np.unique(found.astype(np.int64))
+        ids = np.array([int(line) for line in lines if line.strip()], object)
+    if len(ids) and not (ids.min() >= 0 and ids.max() < 1 << 62):
+        raise FormatError(f"{path} has ids {ids.min()} to {ids.max()}, not 0 to 2^62 - 1")
+    return np.unique(ids.astype(np.int64))
 
 
-# ---- Labels that somebody chose, and loss weights: datasets token by token beside the documents --
+# ---- Labels and loss weights: datasets with one number per token of the documents ----------------
 
 LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["auto"] | None
 
@@ -461,83 +440,69 @@ LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["a
 def open_labels(
     documents: IndexedDataset, labels: LabelDocuments = "auto"
 ) -> IndexedDataset | None:
-    """The labels of these documents, not shifted, negative where a token carries no loss.
+    """Open the labels of documents: not shifted, negative for tokens without loss.
 
-    Args:
-        labels: the dataset or its prefix; ``auto`` takes ``<prefix>.labels`` when it is there.
-
-    Returns:
-        None where there are none: every token is then the label of the one before it.
-
-    Raises:
-        IndexMismatchError: the labels were written for other documents.
-        FormatError, OSError: a file is damaged or missing.
+    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists. None:
+    there are no labels, and each token is the label of the token before it. Raises
+    IndexMismatchError: the labels belong to other documents; FormatError, OSError: damaged
+    or missing files.
     """
-    return _open_beside(documents, labels, LABELS)
+    return _open_companion(documents, labels, LABELS)
 
 
 def open_weights(
     documents: IndexedDataset, weights: LabelDocuments = "auto"
 ) -> IndexedDataset | None:
-    """The loss weights of these documents: of every token the factor on the loss of predicting it.
+    """Open the loss weights of documents: for each token, the factor on the loss of predicting it.
 
-    ``.tokens.view(numpy.float16)`` are the numbers (``as_loss_weights``).
-
-    Args:
-        weights: the dataset or its prefix; ``auto`` takes ``<prefix>.weights`` when it is there.
-
-    Returns:
-        None where there are none: every weight is 1.
-
-    Raises:
-        IndexMismatchError: the weights were written for other documents.
-        FormatError, OSError: a file is damaged or missing, or holds no weights.
+    ``.tokens.view(numpy.float16)`` contains the numbers (``as_loss_weights``). Arguments and errors
+    are those of ``open_labels``, for ``<prefix>.weights``. None: there are no weights, all are 1.
     """
-    found = _open_beside(documents, weights, WEIGHTS)
-    if found is not None and not holds_weights(found.meta):
+    opened = _open_companion(documents, weights, WEIGHTS)
+    if opened is not None and not holds_weights(opened.meta):
         raise FormatError(
-            f"{found.prefix}.meta.json does not say loss_weights: float16, so what stands there "
-            "may be anything: write it with IndexedDatasetBuilder(prefix, numpy.float16), or take "
-            "its meta file along"
+            f"{opened.prefix}.meta.json does not contain loss_weights: float16; copy the original "
+            "meta file, or write the weights with IndexedDatasetBuilder(prefix, numpy.float16)"
         )
-    return found
+    return opened
 
 
 def weights_identity(weights: IndexedDataset) -> str:
-    """What tells loss weights from others: of the checksums of their .bin, which is not read."""
+    """Return a digest of the meta file's checksums of .bin; .bin is not read."""
     return xxhash.xxh3_64_hexdigest(repr((weights.meta or {}).get("bin")).encode())
 
 
-def _open_beside(
-    documents: IndexedDataset, given: LabelDocuments, end: str
+def _open_companion(
+    documents: IndexedDataset, companion: LabelDocuments, ending: str
 ) -> IndexedDataset | None:
-    if given == "auto":
-        given = documents.prefix + end
-        if not IndexedDataset.exists(given):
+    """Open a companion dataset and check that its counts match the documents'."""
+    if companion == "auto":
+        companion = documents.prefix + ending
+        if not IndexedDataset.exists(companion):
             return None
-    if given is None:
+    if companion is None:
         return None
-    if not isinstance(given, IndexedDataset):
-        given = IndexedDataset(given)
+    if not isinstance(companion, IndexedDataset):
+        companion = IndexedDataset(companion)
     for name in ("num_documents", "num_tokens"):
-        theirs, ours = getattr(given, name), getattr(documents, name)
-        if theirs != ours:
+        actual, expected = getattr(companion, name), getattr(documents, name)
+        if actual != expected:
             raise IndexMismatchError(
-                f"{end[1:]} {given.prefix} and documents {documents.prefix} do not belong "
-                f"together: {name} is {theirs} and {ours}; write both in one run"
+                f"{ending[1:]} {companion.prefix} and documents {documents.prefix} do not belong "
+                f"together: {name} is {actual} and {expected}; write both in one run"
             )
-    return given
+    return companion
 
 
 def label_list(labels: Any, num_datasets: int, what: str = "label") -> list[LabelDocuments]:
-    """One per dataset; "auto" and None stand for all of them. Raises ConfigError: too few."""
+    """Return one entry per dataset; "auto" and None apply to all. Raises ConfigError: too few."""
     if isinstance(labels, (list, tuple)):
         listed = list(labels)
     else:
         listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
     if len(listed) != num_datasets:
         raise ConfigError(
-            f"{len(listed)} {what} datasets for {num_datasets} datasets; give a list with one for "
-            "each, 'auto' or None among them"
+            f"{len(listed)} {what} datasets for {num_datasets} datasets; give one entry per "
+            "dataset ('auto' and None are allowed)"
         )
     return listed

@@ -1,19 +1,18 @@
-"""Files: opened, checked before they are replaced, renamed when they are complete.
+"""Files: open and check them, write them under a temporary name, lock them.
 
 - ``open_regular``, ``read_array_blocks``: regular files only, in blocks; ``Identity``, ``is_at``
-- ``check_target``, ``target_of``: what may stand under a name before a file of ours takes it
+- ``check_target``, ``target_of``: files that a new file may replace
 - ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
-- ``create_temporary``, ``remove_leftovers``: temporary names that prove who made the file
+- ``create_temporary``, ``remove_leftovers``: temporary names that prove that megapack made the file
 
-Whatever happens before (an exception, a full disk, kill -9), nothing stands under the final name
-that was not written to the end::
+A final name always holds a complete file, also after an exception, a full disk or kill -9::
 
     with atomic_write("x.samples") as file:     # x.samples.tmp-0f3a9c1e
         file.write(b"...")
-    # -> x.samples; after kill -9 at most x.samples.tmp-0f3a9c1e stays
+    # -> x.samples; kill -9 leaves at most x.samples.tmp-0f3a9c1e
 
-Its writer holds the kernel's lock on a temporary file, which ends with the process: so the next
-writer of the same name knows that it was left, and removes it.
+The writer locks its temporary file, and the kernel unlocks it when the process exits. So the next
+writer of the same name detects a leftover and removes it.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ T = TypeVar("T")
 
 Buffer: TypeAlias = Any  # bytes, a memoryview, a contiguous array (typing.Buffer from 3.12 on)
 
-BLOCK = 1 << 17  # elements: still in the cache when they are summed, hashed and written
+BLOCK = 1 << 17  # elements: they stay in the CPU cache while they are summed, hashed, written
 COPY_BLOCK = 1 << 22  # bytes
-TEMPORARY_BYTES = len(".tmp-01234567")  # what a temporary name adds to the final one
+TEMPORARY_BYTES = len(".tmp-01234567")  # longer than the final name
 _TEMPORARY = re.compile(r"(.+)\.tmp-([0-9a-z]{3})([0-9a-z]{5})", re.DOTALL)
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _KINDS = {
@@ -54,21 +53,17 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link that leads in a circle",
+    stat.S_IFLNK: "a circular link",
 }
-# Other file systems, old kernels, special files.
+# Errors of copy_file_range on other file systems, old kernels and special files.
 _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-    """A file opened without a buffer. A FIFO would wait for its writer, a device never ends.
-
-    Raises:
-        FormatError: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file without a buffer. Raises FormatError: it is not a regular file (a FIFO would
+    block, a device has no end)."""
     return io.FileIO(os.fspath(path), "rb", opener=_open_regular)
 
 
@@ -77,11 +72,11 @@ def _open_regular(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise FormatError(f"{path} is no regular file; data is read from files only")
+    raise FormatError(f"{path} is not a regular file; data is read from files only")
 
 
 class Identity(NamedTuple):
-    """Identity of an open file: another file of its name, or itself changed, has another."""
+    """Identity of an open file; it changes when the file is modified or replaced."""
 
     device: int
     inode: int
@@ -90,31 +85,31 @@ class Identity(NamedTuple):
 
 
 def file_identity(file: io.FileIO) -> Identity:
-    """The identity of an open file."""
+    """Return the identity of an open file."""
     status = os.fstat(file.fileno())
     return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def is_at(identity: Identity, path: str | os.PathLike[str]) -> bool:
-    """Whether that file stands at a name. Opened, not asked: so NFS asks its server, too."""
+    """Return whether a path still leads to the file with this identity."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path) as file:  # not os.stat: opening makes NFS ask its server
             return file_identity(file) == identity
     except FileNotFoundError:
         return False
 
 
 class FileOnDisk(NamedTuple):
-    """What was there a moment ago."""
+    """State of a file a moment ago."""
 
     path: Path
-    num_bytes: int  # on the disk
-    touched_at: float
+    num_bytes: int  # allocated on the disk
+    touched_at: float  # modification time, seconds
 
 
 def files_below(directory: Path) -> Iterator[FileOnDisk]:
-    """All files in and below a directory; files and directories may come and go meanwhile, where
-    ``Path.rglob`` raises."""
+    """Yield all files below a directory. Unlike in ``Path.rglob``, files may disappear
+    meanwhile."""
     for folder, _, names in os.walk(directory):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -126,28 +121,23 @@ def files_below(directory: Path) -> Iterator[FileOnDisk]:
 def read_array_blocks(
     file: io.FileIO, dtype: DTypeLike, count: int, block: int = BLOCK
 ) -> Iterator[NDArray[Any]]:
-    """``count`` numbers from the file's position on, ``block`` at a time.
-
-    Raises:
-        FormatError: the file ends before.
-        OSError: it cannot be read.
-    """
+    """Yield ``count`` numbers from the file's current position, ``block`` at a time. Raises
+    FormatError: the file is too short."""
     for begin in range(0, count, block):
         numbers = np.empty(min(block, count - begin), dtype)
-        left = numbers.view(np.uint8).data
-        # Not np.fromfile, which takes an error of the disk for the file's end.
-        while left and (num_bytes := file.readinto(left)):
-            left = left[num_bytes:]
-        if left:
-            missing = count - begin - (numbers.nbytes - len(left)) // numbers.itemsize
+        unread = numbers.view(np.uint8).data
+        # np.fromfile would report a disk error as the end of the file.
+        while unread and (num_bytes := file.readinto(unread)):
+            unread = unread[num_bytes:]
+        if unread:
+            missing = count - begin - (numbers.nbytes - len(unread)) // numbers.itemsize
             raise FormatError(
-                f"{file.name} ends {missing} numbers early: it is truncated, or became shorter "
-                "while it was read"
+                f"{file.name} ends {missing} numbers early: it is, or was just now, truncated"
             )
         yield numbers
 
 
-# ---- What may stand under a name before a file of ours takes it: one rule for everything written
+# ---- Files that a new file may replace: one rule for everything that megapack writes ----------
 
 
 def check_target(
@@ -157,20 +147,13 @@ def check_target(
     difference: str | Callable[[], str | None] | None,
     name: str | None = None,
 ) -> bool:
-    """Whether a file is to be written; asked before any work.
+    """Return whether to write a file at ``path``, before the work begins: True if the file does not
+    exist or is to be replaced, False if an equal file exists.
 
-    Args:
-        path: the final name. A link stays; the file it leads to is meant.
-        overwrite: replace a file that differs.
-        difference: from what would be written, a sentence; None: there is none. A callable is
-            asked only when a file stands there.
-        name: what to call it, if it is a copy of what stands elsewhere.
-
-    Returns:
-        True: nothing stands there, or it is to be replaced; False: the same stands there already.
-
-    Raises:
-        ConfigError: another file stands there and ``overwrite`` is False; or as of ``target_of``.
+    ``difference`` describes how the existing file differs from the new one, None if they are equal;
+    a callable is called only if the file exists. ``name`` replaces the path in the message. Links
+    stay, and the files they lead to are replaced. Raises ConfigError: a different file exists and
+    ``overwrite`` is False; or see ``target_of``.
     """
     if not target_of(path).exists():
         return True
@@ -188,49 +171,46 @@ def check_target(
 
 
 def check_not_read(path: str | os.PathLike[str], reads: Iterable[str]) -> None:
-    """Raises ConfigError: writing to ``path`` would replace a file that the same work reads."""
+    """Raise ConfigError if writing ``path`` would replace a file that the same command reads."""
     path = Path(path)
-    if path.exists() and any(Path(each).exists() and path.samefile(each) for each in reads):
-        raise ConfigError(f"{path} is read here, and would be replaced: choose another name")
+    if path.exists() and any(Path(other).exists() and path.samefile(other) for other in reads):
+        raise ConfigError(f"{path} is an input and would be replaced: choose another output")
 
 
 def target_of(path: str | os.PathLike[str]) -> Path:
-    """The regular file, there or not, that writing to ``path`` replaces: links are followed.
-
-    Raises:
-        ConfigError: something else stands there (a device, a FIFO, a directory, ...), its
-            directory does not exist, or there is no room for a temporary name.
-    """
+    """Return the regular file that writing to ``path`` creates or replaces; links are followed.
+    Raises ConfigError: another kind of file (a device, ...), a missing directory, or a name that is
+    too long to append a temporary ending."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise ConfigError(f"{os.fspath(path)}: there is no directory {target.parent}; create it")
+        raise ConfigError(f"{os.fspath(path)}: directory {target.parent} does not exist; create it")
     try:
-        longest = os.pathconf(target.parent, "PC_NAME_MAX")
+        max_bytes = os.pathconf(target.parent, "PC_NAME_MAX")
     except (OSError, ValueError):
-        longest = 255
+        max_bytes = 255
     num_bytes = len(os.fsencode(target.name))
-    if num_bytes > longest - TEMPORARY_BYTES:
+    if num_bytes > max_bytes - TEMPORARY_BYTES:
         raise ConfigError(
-            f"the name {target.name} has {num_bytes} bytes; at most {longest - TEMPORARY_BYTES} "
-            "leave room for a temporary name: choose a shorter one"
+            f"the name {target.name} has {num_bytes} bytes; the limit is "
+            f"{max_bytes - TEMPORARY_BYTES}, since a temporary name is longer: choose a shorter one"
         )
     try:
         mode = target.lstat().st_mode
     except FileNotFoundError:
         return target
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(mode), "not a regular file")
         raise ConfigError(
-            f"{os.fspath(path)} is {kind}; only regular files are replaced: choose another name"
+            f"{os.fspath(path)} is {kind}; only a regular file can be replaced: choose another name"
         )
     return target
 
 
-# ---- Files that get their name when they are complete -------------------------------------------
+# ---- Files that are renamed when they are complete ----------------------------------------------
 
 
 class Publishable(Protocol):
-    """A file that waits under a temporary name."""
+    """File under a temporary name."""
 
     path: Path
 
@@ -242,14 +222,11 @@ class Publishable(Protocol):
 
 
 class AtomicFile:
-    """A binary file under a temporary name beside ``path`` until ``publish`` renames it.
+    """Binary file under a temporary name next to ``path`` until ``publish`` renames it.
 
-    Dropping the object, or leaving the interpreter, discards an unpublished file; so does
-    ``discard()``. A forked child never discards its parent's file.
-
-    Raises:
-        ConfigError: as of ``target_of``; links are followed.
-        OSError: the directory is not writable.
+    Deleting the object, leaving the interpreter and ``discard()`` remove an unpublished file. A
+    forked child never removes its parent's file. Raises ConfigError: see ``target_of``; OSError:
+    the directory is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -260,22 +237,15 @@ class AtomicFile:
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
     def write(self, data: Buffer) -> None:
-        """Append all bytes of ``data``, or none of them.
-
-        Raises:
-            OSError: the file, which it names, cannot be written (disk full, ...).
-        """
+        """Append all bytes of ``data``, or none; an OSError (disk full, ...) names the file."""
         with self.all_or_nothing():
             remaining = memoryview(data).cast("B")
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
 
     def copy_from(self, file: io.RawIOBase, num_bytes: int) -> None:
-        """Append bytes of an unbuffered file from its position, inside the kernel if possible.
-
-        Raises:
-            OSError: either file fails; nothing is appended.
-        """
+        """Append bytes of an unbuffered file from its position, inside the kernel if possible; if
+        either file raises OSError, append nothing."""
         with self.all_or_nothing():
             remaining = num_bytes
             while remaining:
@@ -292,14 +262,14 @@ class AtomicFile:
         except OSError as error:
             if error.errno not in _CANNOT_COPY_IN_KERNEL:
                 raise
-        # Some file systems only say "nothing copied"; reading tells whether that is the end.
+        # Some file systems copy nothing and report no error: read, to detect the end of the file.
         data = os.read(file.fileno(), min(count, COPY_BLOCK))
         self.write(data)
         return len(data)
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """An error inside takes back what was written inside, and an OSError names this file."""
+        """Undo the writes of a block that raises; an OSError names this file."""
         position = self.file.tell()
         try:
             with naming(self.path):
@@ -310,30 +280,27 @@ class AtomicFile:
             raise
 
     def sync(self) -> None:
-        """Bring everything written to disk."""
+        """Flush everything written to the disk."""
         with naming(self.path):
             os.fsync(self.file.fileno())
 
     def take_name(self) -> None:
-        """Become the file at ``path``; ``publish`` does this when everything is on disk."""
-        self.temporary.replace(self.path)  # before it is closed, which ends the lock
+        """Rename the file to ``path``; ``publish`` calls this when everything is on the disk."""
+        self.temporary.replace(self.path)  # before closing, which releases the lock
         self.file.close()
         self._discard.detach()
 
     def discard(self) -> None:
-        """Remove the temporary file, unless it was published. May be called twice."""
+        """Remove the temporary file unless it was published. May be called twice."""
         self._discard()
 
 
 def publish(*files: Publishable, durable: bool = True) -> None:
-    """Bring all files to disk, then give them their names in the order given.
+    """Flush all files to the disk, then rename them in the order given. If a file raises OSError,
+    none has its final name.
 
-    Args:
-        durable: False leaves the first part to the system: after a crash of the machine (not of
-            the process) a file may then have its name and not its content.
-
-    Raises:
-        OSError: a file could not be synced or renamed; none has its name then.
+    Without ``durable``, do not flush: after a crash of the machine (not of the process) a file may
+    have its name without its content.
     """
     if durable:
         for file in files:
@@ -341,9 +308,9 @@ def publish(*files: Publishable, durable: bool = True) -> None:
     for i, file in enumerate(files):
         try:
             file.take_name()
-        except OSError:  # no room in the directory
-            for named in files[:i]:
-                named.path.unlink(missing_ok=True)
+        except OSError:  # e.g. the disk is full and the directory cannot grow
+            for renamed in files[:i]:
+                renamed.path.unlink(missing_ok=True)
             raise
     if durable:
         for directory in {file.path.parent for file in files}:
@@ -352,20 +319,11 @@ def publish(*files: Publishable, durable: bool = True) -> None:
 
 @contextlib.contextmanager
 def atomic_write(
-    path: str | os.PathLike[str],
-    mode: Literal["wb", "w"] = "wb",
-    *,
-    durable: bool = True,
+    path: str | os.PathLike[str], mode: Literal["wb", "w"] = "wb", *, durable: bool = True
 ) -> Iterator[IO[Any]]:
-    """``with atomic_write(path) as file``: ``path`` changes when the block ends without an error.
+    """``with atomic_write(path) as file``: replace ``path`` when the block ends without an error.
 
-    Args:
-        path: the final name; its directory must exist.
-        mode: ``"wb"``, or ``"w"``: text, in UTF-8.
-        durable: as of ``publish``.
-
-    Raises:
-        OSError: the file cannot be written (its name is in the message); nothing is left behind.
+    Mode ``"w"`` writes UTF-8 text; ``durable``: see ``publish``. An OSError names the file.
     """
     target = AtomicFile(path)
     encoding = "utf-8" if mode == "w" else None
@@ -382,7 +340,7 @@ def atomic_write(
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of a file descriptor the name of the file it belongs to."""
+    """Add the file's name to an OSError of its file descriptor."""
     try:
         yield
     except OSError as error:
@@ -393,15 +351,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
-    """Create a file under a temporary name next to ``target`` that proves that megapack made it.
+    """Create a file with ``make`` under a temporary name that proves that megapack made it: the
+    name contains a hash of the file's inode. Return (path, result of ``make``).
 
-    The name contains a hash of the file's inode, which the name of a foreign file does not.
-
-    Args:
-        make: creates the file (or link) at a path, and fails if the path exists.
-
-    Returns:
-        (path, result of ``make``)
+    ``make`` creates the file (or link) at a path, and raises FileExistsError if the path exists.
     """
     while True:
         draft = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -409,7 +362,7 @@ def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
             made = make(draft)
             break
         except FileExistsError:
-            continue
+            pass
     inode = draft.lstat().st_ino
     while True:
         salt = "".join(secrets.choice(_DIGITS) for _ in range(3))
@@ -419,7 +372,7 @@ def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
 
 
 def _proof(name: str, salt: str, inode: int) -> str:
-    """Return five letters or digits that belong to an inode under a name."""
+    """Return five characters that belong to an inode under a name."""
     digest = hashlib.blake2b(os.fsencode(f"{name}/{salt}/{inode}"), digest_size=8).digest()
     number, letters = int.from_bytes(digest, "little"), ""
     for _ in range(5):
@@ -459,26 +412,26 @@ def is_being_written(path: Path) -> bool:
         with _locked(path):
             return False
     except OSError:
-        return not path.is_symlink()  # an import needs its link for a moment only
+        return not path.is_symlink()  # a link cannot be locked; import renames its link at once
 
 
-# Directory -> final name -> leftovers when this process first wrote there. A directory is listed
-# once only: it may hold a hundred thousand files, all of them written by this process.
+# Directory -> final name -> leftovers when this process first wrote there. Each directory is listed
+# once: it may contain a hundred thousand files, all written by this process.
 _leftovers: dict[Path, dict[str, list[Path]]] = {}
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove temporary files of ``target`` whose writers were killed, and log each one.
+    """Remove temporary files of ``target`` that killed writers left, and log each one.
 
-    A file that a living process holds stays. Without file locks, every file stays.
+    Files that a running process holds stay. Without file locks, every file stays.
     """
-    of_name = _leftovers.get(target.parent)
-    if of_name is None:
-        of_name = _leftovers[target.parent] = {}
-        with contextlib.suppress(OSError):  # a directory that may be written, but not listed
+    by_name = _leftovers.get(target.parent)
+    if by_name is None:
+        by_name = _leftovers[target.parent] = {}
+        with contextlib.suppress(OSError):  # the directory may be writable but not readable
             for name, path in temporary_files(target.parent):
-                of_name.setdefault(name, []).append(path)
-    for path in of_name.pop(target.name, ()):
+                by_name.setdefault(name, []).append(path)
+    for path in by_name.pop(target.name, ()):
         with contextlib.suppress(OSError):
             if path.is_symlink():
                 path.unlink()
@@ -494,7 +447,7 @@ def create_temporary_file(target: Path) -> tuple[Path, int]:
     """Create a temporary file, locked where the file system has locks; return path, descriptor."""
 
     def make(path: Path) -> int:
-        # Not tempfile: its mode 0600 would survive the rename and shut out the rest of the team.
+        # Not tempfile: its mode 0600 would survive the rename, and other users could not read it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -517,22 +470,16 @@ def _sync_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no fsync
             raise
     finally:
         os.close(descriptor)
 
 
 def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take the kernel's lock on an open file, at once.
-
-    Returns:
-        Whether the file is at ``path`` still: it may have been removed before it was locked.
-
-    Raises:
-        BlockingIOError: another process, or another open file of this one, holds it.
-        OSError: the file system has no locks (``NO_LOCKS``).
-    """
+    """Lock an open file without waiting; return whether ``path`` still leads to it (another process
+    may have removed it before the lock). Raises BlockingIOError: another descriptor holds the lock;
+    OSError: the file system has no locks (``NO_LOCKS``)."""
     fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
@@ -542,7 +489,7 @@ def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """A file with the lock on it; whether it is there still. Raises as lock_file and os.open."""
+    """Hold the lock on a file; yield and raise as ``lock_file``."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     try:

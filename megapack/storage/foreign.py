@@ -42,13 +42,7 @@ from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.files import file_identity, open_regular
 from megapack.storage.index_file import MAGIC, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import MAX_SEQUENCE_LENGTH, ArrayLayout
-from megapack.storage.metadata import (
-    TokenFacts,
-    difference_from_files,
-    file_checksum,
-    own_metadata,
-    read_meta,
-)
+from megapack.storage.metadata import TokenFacts, matching_meta, own_metadata, read_meta
 from megapack.storage.signatures import LLM_C_MAGICS, recognize
 from megapack.storage.survey import REPAIR, Survey, survey
 from megapack.storage.tokens import holds_weights, open_npy
@@ -78,12 +72,8 @@ class Foreign:
 
 
 def detect(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a file or prefix, by its first bytes and the files next to it.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        FormatError: it is a folder, or no regular file.
-    """
+    """Return the kind of a file or prefix, by its first bytes and the files next to it. Raises
+    FormatError: it is a folder, or not a regular file."""
     if Path(path).is_dir():
         raise FormatError(f"{path} is {recognize(path)}")
     idx_path = path_of(prefix_of(path), ".idx")
@@ -123,8 +113,7 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
     meta = _meta_of(prefix, facts, dtype)
     if holds_weights(meta):
         raise ConfigError(
-            f"{prefix} holds loss weights, which belong next to their documents: copy its three "
-            "files"
+            f"{prefix} contains loss weights, which belong next to their documents: copy its files"
         )
     ends = None if layout.header.lacks_document_indices else layout.ends()
     modes = np.concatenate([*layout.mode_blocks()]) if facts.is_multimodal else None
@@ -145,12 +134,9 @@ def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any]
     """The meta file of a dataset of megapack, None where it describes another .idx."""
     with contextlib.suppress(FormatError):  # another tool's file of that name
         meta = read_meta(prefix)
-        if meta is not None and holds_weights(meta):
+        if holds_weights(meta):
             return meta
-        if meta is not None and not difference_from_files(
-            meta, dtype.name, facts.layout.header, facts.num_tokens
-        ):
-            return meta if file_checksum(facts.layout.path) == meta["idx"]["xxh3_128"] else None
+        return matching_meta(prefix, dtype.name, facts.layout.header, facts.num_tokens)
     return None
 
 
@@ -173,8 +159,7 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
     if (ends[1:] < ends[:-1]).any():
         at = int((ends[1:] < ends[:-1]).argmax()) + 1
         raise FormatError(
-            f"{index_path}: document {at} ends at token {ends[at]}, before document {at - 1}: "
-            "restore the file"
+            f"{index_path}: document {at} ends at {ends[at]}, before document {at - 1}: restore it"
         )
     num_tokens = int(ends[-1]) if ends.size else 0
     known = _datatrove_metadata(path)
@@ -184,7 +169,7 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
             tokens_path=path,
             dtype=_token_dtype(_BY_WIDTH[width]),
             num_tokens=num_tokens,
-            layout=ArrayLayout(as_lengths(_differences(ends.astype(np.int64)))),
+            layout=ArrayLayout(as_lengths(np.diff(np.concatenate([[0], ends.astype(np.int64)])))),
         ),
         known,
     )
@@ -205,13 +190,11 @@ def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
         name, width = lines[0], ""
     elif width not in ("2", "4"):
         raise FormatError(
-            f"{metadata_path} says that a token has {width!r} bytes; datatrove writes 2 or 4: "
-            "restore or remove it"
+            f"{metadata_path}: a token has {width!r} bytes, not 2 or 4: restore or remove the file"
         )
     if len(lines) != 3 or not _is_number(lines[1]):
         raise FormatError(
-            f"{metadata_path} is damaged: it has three lines, the second is the number of tokens: "
-            "restore or remove it"
+            f"{metadata_path} must have 3 lines, a number in the second: restore or remove it"
         )
     tokenizer = None if name in ("", "Unknown Tokenizer") else name
     return _DatatroveMetadata(tokenizer, int(width) if width else None, int(lines[1]))
@@ -309,8 +292,7 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
     if header[3:].any():
         at = 3 + int((header[3:] != 0).argmax())
         raise FormatError(
-            f"{path}: number {at} of the header is {header[at]}; llm.c writes 0 there: fetch or "
-            "write the file again"
+            f"{path}: number {at} of the header is {header[at]}, not 0: fetch or write it again"
         )
     return Foreign(
         tokens_path=path,
@@ -402,15 +384,9 @@ def open_foreign(
 ) -> Foreign:
     """Read what a file and the files next to it record about its tokens, and compare it.
 
-    Args:
-        path: file or prefix.
-        kind: one of ``KINDS``.
-        dtype: of the tokens, where the file does not say it.
-
-    Raises:
-        FormatError: the file is damaged, of another format, or does not fit the files next to it.
-        ConfigError: the kind does not exist, or needs another dtype.
-        OSError: a file cannot be read.
+    ``kind`` is one of ``KINDS``; ``dtype`` is needed if the file does not record it. Raises
+    FormatError: the file is damaged, of another format, or does not fit the files next to it;
+    ConfigError: the kind does not exist, or needs another dtype.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
@@ -419,8 +395,7 @@ def open_foreign(
     foreign = KINDS[kind](Path(path), dtype)
     if dtype is not None and _token_dtype(dtype) != foreign.dtype:
         raise ConfigError(
-            f"{path} is of kind {kind}, whose files record that tokens are {foreign.dtype.name}: "
-            "leave out --dtype"
+            f"{path} of kind {kind} records the dtype, {foreign.dtype.name}: leave out --dtype"
         )
     if kind == "mmididx":
         return foreign
@@ -442,9 +417,8 @@ def _mask_of(foreign: Foreign) -> Path | None:
                 num_bytes = file_identity(file).num_bytes
             if num_bytes != foreign.num_tokens:
                 raise FormatError(
-                    f"{mask_path} has {num_bytes} bytes, one for each token; {path.name} has "
-                    f"{foreign.num_tokens} tokens: restore them, or remove it to give every token "
-                    "loss"
+                    f"{mask_path} has {num_bytes} bytes for {foreign.num_tokens} tokens of "
+                    f"{path.name}: restore both, or remove the mask to give every token loss"
                 )
             return mask_path
     return None
@@ -492,11 +466,6 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         if dtype == unsigned or dtype == np.dtype(unsigned).name:
             return np.dtype(signed)
     return pick_dtype(dtype)
-
-
-def _differences(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    lengths: NDArray[np.int64] = ends - np.concatenate([[0], ends])[: ends.size]
-    return lengths
 
 
 def as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -1,12 +1,12 @@
-"""Other tools' token files as datasets, without copying a token where the layout allows.
+"""Import token files of other tools as datasets, without copying tokens if the layout allows.
 
-- ``import_dataset``: from the file of another tool (``foreign.py`` reads it) to a dataset
-- ``LINKS``, ``SEPARATED``: how .bin gets the tokens, and where documents have their separator
+- ``import_dataset``: from another tool's file (``foreign.py`` reads it) to a dataset
+- ``LINKS``, ``SEPARATED``: how .bin gets the tokens, and the position of separators in documents
 
 A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
 
     import_dataset("train.bin", "train", dtype="uint16", eod_token=0)
-    # -> "train: 2 documents, 5 uint16 tokens (flat, .bin as it was)": [7, 8, 0] and [9, 0]
+    # -> "train: 2 documents, 5 uint16 tokens (flat, .bin unchanged)": [7, 8, 0] and [9, 0]
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LABEL_BLOCK = 1 << 20  # tokens
 
 @dataclass(frozen=True)
 class _Source:
-    """A file with its documents found and its tokens checked."""
+    """File with known documents and checked tokens."""
 
     foreign: Foreign
     layout: ArrayLayout
@@ -83,23 +83,20 @@ def _read(
     eod_at: str | None,
     vocab_size: int | None,
 ) -> _Source:
-    """Find the documents of a file and check its tokens.
-
-    Raises:
-        FormatError, ConfigError, OSError: see ``open_foreign``.
-        DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
-    """
+    """Find the documents of a file and check its tokens. Raises as ``open_foreign``; DataError: the
+    separator never occurs, or the ids contradict the dtype or the vocabulary."""
     foreign = open_foreign(path, kind, dtype=dtype)
     name = foreign.tokens_path
     if foreign.vocab_size is not None and vocab_size not in (None, foreign.vocab_size):
         raise ConfigError(
-            f"--vocab-size is {vocab_size}; the file next to {name} says {foreign.vocab_size}: "
-            "leave out --vocab-size"
+            f"--vocab-size is {vocab_size}; {name} has {foreign.vocab_size}: leave out --vocab-size"
         )
     vocab_size = foreign.vocab_size if vocab_size is None else vocab_size
     foreign = replace(foreign, vocab_size=vocab_size)
     if foreign.layout is None and eod_token is None:
-        raise ConfigError(f"{name} has no index: say which id separates documents (--eod-token)")
+        raise ConfigError(
+            f"{name} has no index: give the id that separates documents (--eod-token)"
+        )
     if foreign.layout is not None and (eod_token is not None or eod_at is not None):
         raise ConfigError(
             f"{path} is of kind {kind}, whose files record where documents end: leave out "
@@ -122,8 +119,10 @@ def _read(
             promises = edge_tokens(foreign, layout, scan)
     notes = []
     separators = [*promises.values()] or ([] if eod_token is None else [eod_token])
-    if foreign.pointers is None and (alone := count_separators_only(foreign, layout, separators)):
-        notes.append(f"{alone} of the documents are a separator alone")
+    if foreign.pointers is None and (
+        num_empty := count_separators_only(foreign, layout, separators)
+    ):
+        notes.append(f"{num_empty} of the documents contain only a separator")
     metadata: dict[str, Any] = {**promises, **foreign.metadata}
     if tokenizer := metadata.get("tokenizer", {}).get("name"):
         notes.append(f"tokenizer {tokenizer}")
@@ -145,34 +144,33 @@ def import_dataset(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Make a dataset of another tool's tokens.
+    """Make a dataset from another tool's tokens; return a summary for people.
 
-    The .bin is a link to the file where that holds plain tokens from its first byte on; else
-    tokens are copied. Documents keep their order and sequences. All tokens are read once, for
-    their checksum and range. A loss mask becomes labels, ``<output>.labels``.
+    The .bin is a link to the file if that contains only tokens; otherwise tokens are copied.
+    Documents keep their order and sequences. All tokens are read once, for their checksum and
+    range. A loss mask becomes labels, ``<output>.labels``. If the same dataset exists already,
+    nothing is done.
 
     Args:
-        path: file or prefix; may be ``<output>.bin`` itself, which then stays as it is.
-        output: prefix of the dataset; at an address it is uploaded when it is complete.
-        kind: of the file, one of ``KINDS``; found out by default.
-        dtype: of the tokens, where the file does not say it.
+        path: file or prefix; ``<output>.bin`` itself stays unchanged.
+        output: prefix of the dataset; a remote one is uploaded when it is complete.
+        kind: of the file, one of ``KINDS``; detected by default.
+        dtype: of the tokens, if the file does not record it.
         eod_token: the id that separates documents, for files without recorded bounds.
-        eod_at: ``"end"`` of a document, ``"start"`` (the default for llm.c), or ``"both"``.
-        link: ``"hard"``, ``"symbolic"``, ``"copy"``; auto: the first of these that is possible.
-        vocab_size: number of token ids; larger ids are refused, and the number is written down.
+        eod_at: its position in a document: ``"end"``, ``"start"`` (default for llm.c), or
+            ``"both"``.
+        link: ``"hard"``, ``"symbolic"``, ``"copy"``; auto: the first of these that works.
+        vocab_size: number of token ids; larger ids are errors, and the number is recorded.
         metadata: JSON-able facts for the meta file.
-        overwrite: replace another dataset that stands at ``output``.
-
-    Returns:
-        What was done, for people. When the same dataset stands there already, nothing is.
+        overwrite: replace another dataset at ``output``.
 
     Raises:
-        ConfigError: ``output`` is another dataset, or its files cannot be written there;
-            an argument is missing or contradicts the file.
+        ConfigError: ``output`` is another dataset or not writable, or an argument is missing or
+            contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.
         DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
-        OSError: a file cannot be read, linked or written; nothing has the output's name then.
+        OSError: a file cannot be read, linked or written; then the output does not exist.
     """
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
@@ -181,9 +179,9 @@ def import_dataset(
     output = prefix_of(output)
     if kind == "auto":
         kind = detect(path)
-        if prefix_of(path) == output:  # in place: beside it may stand the .idx of an import before
-            before = (read_meta(output) or {}).get("imported_from")
-            kind = before if before in KINDS else kind
+        if prefix_of(path) == output:  # in place: an earlier import may have written an .idx
+            earlier_kind = (read_meta(output) or {}).get("imported_from")
+            kind = earlier_kind if earlier_kind in KINDS else kind
     if kind == "mmididx" and prefix_of(path) != output:
         _refuse_companions(prefix_of(path))
     with (
@@ -191,22 +189,17 @@ def import_dataset(
         WriterLock(target, what="import"),
     ):
         bin_path = path_of(target, ".bin")
-        theirs = path_of(prefix_of(path), ".bin") if kind == "mmididx" else Path(path)
-        stays = bin_path.exists() and bin_path.samefile(theirs)
-        check_prefix_names(target, keeps_bin=stays)
+        source_path = path_of(prefix_of(path), ".bin") if kind == "mmididx" else Path(path)
+        keeps_bin = bin_path.exists() and bin_path.samefile(source_path)
+        check_prefix_names(target, keeps_bin=keeps_bin)
         source = _read(
-            path,
-            kind,
-            dtype=dtype,
-            eod_token=eod_token,
-            eod_at=eod_at,
-            vocab_size=vocab_size,
+            path, kind, dtype=dtype, eod_token=eod_token, eod_at=eod_at, vocab_size=vocab_size
         )
         source.metadata.update({"imported_from": kind, **(metadata or {})})
         check_metadata(source.metadata)
-        if stays and source.foreign.begin_byte:
-            raise ConfigError(f"{bin_path} is imported and has a header; choose another output")
-        how = _write(source, target, link, stays and source.foreign.pointers is None, overwrite)
+        if keeps_bin and source.foreign.begin_byte:
+            raise ConfigError(f"{bin_path} is the input and has a header; choose another output")
+        how = _write(source, target, link, keeps_bin and source.foreign.pointers is None, overwrite)
     if how is None:
         return f"nothing to do: {output} is there already"
     return "; ".join(
@@ -219,19 +212,20 @@ def import_dataset(
 
 
 def _refuse_companions(prefix: str) -> None:
+    """Raise ConfigError if the dataset has labels, weights or groups; import copies none."""
     for end in BESIDE:
         if path_of(prefix + end, ".idx").exists():
             raise ConfigError(
-                f"{prefix}{end} belongs to {prefix}, and import would leave it behind: copy the "
-                "files of both; datasets of megapack need no import"
+                f"{prefix}{end} belongs to {prefix}, and import would not copy it: copy the files "
+                "of both; datasets of megapack need no import"
             )
 
 
-def _write(source: _Source, target: str, link: str, stays: bool, overwrite: bool) -> str | None:
-    """Write the dataset and its labels; how .bin got its tokens, None: all of it was there."""
-    foreign, layout, how = source.foreign, source.layout, "as it was"
+def _write(source: _Source, target: str, link: str, keeps_bin: bool, overwrite: bool) -> str | None:
+    """Write the dataset and its labels; return the origin of .bin, None if all files existed."""
+    foreign, layout, how = source.foreign, source.layout, "unchanged"
     bin_path, tokens = path_of(target, ".bin"), source.facts
-    labels = _write_labels_of(source, target, overwrite)
+    write_labels = _write_labels_of(source, target, overwrite)
     bin_file: Publishable | None = None
     try:
         if foreign.pointers is not None:
@@ -250,13 +244,13 @@ def _write(source: _Source, target: str, link: str, stays: bool, overwrite: bool
             target,
             overwrite=overwrite,
             difference=lambda: content.difference_from(target),
-            keeps_bin=stays,
+            keeps_bin=keeps_bin,
         ):
-            labels()
+            write_labels()
             return None
-        labels()
-        if bin_file is None and not stays:
-            bin_file, how = _bring(foreign, bin_path, link)
+        write_labels()
+        if bin_file is None and not keeps_bin:
+            bin_file, how = _link_or_copy(foreign, bin_path, link)
         publish_dataset(target, content, bin_file)
     finally:
         if bin_file is not None:
@@ -265,13 +259,13 @@ def _write(source: _Source, target: str, link: str, stays: bool, overwrite: bool
 
 
 def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[[], None]:
-    """Check the loss mask; the result writes ``<target>.labels`` if it masks anything."""
+    """Check the loss mask; return a function that writes the labels of masked tokens."""
     foreign, prefix = source.foreign, target + LABELS
-    there = read_meta(prefix) or {}
+    existing = read_meta(prefix) or {}
     if foreign.mask_path is None:
-        if "mask" in there:
+        if "mask" in existing:
             raise ConfigError(
-                f"{prefix} holds labels of an earlier import, and {foreign.tokens_path} has no "
+                f"{prefix} contains labels of an earlier import, and {foreign.tokens_path} has no "
                 f"mask: remove {prefix}.*, or choose another output"
             )
         return lambda: None
@@ -289,13 +283,15 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
     source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
     lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
-    # By these it is known that the labels belong to these documents.
-    facts["mask"] = " ".join([digest, lengths, *(each for _, each in source.facts.checksums)])
+    # Identity of the documents that the labels belong to.
+    facts["mask"] = " ".join(
+        [digest, lengths, *(sums_digest for _, sums_digest in source.facts.checksums)]
+    )
 
     def write() -> None:
-        same = there.get("mask") == facts["mask"]
-        if not (same and path_of(prefix, ".idx").exists()):
-            _write_labels(foreign, source.layout, prefix, facts, overwrite or same)
+        is_same = existing.get("mask") == facts["mask"]
+        if not (is_same and path_of(prefix, ".idx").exists()):
+            _write_labels(foreign, source.layout, prefix, facts, overwrite or is_same)
 
     return write
 
@@ -313,7 +309,7 @@ def _write_labels(
     ) as builder:
         first = 0
         while first < layout.num_documents:
-            # As many whole documents as fit a block, at least one.
+            # Take as many whole documents as fit a block, at least one.
             limit = int(offsets[first]) + _LABEL_BLOCK
             end = max(first + 1, int(np.searchsorted(offsets, limit, "right")) - 1)
             begin_token, end_token = int(offsets[first]), int(offsets[end])
@@ -324,16 +320,16 @@ def _write_labels(
 
 
 def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
-    """Refuse ids outside of the limits, and tokens that their meta file does not describe."""
+    """Refuse ids outside the limits, and tokens that differ from the facts in their meta file."""
     limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):
         low, high = tokens.token_range
         bits = foreign.dtype.itemsize * 8
         also = f" ({low % 2**bits} as uint{bits})" if low < 0 else ""
         likely = likely_dtype(foreign, foreign.vocab_size)
-        hint = f"; read as {likely}, they are inside" if likely else ""
+        hint = f"; as {likely} they fit: give --dtype {likely}" if likely else ""
         raise DataError(
-            f"{foreign.tokens_path} has ids from {low}{also} to {high}, outside of "
+            f"{foreign.tokens_path} has ids from {low}{also} to {high}, outside "
             f"{limits.describe()}{hint}"
         )
     recorded = foreign.recorded
@@ -342,8 +338,7 @@ def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
         or (len(recorded.checksums) == 1 and recorded.checksums != tokens.checksums)
     ):
         raise FormatError(
-            f"{foreign.tokens_path} is not the file that its .meta.json describes: restore it, or "
-            "remove the .meta.json"
+            f"{foreign.tokens_path} does not match its .meta.json: restore it or remove that file"
         )
 
 
@@ -354,13 +349,13 @@ def _in_order(
     bin_path: Path,
     limits: TokenLimits,
 ) -> tuple[TokenFacts, AtomicFile]:
-    """A copy of sequences that are not stored in order, without its name yet."""
+    """Copy sequences into the order of their index; return facts and the unpublished file."""
     width = foreign.dtype.itemsize
     size = foreign.tokens_path.stat().st_size // width
     tokens = np.memmap(foreign.tokens_path, foreign.dtype, "r", shape=(size,))
-    begins, rest = np.divmod(pointers, width)
-    if rest.any() or (begins < 0).any() or (begins + layout.lengths > size).any():
-        raise FormatError(f"{foreign.tokens_path}: sequences lie outside of the file")
+    begins, remainders = np.divmod(pointers, width)
+    if remainders.any() or (begins < 0).any() or (begins + layout.lengths > size).any():
+        raise FormatError(f"{foreign.tokens_path}: sequences lie outside the file; restore it")
     writer = TokenWriter(bin_path, limits)
     extents = zip(begins.tolist(), layout.lengths.tolist(), strict=True)
     for sequence, (begin, length) in enumerate(extents):
@@ -368,8 +363,8 @@ def _in_order(
     return writer.finish(), writer.target
 
 
-def _bring(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, str]:
-    """A link to the tokens, or a copy of them, without its name yet."""
+def _link_or_copy(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, str]:
+    """Return an unpublished link to the tokens, or a copy of them, and its kind."""
     tokens = foreign.tokens_path.resolve()
     ways: dict[str, tuple[str, Callable[[Path], None]]] = {
         "hard": ("hard link", lambda path: path.hardlink_to(tokens)),
@@ -390,7 +385,7 @@ def _bring(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, st
 
 
 class _Link:
-    """A link under a temporary name."""
+    """Link under a temporary name."""
 
     def __init__(self, path: Path, make: Callable[[Path], None]) -> None:
         self.path = path
@@ -398,7 +393,7 @@ class _Link:
         self.temporary, _ = create_temporary(path, make)
 
     def sync(self) -> None:
-        """A link holds no data of its own."""
+        """Do nothing: a link contains no data."""
 
     def take_name(self) -> None:
         self.temporary.replace(self.path)

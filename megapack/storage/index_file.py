@@ -1,12 +1,12 @@
-"""Megatron's .bin/.idx pair, opened: names, header, arrays.
+"""Megatron's .bin/.idx pair: names, header, arrays, opening.
 
-- ``path_of``, ``prefix_of``, ``BESIDE``: names; ``pick_dtype``, ``dtype_of_code``: types of tokens
+- ``path_of``, ``prefix_of``, ``BESIDE``: names; ``pick_dtype``, ``dtype_of_code``: token types
 - ``IndexFile``: one .idx, mapped; ``read_header``: its first 34 bytes
-- ``open_pair``: an .idx and the .bin that belongs to it, although a writer may replace them
+- ``open_pair``: an .idx and the .bin of the same writer, even while another writer replaces them
 - ``map_file``, ``block_checksums``, ``CheckedArray``: whole files in memory
 
-The byte layout stands in csrc/core/storage/mmididx.hpp; all that interprets bytes happens there.
-Two sequences of 3 and 2 uint16 tokens, a document each, are these 82 bytes::
+csrc/core/storage/mmididx.hpp describes the byte layout and interprets it. Two sequences of 3 and 2
+uint16 tokens, a document each, are these 82 bytes::
 
     4d4d49444944580000 1:u64 8:u8 2:u64 3:u64      # magic, version, dtype, sequences, documents + 1
     3:i32 2:i32   0:i64 6:i64   0:i64 1:i64 2:i64  # lengths, pointers (bytes), document indices
@@ -36,70 +36,57 @@ from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.storage.address import is_remote
 from megapack.storage.files import Identity, file_identity, is_at, open_regular
 
-# ---- Whole files in memory, as the system maps them: read when touched, shared by all processes -
-# A file that is opened in a moment, whatever its size, cannot be compared with a checksum of all of
-# it then. So each of its blocks has one, compared when something of it is read for the first time:
+# ---- Memory-mapped files: the system reads a page when it is touched; all processes share it -----
+# Comparing a whole file with one checksum would read all of it at opening. So every block has a
+# checksum, compared when something in the block is read for the first time:
 #
 #     sums = block_checksums(written)            # "f1c3...": 16 hexadecimal digits per 64 KiB
 #     array = CheckedArray.of(mapped, sums, name="x.samples: array segment_length", remedy="...")
 #     array[1000:1010]                           # FormatError if the block is damaged
 
-# What an ndarray says of itself without reading a number.
+# Attributes of an ndarray that need no element.
 _WITHOUT_READING = {"dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size"}
 
 
 def map_file(file: IO[Any]) -> NDArray[np.uint8]:
-    """The bytes of an open file, read-only; the file itself may be closed.
-
-    Python's mmap would keep a descriptor for every file, and a source may have tens of thousands.
-
-    Raises:
-        MegapackError: the system maps no more files in one process; says how to let it.
-        OSError: the file cannot be mapped.
-    """
+    """Return the bytes of an open file, read-only; the file may be closed afterwards. Raises
+    MegapackError: this process has reached the system's limit of mappings."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         return np.zeros(0, np.uint8)
+    # Python's mmap keeps a descriptor per file, and a source may have tens of thousands of files.
     try:
         return _core.map_file(file.fileno(), size)
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise MegapackError(
-                f"{file.name} cannot be mapped: this process has as many mappings as the system "
-                "allows. Raise vm.max_map_count (3 for every file of a source, 4 with labels), or "
-                "merge files"
+                f"{file.name} cannot be mapped: this process has reached the limit of mappings; "
+                "raise vm.max_map_count (3 per file of a source, 4 with labels), or merge files"
             ) from error
         raise OSError(error.errno, error.strerror, file.name) from None
 
 
 def block_checksums(array: NDArray[Any]) -> str:
-    """xxh64 of every block of an array's bytes, 16 hexadecimal digits each."""
+    """Return the xxh64 of every block of an array's bytes, 16 hexadecimal digits each."""
     numbers = _core.block_checksums(np.ascontiguousarray(array).view(np.uint8))
     return numbers.astype(">u8").tobytes().hex()
 
 
 class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
-    """A one-dimensional array of a file; whatever is read of it is compared with its checksums, by
-    indexing the blocks that are indexed, by anything else all of it. FormatError where they differ.
+    """One-dimensional array of a file that compares itself with checksums when it is read: indexing
+    checks the indexed blocks, everything else the whole array. FormatError if a checksum differs.
 
-    It stands for an ndarray with numpy's functions and the core's. Threads may share it.
+    numpy's functions and the core accept it like an ndarray. Threads may share it.
     """
 
     @classmethod
     def of(cls, array: NDArray[Any], checksums: str, *, name: str, remedy: str) -> CheckedArray:
-        """
-        Args:
-            array: what is mapped.
-            checksums: ``block_checksums`` of what it should be.
-            name, remedy: of what an error says.
-
-        Raises:
-            FormatError: these are no checksums of an array of this size.
-        """
+        """Wrap a mapped array and its ``block_checksums``; ``name`` and ``remedy`` are for errors.
+        Raises FormatError: the checksums do not belong to an array of this size."""
         try:
             numbers = np.frombuffer(bytes.fromhex(checksums), ">u8").astype(np.uint64)
         except ValueError as error:
-            raise FormatError(f"{name}: its checksums are no hexadecimal numbers") from error
+            raise FormatError(f"{name}: its checksums are not hexadecimal; {remedy}") from error
         return cls(array, numbers, name=name, remedy=remedy)
 
     def __len__(self) -> int:
@@ -119,13 +106,13 @@ class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
         return self.unchecked[key]
 
     def verify(self) -> None:
-        """Compare all of it."""
+        """Check all blocks."""
         self.require(0, len(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         self.verify()
-        found = np.asarray(self.unchecked, dtype)
-        return found.copy() if copy else found
+        array = np.asarray(self.unchecked, dtype)
+        return array.copy() if copy else array
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         whole = [np.asarray(x) if isinstance(x, CheckedArray) else x for x in inputs]
@@ -146,54 +133,44 @@ class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
         return np.array, (np.asarray(self),)
 
 
-# ---- Names and numbers of the pair, and one .idx opened for reading -----------------------------
+# ---- Names and dtypes of the pair, and one .idx opened for reading -------------------------------
 
 Tokens: TypeAlias = NDArray[Any]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
 
-# What megapack writes: the codes that mean the same in Megatron, GPT-NeoX and Megatron-DeepSpeed.
+# Codes with one meaning in Megatron, GPT-NeoX and Megatron-DeepSpeed; megapack writes no others.
 # (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
-# Of the fingerprint: what opening a dataset reads at the beginning of an array, and the number of
-# blocks all over the file.
-_OPENING_BYTES = 512
-_SPREAD_BLOCKS = 16
+_OPENING_BYTES = 512  # in the fingerprint: bytes at the beginning of an array that opening reads
+_SPREAD_BLOCKS = 16  # in the fingerprint: blocks spread over the file
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
-
-# What ends the prefix of a dataset that stands beside another: of each of its tokens the label, the
-# loss weight; of each of its documents the group.
+# Endings of companion datasets: label and loss weight per token, group per document.
 LABELS, WEIGHTS, GROUPS = ".labels", ".weights", ".groups"
 BESIDE = (LABELS, WEIGHTS, GROUPS)
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """``prefix + suffix``, where the prefix may itself contain dots.
-
-    Raises:
-        ConfigError: the prefix is an address, and whoever asks works on local files only.
-    """
+    """Return ``prefix + suffix``; a prefix may contain dots. Raises ConfigError: the prefix is an
+    address, and the caller needs local files."""
     if is_remote(prefix):
-        raise ConfigError(f"{os.fspath(prefix)}: this works on local files; copy the dataset first")
+        raise ConfigError(f"{os.fspath(prefix)} is not a local file; copy the dataset first")
     return Path(os.fspath(prefix) + suffix)
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
-    """The prefix of a dataset, also when its .idx or .bin was named.
-
-    Raises:
-        ConfigError: it is an address that is not read (``is_remote``), or no name of files.
-    """
+    """Return the prefix of a dataset, also from the path of its .idx or .bin. Raises ConfigError:
+    an invalid address (``is_remote``), or a directory."""
     text = os.fspath(path)
     if not is_remote(text) and text.rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(
-            f"prefix {text!r} is a directory, and names no files: a dataset is named as its .bin "
-            f"and .idx are, without that ending, as {text.rstrip('/') or '.'}/corpus"
+            f"prefix {text!r} is a directory: give the path of .bin or .idx without its ending, as "
+            f"{text.rstrip('/') or '.'}/corpus"
         )
     for suffix in (".idx", ".bin"):
         if text.endswith(suffix):
@@ -202,7 +179,7 @@ def prefix_of(path: str | os.PathLike[str]) -> str:
 
 
 def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
-    """The token type of a dtype code in Megatron's table. FormatError for all others."""
+    """Return the token type of Megatron's dtype code. Raises FormatError: unknown code."""
     if code not in DTYPE_OF_CODE:
         raise FormatError(
             f"{os.fspath(name)} has dtype code {code}; token files have one of "
@@ -213,23 +190,22 @@ def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
 
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """A dtype that token files can have; ConfigError for all others."""
+    """Return a dtype if token files can have it. Raises ConfigError for other dtypes."""
     try:
         result = np.dtype(dtype)
-        name = str(result)  # ">u2" is another than "uint16"
+        name = str(result)  # ">u2" differs from "uint16"
     except TypeError:
         name = str(dtype)
     if name not in CODE_OF_DTYPE:
         raise ConfigError(
-            f"dtype is {name}; tokens are stored as one of {', '.join(CODE_OF_DTYPE)} "
-            "(little-endian)"
+            f"dtype is {name}; token files have one of {', '.join(CODE_OF_DTYPE)} (little-endian)"
         )
     return result
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """The first 34 bytes of an .idx and where its arrays begin, in bytes."""
+    """First 34 bytes of an .idx, and the byte offsets of its arrays."""
 
     dtype_code: int
     num_sequences: int
@@ -248,17 +224,13 @@ class IndexHeader:
 
     @property
     def has_modes(self) -> bool:
-        """Whether the file is as long as a multimodal one."""
+        """True if the file is long enough to hold a mode per sequence."""
         return self.file_bytes >= self.modes_at + self.num_sequences
 
 
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
-    """The header of an .idx, checked against the size of the file.
-
-    Raises:
-        FormatError: not an .idx, another version, or too short for what it promises.
-        OSError: the file cannot be read.
-    """
+    """Read the header of an .idx and check it against the file's size. Raises FormatError: not an
+    .idx, another version, or truncated."""
     with open_regular(path) as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
         return _parse_header(head, file_identity(file), os.fspath(path))
@@ -269,41 +241,40 @@ def _parse_header(head: NDArray[np.uint8], identity: Identity, name: str) -> Ind
 
 
 class IndexFile:
-    """One .idx, memory-mapped; arrays are copied out when asked for (the file is unaligned)."""
+    """One .idx, memory-mapped; arrays are copied, since the file is unaligned."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
         try:
             file = open_regular(path)
         except FileNotFoundError as error:
-            error.strerror = f"{error.strerror} (a dataset is named by its prefix, and has an .idx)"
+            error.strerror = f"{error.strerror} (give the prefix of a dataset, which has an .idx)"
             raise
         with file:
             identity = file_identity(file)
             mapped = map_file(file)
         self._mapped = mapped
-        self._buffer = mapped.data  # for struct, to which an array is slow
+        self._buffer = mapped.data  # for struct: faster than the array
         self._checked: CheckedArray | None = None
         self.header = _parse_header(mapped, identity, self.name)
         self.num_sequences = self.header.num_sequences
         self.num_documents = self.header.num_documents
 
     def has_its_name(self) -> bool:
-        """Whether the file at its name is still the one that was opened."""
+        """Return whether the path still leads to the file that was opened."""
         return is_at(self.header.identity, self.name)
 
     @property
     def bytes(self) -> Any:
-        """uint8, all of the file, in place; a ``CheckedArray`` when it is held to checksums."""
+        """uint8, the whole file in place; a ``CheckedArray`` after ``hold_to``."""
         return self._mapped if self._checked is None else self._checked
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3_128, in hexadecimal, of the size and of the checksums of some 64 KiB blocks: those
-        in which the arrays begin and end, and 16 spread evenly over the file (all, if there are not
-        more). Pointers are running sums of lengths, so another length shows in every block of them
-        behind it. The blocks between are compared when they are read (``hold_to``).
-        """
+        """xxh3_128 (hexadecimal) of the file's size and of the checksums of some 64 KiB blocks:
+        those in which the arrays begin and end, and 16 spread evenly over the file (all, if there
+        are fewer). Pointers are running sums of lengths, so a changed length changes every later
+        block of pointers. Reading checks the other blocks (``hold_to``)."""
         header, size = self.header, self.header.file_bytes
         last = (size - 1) // _core.BLOCK_BYTES
         blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
@@ -320,68 +291,53 @@ class IndexFile:
 
     @property
     def idx_checksums(self) -> str:
-        """``block_checksums`` of the whole file, which is read for it."""
+        """``block_checksums`` of the whole file; reads all of it."""
         return block_checksums(self._mapped)
 
     def hold_to(self, checksums: str) -> None:
-        """Compare what is read from now on with ``idx_checksums`` of what the file should be.
-
-        Raises:
-            FormatError: they are of a file of another size; later, by whatever reads it: a block
-                differs.
-        """
+        """Check every later read against the expected ``idx_checksums``. Raises FormatError: they
+        belong to a file of another size; later reads raise it if a block differs."""
         if self._checked is None:
             remedy = "restore the file that was packed, or pack the dataset again"
             self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
 
     def length(self, sequence: int) -> int:
-        """Tokens of one sequence."""
+        """Return the number of tokens of one sequence."""
         return self._number(_LENGTH, self.header.lengths_at + 4 * sequence)
 
     def pointer(self, sequence: int) -> int:
-        """Byte of .bin at which one sequence begins."""
+        """Return the byte of .bin at which one sequence begins."""
         return self._number(_POINTER, self.header.pointers_at + 8 * sequence)
 
-    def _number(self, kind: struct.Struct, at: int) -> int:
+    def _number(self, layout: struct.Struct, at: int) -> int:
         if self._checked is not None:
-            self._checked.require(at, at + kind.size)
-        return int(kind.unpack_from(self._buffer, at)[0])
+            self._checked.require(at, at + layout.size)
+        return int(layout.unpack_from(self._buffer, at)[0])
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
-        """(num_documents,), tokens; int64 only when a document has more than 2^31 - 1.
-
-        Raises:
-            FormatError: pointers overflowed 32 bits, as old releases of Megatron wrote them.
-        """
-        self.check_overflow()
-        return _core.document_lengths(self.bytes, self.name)
-
-    def check_overflow(self) -> None:
-        """Raise FormatError if pointers overflowed 32 bits.
-
-        Pointers grow, so if any overflowed, the last one did.
-        """
+        """Return tokens per document, (num_documents,); int64 only if a document has 2^31 or more.
+        Raises FormatError: pointers overflowed 32 bits, as old releases of Megatron wrote them."""
         header, last = self.header, self.num_sequences - 1
         dtype = DTYPE_OF_CODE.get(header.dtype_code)
-        if last < 0 or dtype is None:
-            return
-        at = header.lengths_at
-        lengths = self.bytes[at : at + 4 * self.num_sequences].view(np.int32)
-        expected = int(lengths.sum(dtype=np.int64) - lengths[-1]) * dtype.itemsize
-        pointer = self.pointer(last)
-        if pointer != expected and pointer == (expected + 2**31) % 2**32 - 2**31:
-            raise FormatError(
-                f"{self.name}: pointers overflowed 32 bits: sequence {last} points at byte "
-                f"{pointer} instead of {expected}; `megapack-build repair "
-                f"{prefix_of(self.name)}` recomputes them"
-            )
+        if last >= 0 and dtype is not None:
+            begin, end = header.lengths_at, header.lengths_at + 4 * self.num_sequences
+            lengths = self.bytes[begin:end].view(np.int32)
+            expected = int(lengths.sum(dtype=np.int64) - lengths[-1]) * dtype.itemsize
+            pointer = self.pointer(last)  # pointers grow: if any overflowed, the last one did
+            if pointer != expected and pointer == (expected + 2**31) % 2**32 - 2**31:
+                raise FormatError(
+                    f"{self.name}: pointers overflowed 32 bits: sequence {last} points at byte "
+                    f"{pointer} instead of {expected}; `megapack-build repair "
+                    f"{prefix_of(self.name)}` recomputes them"
+                )
+        return _core.document_lengths(self.bytes, self.name)
 
     def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
-        """int64 (num_documents + 1,), token position of every document in .bin."""
+        """Return int64 (num_documents + 1,), token position of every document in .bin."""
         return _core.document_offsets(self.bytes, self.name, itemsize)
 
     def modes(self) -> NDArray[np.int8]:
-        """int8 (num_sequences,) of a multimodal dataset (the file does not say that it is one)."""
+        """Return int8 (num_sequences,) of a multimodal dataset (the file has no flag for it)."""
         if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
@@ -389,24 +345,21 @@ class IndexFile:
         return modes
 
 
-PATIENCE = 5.0  # seconds; a writer stands between two names for milliseconds
+PATIENCE = 5.0  # seconds; a writer needs milliseconds between two renames
 
 
 def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
-    """Both files of a dataset, opened so that neither is older or newer than the other.
+    """Open .idx and .bin of the same writer.
 
-    A writer removes the old .idx before it names its .bin, and names its .idx last (``publish``).
-    So when the .idx that was opened still has its name after .bin was opened, both are one
-    writer's; else both are opened again.
-
-    Raises:
-        FormatError: the .idx is damaged, or writers replaced the files all the time.
-        OSError: a file is missing or cannot be read.
+    A writer removes the old .idx before it renames its .bin, and renames its .idx last
+    (``publish``). So if the path still leads to the opened .idx after .bin was opened, both come
+    from one writer; otherwise open both again. Raises FormatError: the .idx is damaged, or writers
+    kept replacing the files; OSError: a file is missing.
     """
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     deadline = time.monotonic() + PATIENCE
     while True:
-        late = time.monotonic() > deadline
+        timed_out = time.monotonic() > deadline
         try:
             index = IndexFile(idx_path)
             tokens = open_regular(bin_path)
@@ -414,13 +367,12 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
                 return index, tokens
             tokens.close()
         except FileNotFoundError:
-            # Missing for good, or between a writer's two names? It holds its lock until both stand.
+            # A writer holds its lock until it has renamed both files: wait for the second one.
             is_written = path_of(prefix, ".lock").exists() or idx_path.exists()
-            if late or not (is_written and bin_path.exists()):
+            if timed_out or not (is_written and bin_path.exists()):
                 raise
-        if late:
+        if timed_out:
             raise FormatError(
-                f"{prefix} was replaced again and again for {PATIENCE:.0f} seconds while it was "
-                "opened; open it when nobody writes it any more"
+                f"writers kept replacing {prefix} for {PATIENCE:.0f} seconds; open it when they end"
             )
         time.sleep(0.001)

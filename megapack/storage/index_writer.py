@@ -1,12 +1,12 @@
-"""What is written beside tokens: the .idx, the meta file, and the names of all three.
+"""Write the .idx and the meta file, and rename the three files of a dataset.
 
 - ``ArrayLayout``, ``FileLayout``: lengths of sequences and ends of documents; ``write_index``
 - ``DocumentLog``: the layout of a dataset under construction
-- ``DatasetContent``, ``check_prefix``, ``publish_dataset``: the last act of every dataset
+- ``DatasetContent``, ``check_prefix``, ``publish_dataset``: the final step of every writer
 
 The .idx is written block by block, so that memory does not grow with the corpus: a builder has one
-layout in memory; a merge has one per input, read from its .idx again for every array; repair and
-import bring arrays of their own. Documents [3 + 1, 2] tokens, the first of two sequences::
+layout in memory; a merge has one per input and reads its .idx again for every array; repair and
+import use arrays. Two documents of 3 + 1 and 2 tokens, the first of two sequences::
 
     ArrayLayout(lengths=[3, 1, 2], ends=[2, 3])     # -> pointers 0, 6, 8; document indices 0, 2, 3
 """
@@ -58,10 +58,10 @@ MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """In memory. The blocks may be of any size."""
+    """Layout in memory; blocks may have any size."""
 
     lengths: NDArray[np.int32]  # tokens per sequence
-    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one each
+    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one sequence each
     modes: NDArray[np.int8] | None = None  # per sequence; None: not multimodal
 
     @property
@@ -77,21 +77,21 @@ class ArrayLayout:
         return int(self.lengths.sum(dtype=np.int64))
 
     def length_blocks(self) -> Iterator[NDArray[np.int32]]:
-        """Tokens per sequence."""
+        """Yield tokens per sequence."""
         return _blocks(self.lengths)
 
     def end_blocks(self) -> Iterator[NDArray[np.int64]]:
-        """For every document the sequence behind its last one."""
+        """Yield the sequence after the last one of every document."""
         return _identity_ends(self.num_sequences) if self.ends is None else _blocks(self.ends)
 
     def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
-        """Mode per sequence; asked only of multimodal layouts."""
+        """Yield the mode of each sequence; only for multimodal layouts."""
         assert self.modes is not None
         return _blocks(self.modes)
 
 
 class FileLayout:
-    """The layout of an .idx on disk, open only while it is read: thousands can be merged."""
+    """Layout of an .idx on disk; open only while it is read, so that thousands can be merged."""
 
     def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.path = Path(path)
@@ -105,11 +105,11 @@ class FileLayout:
         return self._read(np.int32, self.header.lengths_at, self.num_sequences)
 
     def pointer_blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Byte of .bin at which each sequence begins, as the file has it."""
+        """Yield the stored pointers: the byte of .bin at which each sequence begins."""
         return self._read(np.int64, self.header.pointers_at, self.num_sequences)
 
     def first_document_index(self) -> int:
-        """The sequence at which document 0 begins, as the file has it; 0 in a sound one."""
+        """Return the stored first sequence of document 0; it should be 0."""
         if self.header.lacks_document_indices:
             return 0
         (first,) = self._read(np.int64, self.header.document_indices_at, 1)
@@ -125,7 +125,7 @@ class FileLayout:
         return self._read(np.int8, self.header.modes_at, self.num_sequences)
 
     def lengths(self) -> NDArray[np.int32]:
-        """All of them, in memory; so are the next two."""
+        """Return all lengths in memory; ``ends`` and ``pointers`` do the same."""
         return np.concatenate([np.zeros(0, np.int32), *self.length_blocks()])
 
     def ends(self) -> NDArray[np.int64]:
@@ -135,7 +135,7 @@ class FileLayout:
         return np.concatenate([np.zeros(0, np.int64), *self.pointer_blocks()])
 
     def has_its_name(self) -> bool:
-        """Whether the file at its name is still the one whose header was read."""
+        """Return whether the path still leads to the file whose header was read."""
         return is_at(self.header.identity, self.path)
 
     def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:
@@ -156,20 +156,11 @@ def write_index(
     *,
     multimodal: bool = False,
 ) -> Checksum:
-    """Write a whole .idx, byte for byte as megatron-core does.
+    """Write a whole .idx, byte for byte as megatron-core does; return its size and checksum.
 
-    Args:
-        write: takes the bytes in order.
-        dtype: of the tokens; one of ``CODE_OF_DTYPE``.
-        layouts: in the order of their tokens in .bin. Pointers are recomputed.
-        multimodal: append a mode per sequence.
-
-    Returns:
-        Its size and checksum.
-
-    Raises:
-        FormatError: a layout has a negative length, or documents that do not end at its last
-            sequence.
+    ``write`` receives the bytes in order; ``layouts`` have the order of their tokens in .bin, and
+    pointers are recomputed. Raises FormatError: a layout has a negative length, or its documents do
+    not end at its last sequence.
     """
     hasher, num_bytes = xxhash.xxh3_128(), 0
     for block in _index_blocks(dtype, layouts, multimodal):
@@ -205,11 +196,8 @@ def _index_blocks(
 
 
 def _shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
-    """Document ends of a layout whose first sequence has number ``begin``.
-
-    Raises:
-        FormatError: they go back, go beyond its sequences or stop before their end.
-    """
+    """Yield a layout's document ends, counted from sequence ``begin``. Raises FormatError: they
+    decrease, exceed the number of sequences, or do not reach it."""
     end = 0
     for ends in layout.end_blocks():
         shifted, end = _core.shift_document_ends(ends, layout.num_sequences, end, begin)
@@ -232,14 +220,13 @@ def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
 
 
 class DocumentLog:
-    """Lengths of sequences (4 bytes each) and, only where documents are not one sequence each,
-    the ends of documents (8 bytes each). ``array`` grows by reallocation, without a second copy.
-    """
+    """Lengths of sequences (4 bytes each) and, only if some document has not exactly one sequence,
+    the ends of documents (8 bytes each)."""
 
     def __init__(self, multimodal: bool) -> None:
         self.multimodal = multimodal
         self.num_documents = 0
-        self._lengths = array("i")
+        self._lengths = array("i")  # grows by reallocation, without a second copy
         self._ends: array[int] | None = None  # None: every sequence is one document
         self._modes = array("b")
 
@@ -247,24 +234,13 @@ class DocumentLog:
     def num_sequences(self) -> int:
         return len(self._lengths)
 
-    @property
-    def num_open_sequences(self) -> int:
-        """Sequences behind the last document's end."""
-        last = self.num_documents if self._ends is None else self._ends[-1]
-        return len(self._lengths) - last
-
-    def add_sequence(self, length: int, mode: int = 0) -> None:
-        self._lengths.append(length)
-        if self.multimodal:
-            self._modes.append(mode)
-
     def add_sequences(self, lengths: Sequence[int], modes: Sequence[int] | None) -> None:
         self._lengths.extend(lengths)
         if self.multimodal:
             self._modes.extend(modes if modes is not None else bytes(len(lengths)))
 
     def end_document(self) -> None:
-        """Close the last document."""
+        """End the current document."""
         self.num_documents += 1
         if self._ends is None:
             if self.num_documents == len(self._lengths):
@@ -272,13 +248,16 @@ class DocumentLog:
             self._ends = _counted(self.num_documents - 1)
         self._ends.append(len(self._lengths))
 
-    def add_documents(self, lengths: NDArray[np.int32]) -> None:
-        """Documents of one sequence each."""
+    def add_layout(self, layout: Layout) -> None:
+        """Add all sequences and documents of a valid layout."""
         before = len(self._lengths)
-        self._lengths.frombytes(lengths.tobytes())
-        self._add_ends(np.arange(before + 1, before + lengths.size + 1))
+        for lengths in layout.length_blocks():
+            self._lengths.frombytes(lengths.tobytes())
+        for ends in layout.end_blocks():
+            self._add_ends(before + ends)
         if self.multimodal:
-            self._modes.frombytes(bytes(lengths.size))
+            for modes in layout.mode_blocks():
+                self._modes.frombytes(modes.tobytes())
 
     def _add_ends(self, ends: NDArray[np.int64]) -> None:
         first = self.num_documents + 1
@@ -289,27 +268,17 @@ class DocumentLog:
             self._ends = _counted(first - 1)
         self._ends.frombytes(ends.tobytes())
 
-    def add_layout(self, layout: Layout) -> None:
-        """All sequences and documents of another index, found sound before."""
-        before = len(self._lengths)
-        for lengths in layout.length_blocks():
-            self._lengths.frombytes(lengths.tobytes())
-        for ends in layout.end_blocks():
-            self._add_ends(before + ends)
-        if self.multimodal:
-            for modes in layout.mode_blocks():
-                self._modes.frombytes(modes.tobytes())
-
     def require_closed(self) -> None:
-        """DataError when sequences wait for ``end_document()``."""
-        if self.num_open_sequences:
+        """Raise DataError if sequences were added after the last ``end_document()``."""
+        last_end = self.num_documents if self._ends is None else self._ends[-1]
+        if num_open := len(self._lengths) - last_end:
             raise DataError(
-                f"{self.num_open_sequences} sequences were added after document "
-                f"{self.num_documents - 1} ended; call end_document() first"
+                f"{num_open} sequences were added after document {self.num_documents - 1} ended; "
+                "call end_document() first"
             )
 
     def layout(self) -> ArrayLayout:
-        """Views of everything logged; log nothing while they live."""
+        """Return views of everything added so far; add nothing while they exist."""
         ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
@@ -324,7 +293,7 @@ def _counted(num_documents: int) -> array[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetContent:
-    """Contents of a dataset to be: its .bin described, its .idx and its meta file in full."""
+    """Contents of a new dataset: facts about its .bin, all of its .idx and its meta file."""
 
     dtype: np.dtype[Any]
     layouts: Sequence[Layout]
@@ -334,7 +303,7 @@ class DatasetContent:
     multimodal: bool = False
 
     def meta(self, write: Callable[[Buffer], object]) -> dict[str, Any]:
-        """The content of the meta file (``metadata.py`` explains it), after writing the .idx."""
+        """Write the .idx, then return the content of the meta file (see ``metadata.py``)."""
         idx = write_index(write, self.dtype, self.layouts, multimodal=self.multimodal)
         tokens = self.tokens
         low, high = tokens.token_range or (None, None)
@@ -357,42 +326,33 @@ class DatasetContent:
         }
 
     def difference_from(self, prefix: str) -> str | None:
-        """How what stands at a prefix differs, None when it is this dataset, or what a killed
-        process left of it. Compares the meta files and the checksum of .idx; .bin is not read.
-        """
+        """Return how the dataset at a prefix differs; None if it is this one, or a part of it that
+        a killed process left. Compares the meta files and the checksum of .idx, but not .bin."""
         idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
         try:
-            there = read_meta(prefix)
+            existing = read_meta(prefix)
         except FormatError as error:
             return str(error)
-        if there is None:
+        if existing is None:
             whole = idx_path.exists() and bin_path.exists()
-            return (
-                "without a meta file nothing tells what it holds" if whole else "it is not complete"
-            )
+            return "it has no meta file to compare" if whole else "it is not complete"
         meta = json.loads(json.dumps(self.meta(lambda _: None)))
-        for key in meta | there:
-            old, new = there.get(key), meta.get(key)
+        for key in meta | existing:
+            old, new = existing.get(key), meta.get(key)
             if old != new:
-                known = not isinstance(old, dict | list) and not isinstance(new, dict | list)
-                return f"its {key} is {old!r}, not {new!r}" if known else f"its {key} differs"
+                short = not isinstance(old, dict | list) and not isinstance(new, dict | list)
+                return f"its {key} is {old!r}, not {new!r}" if short else f"its {key} differs"
         if idx_path.exists() and file_checksum(idx_path) != meta["idx"]["xxh3_128"]:
-            return "its .idx is not the one its meta file speaks of"
+            return "its .idx does not match its meta file"
         if bin_path.exists() and bin_path.stat().st_size != meta["bin"]["bytes"]:
-            return "its .bin is not the one its meta file speaks of"
+            return "its .bin does not match its meta file"
         return None
 
 
 def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
-    """The files that a dataset at a prefix will be.
-
-    Args:
-        keeps_bin: the .bin that stands there will be the dataset's.
-
-    Raises:
-        ConfigError: one of them cannot be written (see ``target_of``), or .bin is a link, as an
-            import makes them: what it leads to may be somebody else's.
-    """
+    """Return the paths of a new dataset's files (``keeps_bin``: the existing .bin becomes the
+    dataset's). Raises ConfigError: a file cannot be written (see ``target_of``), or .bin is a link,
+    as import creates them: its target may belong to someone else."""
     bin_path = path_of(prefix, ".bin")
     if not keeps_bin and bin_path.is_symlink() and bin_path.exists():
         raise ConfigError(
@@ -409,15 +369,11 @@ def check_prefix(
     difference: str | Callable[[], str | None],
     keeps_bin: bool = False,
 ) -> bool:
-    """``check_target`` of a whole dataset: any of its files counts, and one that does not differ
-    but lacks its .idx or .bin is written to its end.
-
-    Raises:
-        ConfigError: see ``check_target`` and ``check_prefix_names``.
-    """
-    there = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
-    new = not there or check_target(there[0], overwrite=overwrite, difference=difference)
-    return new or not all(path_of(prefix, end).exists() for end in (".bin", ".idx"))
+    """Apply ``check_target`` to all files of a dataset; also return True for an equal dataset that
+    lacks its .idx or .bin. Raises ConfigError: see ``check_target`` and ``check_prefix_names``."""
+    existing = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
+    is_new = not existing or check_target(existing[0], overwrite=overwrite, difference=difference)
+    return is_new or not all(path_of(prefix, end).exists() for end in (".bin", ".idx"))
 
 
 def publish_dataset(
@@ -428,31 +384,23 @@ def publish_dataset(
     idx_path: str | os.PathLike[str] | None = None,
     durable: bool = True,
 ) -> None:
-    """Write what stands beside the tokens and give all files their names.
+    """Write the .idx and the meta file, and rename all files; an OSError leaves no new file.
 
-    Whoever looks at any moment finds the old dataset, none, or the new one: the old .idx goes
-    before the new .bin has its name, and the new .idx comes last (see ``open_pair``). The meta file
-    comes first: by it the same work, done again, knows what a killed process left.
+    Readers find the old dataset, none, or the new one at any moment: the old .idx is removed before
+    the new .bin is renamed, and the new .idx comes last (see ``open_pair``). The meta file comes
+    first: from it a repeated run recognizes what a killed process left.
 
-    Args:
-        prefix: of the dataset.
-        content: of it.
-        bin_file: the tokens, not published yet; None: they stand there already.
-        idx_path: of the .idx; ``<prefix>.idx`` by default.
-        durable: wait until everything is on disk.
-
-    Raises:
-        OSError: a file cannot be written; nothing has its name.
+    ``bin_file`` has the unpublished tokens; None: .bin exists already. ``durable``: wait until
+    everything is on the disk.
     """
     idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
     meta = AtomicFile(meta_path(prefix))
     try:
-        meta.write(
-            (json.dumps(content.meta(idx.write), indent=1, ensure_ascii=False) + "\n").encode()
-        )
+        text = json.dumps(content.meta(idx.write), indent=1, ensure_ascii=False)
+        meta.write(f"{text}\n".encode())
         files = [meta, *([] if bin_file is None else [bin_file]), idx]
         if durable:
-            for file in files:  # the longest part, while the old dataset still stands
+            for file in files:  # the slowest part, while the old dataset still exists
                 file.sync()
         idx.path.unlink(missing_ok=True)
         publish(*files, durable=durable)

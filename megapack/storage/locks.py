@@ -1,7 +1,7 @@
 """Locks and folders that only megapack creates and removes: each carries a mark.
 
 - ``WriterLock``: one writer per path, by a lock of the kernel
-- ``make_own_folder``, ``remove_own_folder``: folders that go with all they hold
+- ``make_own_folder``, ``remove_own_folder``: folders that megapack may remove as a whole
 
 with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
     ...  # another writer gets LockedError: ... being written by process 12 on host-3 (merge)
@@ -38,19 +38,19 @@ class WriterLock:
     """Lock on a path, held from construction until ``release()`` or the end of the process.
 
     The kernel locks the file ``<path>.lock``, which names host, process and purpose. It appears
-    complete and locked, and its holder removes it; a leftover of a killed process locks nothing.
-    A file of that name that does not begin with megapack's mark is never opened for writing,
-    changed or removed. A forked child shares the lock and never removes the file.
+    complete and locked, and its holder removes it; a leftover of a killed process locks nothing. A
+    file of that name that does not begin with megapack's mark is never opened for writing, changed
+    or removed. A forked child shares the lock and never removes the file.
 
     Args:
         path: file, prefix or directory to be written; links are followed.
         what: purpose, for the message to other writers: ``"merge"``.
-        shared: let others hold it as well, if they share it, too.
+        shared: let others share the lock.
 
     Raises:
         LockedError: another writer holds it; names its host and process.
-        ConfigError: something that is not megapack's lock has the lock's name, the directory does
-            not exist, or the name is too long.
+        ConfigError: another program's file has the lock's name, the directory does not exist, or
+            the name is too long.
         OSError: the lock file cannot be created or written; names it.
     """
 
@@ -190,12 +190,8 @@ def is_own_folder(path: Path) -> bool:
 
 
 def make_own_folder(path: Path) -> None:
-    """Create a marked folder, or check that the one at ``path`` is marked.
-
-    Raises:
-        ConfigError: something that megapack did not make has that name.
-        OSError: the folder cannot be created.
-    """
+    """Create a marked folder, or check that the existing one is marked. Raises ConfigError:
+    something that megapack did not make has that name."""
     while not is_own_folder(path):
         if os.path.lexists(path):
             raise ConfigError(

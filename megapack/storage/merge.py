@@ -1,10 +1,10 @@
-"""Many datasets -> one, in memory that does not depend on their size.
+"""Merge datasets into one, in memory that does not depend on their size.
 
-Tokens are concatenated (inside the kernel where nothing has to be converted) and the index is
-computed block by block from the inputs' own, so the result is what one builder would have written.
+Tokens are concatenated (inside the kernel if the dtype stays) and the index is computed block by
+block from the inputs' indices, so the result equals the output of one builder.
 
     merge(["a", "b", "b"], "ab")    # a: [7, 8, 0], [9, 0]; b: [5, 0]
-    # -> ab: [7, 8, 0], [9, 0], [5, 0], [5, 0]; an input counts as often as it is named
+    # -> ab: [7, 8, 0], [9, 0], [5, 0], [5, 0]; an input named twice is copied twice
 """
 
 from __future__ import annotations
@@ -50,43 +50,40 @@ def merge(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> bool:
-    """Concatenate datasets, documents in the order of ``prefixes``; one that is named twice comes
-    twice.
+    """Concatenate datasets, documents in the order of ``prefixes``; a prefix may occur several
+    times.
 
-    Takes datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX (also those whose
-    document indices were lost in a merge: there every sequence is a document).
+    Accepts datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX. If a merge lost
+    the document indices of one, each of its sequences is a document.
 
     Args:
-        prefixes: of the datasets, at least one; the output must not be among them. Those at
-            addresses are fetched whole first, into the cache.
-        output: prefix of the result; at an address it is uploaded when it is complete.
-        dtype: of the result; needed when the inputs differ. Ids that do not fit are refused.
+        prefixes: of the datasets, at least one. Remote ones are fetched whole into the cache first.
+        output: prefix of the result; a remote one is uploaded when it is complete.
+        dtype: of the result; required if the inputs differ. Ids must fit.
         multimodal: the inputs have modes.
-        allow_mixed_tokenizers: accept inputs whose meta files name different tokenizers, or of
-            which only some name one; also inputs with different
-            begin or end tokens (BOS, EOD).
-        metadata: for the result's meta file, over what the inputs' meta files agree upon.
-        remove_inputs: delete the inputs when the result has its name.
-        overwrite: replace another dataset that stands at ``output``.
-        progress: called with (tokens done, tokens in all) after every input.
+        allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
+            EOD) in the inputs' meta files.
+        metadata: for the result's meta file, in addition to entries on which all inputs agree.
+        remove_inputs: delete the inputs after the result is renamed.
+        overwrite: replace another dataset at ``output``.
+        progress: called with (tokens done, all tokens) after every input.
 
     Returns:
-        False when the result stood there already, and nothing was done (known from the meta files:
-        where an input has none or is converted, nothing tells).
+        False if the meta files prove that the result existed already, and nothing was done.
 
     Raises:
-        ConfigError: another dataset stands at ``output``, or its files cannot be written there;
-            inputs are to be removed and not all of this is local, or some are gone already.
+        ConfigError: another dataset or an input is at ``output``, or it is not writable; or
+            ``remove_inputs`` with remote datasets, or after some inputs were removed already.
         LockedError: another process writes ``output``.
-        DataError: dtypes, tokenizers or tokens around documents differ, or an id does not fit.
-        FormatError: an input is damaged.
-        OSError: a file cannot be read or written; nothing has the output's name then.
+        DataError: dtypes, tokenizers or begin or end tokens differ, or an id does not fit.
+        FormatError, OSError: an input is damaged, a file cannot be read or written: no output
+            exists.
     """
     if not prefixes:
         raise ConfigError("merge needs at least one dataset")
     if remove_inputs and any(map(is_remote, [*prefixes, output])):
         raise ConfigError(
-            "inputs are removed where they and the result are local (--remove-inputs)"
+            "--remove-inputs needs local inputs and a local output; leave it out, or copy them"
         )
     if remove_inputs:
         _check_removal([prefix_of(prefix) for prefix in prefixes], prefix_of(output))
@@ -96,7 +93,7 @@ def merge(
         inputs = [InputDataset(copies[prefix], multimodal) for prefix in prefixes]
         bin_path = path_of(target, ".bin")
         if any(bin_path.exists() and bin_path.samefile(each.bin_path) for each in inputs):
-            raise ConfigError(f"the output {target} is also an input; merge writes a new dataset")
+            raise ConfigError(f"the output {target} is also an input; choose another output")
         result_dtype = _common_dtype(inputs) if dtype is None else pick_dtype(dtype)
         if not allow_mixed_tokenizers:
             _check_tokenizers(inputs)
@@ -117,7 +114,7 @@ def merge(
             )
 
         def difference() -> str | None:
-            tokens = _vouched(inputs, result_dtype)
+            tokens = _recorded_facts(inputs, result_dtype)
             return tokens if isinstance(tokens, str) else content(tokens).difference_from(target)
 
         with WriterLock(target, what="merge"):
@@ -125,14 +122,18 @@ def merge(
             if is_new:
                 tokens = TokenWriter(bin_path, limits)
                 try:
-                    _concatenate(inputs, tokens, progress)
+                    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+                    for dataset in inputs:
+                        tokens.append_dataset(dataset)
+                        if progress is not None:
+                            progress(tokens.num_tokens, num_tokens)
                     publish_dataset(target, content(tokens.finish()), tokens.target)
                 finally:
                     tokens.target.discard()
         if remove_inputs:
             for dataset in inputs:
                 for path in _files(dataset.prefix):
-                    path.unlink(missing_ok=True)  # of one named twice
+                    path.unlink(missing_ok=True)  # an input may be named twice
     return is_new
 
 
@@ -141,46 +142,38 @@ def _files(prefix: str) -> list[Path]:
 
 
 def _check_removal(prefixes: Sequence[str], output: str) -> None:
-    """ConfigError where the output stands and not all inputs do, or where it holds more than they
-    and ends with them: a merge was stopped while it removed its inputs, and the output is all that
-    is left of some."""
+    """Raise ConfigError if a merge was stopped while it removed its inputs, so that the output may
+    contain the only copy of some: the output exists, and an input is missing or the output ends
+    with the remaining inputs and contains more."""
     if not all(path.exists() for path in _files(output)):
         return
-    left = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
-    metas = [read_meta(prefix) for prefix in (*left, output)]
-    *ours, there = (meta["bin"]["xxh3_128"] if meta else [None] for meta in metas)
-    sums = [*chain(*ours)]
-    if len(left) < len(prefixes) or (sums and sums != there and sums == there[-len(sums) :]):
+    remaining = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
+    metas = [read_meta(prefix) for prefix in (*remaining, output)]
+    *input_sums, output_sums = (meta["bin"]["xxh3_128"] if meta else [None] for meta in metas)
+    sums = [*chain(*input_sums)]
+    if len(remaining) < len(prefixes) or (
+        sums and sums != output_sums and sums == output_sums[-len(sums) :]
+    ):
         names = [os.fspath(path) for p in prefixes for path in _files(p) if path.exists()]
         raise ConfigError(
-            f"{output} is there, and some of its inputs are gone, as after a merge that was "
-            "stopped while it removed them: if it holds them all, it is done. Remove what is left "
-            f"({', '.join(names[:9]) or 'nothing'}{', ...' if names[9:] else ''}), or leave out "
-            "--remove-inputs to merge these alone"
+            f"{output} exists, and some of its inputs do not: a merge may have been stopped while "
+            "it removed them. If the output contains all documents, remove the remaining inputs "
+            f"({', '.join(names[:9]) or 'none'}{', ...' if names[9:] else ''}); otherwise leave "
+            "out --remove-inputs to merge only these"
         )
 
 
-def _concatenate(
-    inputs: list[InputDataset], tokens: TokenWriter, progress: Progress | None
-) -> None:
-    num_tokens = sum(dataset.num_tokens for dataset in inputs)
-    for dataset in inputs:
-        tokens.append_dataset(dataset)
-        if progress is not None:
-            progress(tokens.num_tokens, num_tokens)
-
-
-def _vouched(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
-    """Facts of all tokens from the meta files, or a sentence why they do not tell."""
-    known: list[TokenFacts] = []
+def _recorded_facts(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
+    """Return the facts of all tokens from the meta files, or a sentence why they are unknown."""
+    facts_of_inputs: list[TokenFacts] = []
     for dataset in inputs:
         if dataset.facts is None or dataset.dtype != dtype:
-            return f"{dataset.prefix} has no checksums as {dtype.name} to compare it with"
-        known.append(dataset.facts)
+            return f"{dataset.prefix} has no checksums as {dtype.name} to compare"
+        facts_of_inputs.append(dataset.facts)
     return TokenFacts(
-        sum(facts.num_tokens for facts in known),
-        [checksum for facts in known for checksum in facts.checksums],
-        joined_range(facts.token_range for facts in known),
+        sum(facts.num_tokens for facts in facts_of_inputs),
+        [checksum for facts in facts_of_inputs for checksum in facts.checksums],
+        joined_range(facts.token_range for facts in facts_of_inputs),
     )
 
 
@@ -195,7 +188,7 @@ def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
 
 
 def _check_tokenizers(inputs: list[InputDataset]) -> None:
-    """Only inputs of which none names its tokenizer pass unseen."""
+    """Raise DataError if the inputs name different tokenizers; all or none must name one."""
     first = inputs[0]
     for dataset in inputs[1:]:
         if _tokenizer(dataset) != _tokenizer(first):
@@ -207,39 +200,41 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
 
 
 def _check_document_tokens(inputs: list[InputDataset]) -> None:
-    """DataError if the meta files name different tokens that begin or end documents."""
-    known = [dataset for dataset in inputs if dataset.meta is not None]
+    """Raise DataError if the meta files name different begin or end tokens of documents."""
+    described = [dataset for dataset in inputs if dataset.meta is not None]
     for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
-        tokens = [(dataset.meta or {}).get(fact) for dataset in known]
-        for dataset, token in zip(known, tokens, strict=True):
+        tokens = [(dataset.meta or {}).get(fact) for dataset in described]
+        for dataset, token in zip(described, tokens, strict=True):
             if token != tokens[0]:
                 first, second = ("no token" if t is None else t for t in (tokens[0], token))
                 raise DataError(
-                    f"documents of {known[0].prefix} {where} with {first}, those of "
+                    f"documents of {described[0].prefix} {where} with {first}, those of "
                     f"{dataset.prefix} with {second}. Build one of them again (--prepend-bos, "
                     "--append-eod), or pass allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"
                 )
 
 
 def _check_kinds(inputs: list[InputDataset], dtype: np.dtype[Any]) -> None:
-    """Loss weights are bits of float16: with tokens, or as another type, they would be nothing."""
+    """Raise DataError if loss weights (bits of float16) were merged with tokens or converted."""
     kinds = {dataset.holds_weights: dataset.prefix for dataset in inputs}
     if len(kinds) > 1:
         raise DataError(
-            f"{kinds[True]} holds loss weights and {kinds[False]} tokens (or weights whose "
-            ".meta.json is gone); merge each with its like"
+            f"{kinds[True]} contains loss weights and {kinds[False]} tokens (or weights without "
+            "their .meta.json); merge them separately"
         )
     if True in kinds and dtype != np.uint16:
-        raise DataError(f"{kinds[True]} holds loss weights, which stay as they are: no dtype")
+        raise DataError(
+            f"{kinds[True]} contains loss weights, which cannot be converted: omit dtype"
+        )
 
 
 def _tokenizer(dataset: InputDataset) -> Any:
-    """Identity of a tokenizer: the digest of its model where there is one; None: not named."""
+    """Return the digest of the tokenizer's model or, without one, its description."""
     described = None if dataset.meta is None else dataset.meta.get("tokenizer")
     return described.get("digest", described) if isinstance(described, dict) else described
 
 
 def _common_vocab_size(inputs: list[InputDataset]) -> int | None:
-    """The largest, when all inputs know theirs."""
+    """Return the largest vocabulary size; None if an input does not record one."""
     sizes = [None if dataset.meta is None else dataset.meta["vocab_size"] for dataset in inputs]
     return None if None in sizes else max(size for size in sizes if size is not None)

@@ -1,4 +1,4 @@
-"""``<prefix>.meta.json``: what a dataset says of itself. Reading works without it.
+"""``<prefix>.meta.json``: a dataset's description of itself. Reading works without it.
 
 ===================  ===========================================================================
 format, version      ``"megapack dataset"``, 1
@@ -8,14 +8,14 @@ num_documents,
 num_tokens
 min_token_id,        null without tokens
 max_token_id
-vocab_size           number of token ids of the tokenizer; null when unknown
-bin, idx             ``bytes`` and ``xxh3_128``; of .bin a list, ``"bytes checksum"`` by stretches
-metadata's keys      what the builder was told: ``tokenizer``, ``command``, ...; verify knows
-                     ``document_end_token``, the id with which every non-empty document ends
+vocab_size           number of the tokenizer's token ids; null if unknown
+bin, idx             ``bytes`` and ``xxh3_128``; .bin has a list of ``"bytes checksum"``
+metadata's keys      the builder's ``metadata``: ``tokenizer``, ``command``, ...; verify checks
+                     ``document_end_token``, the id at the end of every non-empty document
 ===================  ===========================================================================
 
-A merge takes the checksums of its inputs over: it reads no token twice, and an input that was
-damaged before the merge is still found after it.
+A merge copies the checksums of its inputs. So it reads every token once, and verify detects inputs
+that were damaged before the merge.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
 
 class Checksum(NamedTuple):
-    """Checksum of a file, or of one stretch of it."""
+    """Checksum of a file or of a stretch of it."""
 
     num_bytes: int
     xxh3_128: str  # hexadecimal
@@ -46,7 +46,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """Facts of the tokens of a .bin."""
+    """Count, checksums and range of the tokens of a .bin."""
 
     num_tokens: int
     checksums: list[Checksum]
@@ -54,15 +54,15 @@ class TokenFacts:
 
     @staticmethod
     def of_meta(meta: Mapping[str, Any]) -> TokenFacts:
-        """As a meta file has them."""
+        """Return the facts recorded in a meta file."""
         low, high = meta["min_token_id"], meta["max_token_id"]
         token_range = None if low is None else (low, high)
         return TokenFacts(meta["num_tokens"], bin_checksums(meta), token_range)
 
 
 def joined_range(ranges: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
-    """The range that holds all of them."""
-    known = [ends for ends in ranges if ends is not None]
+    """Return the smallest range that includes all ranges."""
+    known = [limits for limits in ranges if limits is not None]
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
@@ -75,32 +75,32 @@ OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
 
 
 def meta_path(prefix: str | os.PathLike[str]) -> Path:
-    """The name of a dataset's meta file."""
+    """Return the path of a dataset's meta file."""
     return path_of(prefix, ".meta.json")
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Refuse what the meta file cannot hold, before hours of work instead of after."""
+    """Raise ValueError, before hours of work, if the meta file cannot contain the metadata."""
     taken = sorted(OWN_KEYS & metadata.keys())
     if taken:
-        raise ValueError(f"metadata has the keys {taken}, which the builder fills in itself")
+        raise ValueError(f"metadata has the keys {taken}, which the builder sets; rename them")
     try:
         json.dumps(metadata, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         text = error.object[max(0, error.start - 20) : error.end + 20]
         raise ValueError(
-            f"metadata holds {text!r}, which is no valid Unicode and cannot be written as UTF-8: "
-            "leave it out, or decode it in another way"
+            f"metadata contains {text!r}, which is not valid Unicode and cannot be written as "
+            "UTF-8: leave it out, or decode it differently"
         ) from error
 
 
 def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a meta file that its builder was told."""
+    """Return the entries that the builder's ``metadata`` added to a meta file."""
     return {key: value for key, value in meta.items() if key not in OWN_KEYS}
 
 
 def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Metadata on which several datasets agree; None: one of them has no meta file."""
+    """Return the metadata on which all datasets agree; None: a dataset without meta file."""
     first, *others = [own_metadata(meta or {}) for meta in metas]
     return {
         key: value
@@ -110,11 +110,8 @@ def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]
 
 
 def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The meta file of a dataset, None when there is none.
-
-    Raises:
-        FormatError: it is not JSON, not ours, of a newer version, or lacks what it must have.
-    """
+    """Return the meta file of a dataset, or None. Raises FormatError: invalid JSON, another tool's
+    file, a newer version, missing keys."""
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
@@ -128,12 +125,22 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
         )
     if not _is_complete(content):
-        raise FormatError(f"{path} was edited: its own keys are damaged; it is optional, delete it")
+        raise FormatError(f"{path} has missing or invalid keys; it is optional, delete it")
     return content
 
 
+def matching_meta(
+    prefix: str | os.PathLike[str], dtype: str, header: IndexHeader, num_tokens: int
+) -> dict[str, Any] | None:
+    """Return the meta file if it describes the present .idx, else None. Raises as ``read_meta``."""
+    meta = read_meta(prefix)
+    if meta is None or difference_from_files(meta, dtype, header, num_tokens):
+        return None
+    return meta if file_checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"] else None
+
+
 def file_checksum(path: Path, progress: Callable[[], object] = lambda: None) -> str:
-    """xxh3_128 of a whole file, in hexadecimal; ``progress`` is called for every part of it."""
+    """Return the xxh3_128 of a file in hexadecimal; ``progress`` is called for every block."""
     with open_regular(path) as file:
         return stretch_checksum(file, file_identity(file).num_bytes, progress)
 
@@ -141,7 +148,7 @@ def file_checksum(path: Path, progress: Callable[[], object] = lambda: None) -> 
 def stretch_checksum(
     file: io.FileIO, num_bytes: int, progress: Callable[[], object] = lambda: None
 ) -> str:
-    """xxh3_128 of the bytes from the file's position on. FormatError where it ends before."""
+    """Return the xxh3_128 of the next ``num_bytes``. Raises FormatError: the file is too short."""
     digest = xxhash.xxh3_128()
     for block in read_array_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
@@ -150,12 +157,8 @@ def stretch_checksum(
 
 
 def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
-    """Whether .idx and .bin of a dataset have the sizes and checksums that its meta file says.
-
-    Raises:
-        FormatError: the meta file is damaged.
-        OSError: a file cannot be read.
-    """
+    """Return whether .idx and .bin have the sizes and checksums in the meta file; False without
+    one. Raises FormatError: the meta file is damaged."""
     meta = read_meta(prefix)
     if meta is None:
         return False
@@ -170,18 +173,13 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     return True
 
 
-SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # of ``sampled_checksum``: 1 MiB per file
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # for ``sampled_checksum``: 1 MiB per file
 
 
 def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Return the size of a file and a checksum of 64 evenly spaced blocks of 16 KiB.
-
-    A file of at most 1 MiB is read whole. In a larger one, a change between the blocks is missed.
-
-    Args:
-        num_bytes: size of the file.
-        read: (begin, end) -> those bytes.
-    """
+    """Return the size of a file and a checksum of 64 evenly spaced blocks of 16 KiB (files up to 1
+    MiB: of all bytes). Changes between the blocks are not detected. ``read``: (begin, end) ->
+    bytes."""
     size = min(num_bytes, SAMPLED_BYTES)
     begins = np.linspace(0, num_bytes - size, SAMPLED_BLOCKS).astype(np.int64).tolist()
     if num_bytes <= SAMPLED_BLOCKS * SAMPLED_BYTES:
@@ -193,7 +191,7 @@ def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
-    """Checksums of .bin, stretch by stretch."""
+    """Return the checksums of the stretches of .bin."""
     lines = [line.split() for line in meta["bin"]["xxh3_128"]]
     return [Checksum(int(size), digest) for size, digest in lines]
 
@@ -201,15 +199,15 @@ def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
 def difference_from_files(
     meta: Mapping[str, Any], dtype: str, header: IndexHeader, num_tokens: int
 ) -> str | None:
-    """How the files at the prefix differ from those a meta file is about; None when they do not."""
-    said = {**meta, "idx_bytes": meta["idx"]["bytes"]}
-    found = {"dtype": dtype, "num_sequences": header.num_sequences}
-    found |= {"num_documents": header.num_documents, "num_tokens": num_tokens}
-    found["idx_bytes"] = header.file_bytes
-    for key, value in found.items():
-        if said[key] != value:
+    """Return how a dataset's files differ from its meta file, None if they agree."""
+    recorded = {**meta, "idx_bytes": meta["idx"]["bytes"]}
+    actual = {"dtype": dtype, "num_sequences": header.num_sequences}
+    actual |= {"num_documents": header.num_documents, "num_tokens": num_tokens}
+    actual["idx_bytes"] = header.file_bytes
+    for key, value in actual.items():
+        if recorded[key] != value:
             return (
-                f"the meta file is about other files: it says {key} {said[key]}, they have "
+                f"the meta file describes other files: its {key} is {recorded[key]}, theirs is "
                 f"{value}; delete it if another tool rewrote the dataset"
             )
     return None

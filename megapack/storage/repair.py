@@ -1,12 +1,11 @@
-"""Mend what can be mended in a damaged .idx, by what the rest of the files proves.
+"""Repair a damaged .idx, as far as the other files prove its content.
 
-The new .idx is written beside the old one and takes its name when it is complete; the old one
-stays as ``<prefix>.idx.orig``. Tokens are never changed; .bin is only ever cut, and only on demand.
+The new .idx takes the name when it is complete; the old one stays as ``<prefix>.idx.orig``. Tokens
+are never changed; .bin is only truncated, and only on request.
 
     repair("corpus")
-    # -> a sentence for everything that was done, as in "recomputed the pointers of 3 sequences"; []
-    #    where nothing was wrong; FormatError where something would be lost: it names the argument
-    #    that allows it
+    # -> a sentence per change, such as "recomputed the pointers of 3 sequences"; [] for a sound
+    #    dataset; FormatError, with the argument that allows it, if the repair would lose something
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megapack.storage.tokens import scan_tokens
 
 
 class _Index(NamedTuple):
-    """The index to write."""
+    """Index to write."""
 
     dtype: np.dtype[Any]
     layout: ArrayLayout
@@ -56,27 +55,27 @@ def repair(
     one_document_per_sequence: bool = False,
     dry_run: bool = False,
 ) -> list[str]:
-    """Mend a dataset's .idx in place.
+    """Repair a dataset's .idx in place.
 
-    Mended without being asked: a dtype code of another tool's table (proven by the pointers and
-    the size of .bin), pointers that overflowed or do not follow from the lengths, documents lost
-    in a GPT-NeoX merge (every sequence becomes one) or missing at the end, an .idx that was cut
-    behind its lengths, bytes behind its end.
+    Repaired by default: a dtype code of another tool's table (proven by the pointers and the size
+    of .bin), pointers that overflowed or do not follow from the lengths, documents that are missing
+    at the end or lost in a GPT-NeoX merge (each sequence becomes one), an .idx that was truncated
+    after its lengths, bytes after its end.
 
     Args:
         prefix: with or without ``.idx``.
-        drop_truncated: when .bin is too short, keep the documents that are whole.
-        drop_trailing: cut bytes of .bin that belong to no sequence.
-        one_document_per_sequence: give up document indices that make no sense.
+        drop_truncated: if .bin is too short, keep the documents that are complete.
+        drop_trailing: remove bytes of .bin that belong to no sequence.
+        one_document_per_sequence: discard invalid document indices.
         dry_run: change nothing.
 
     Returns:
-        What was (or would be) done, one sentence each; nothing when nothing was wrong.
+        What was (or would be) done, one sentence each; empty for a sound dataset.
 
     Raises:
-        FormatError: it cannot be mended, or only with one of the arguments above.
+        FormatError: it cannot be repaired, or only with one of the arguments above.
         LockedError: another process writes this dataset.
-        OSError: a file cannot be read or written; the old .idx stands as it was.
+        OSError: a file cannot be read or written; the old .idx is unchanged.
     """
     prefix = prefix_of(prefix)
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
@@ -101,11 +100,11 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     header, name = facts.layout.header, facts.layout.path
     dtype, text = facts.meaning()
     if dtype is None:
-        raise FormatError(f"{name} cannot be mended: dtype code {header.dtype_code} means {text}")
+        raise FormatError(f"{name} cannot be repaired: dtype code {header.dtype_code} means {text}")
     if dtype != facts.declared_dtype:
         done.append(f"dtype code {header.dtype_code} means {text}: now {dtype.name}")
     if not facts.widths:
-        if facts.names_another_order(dtype.itemsize):  # recomputing would scramble them
+        if facts.names_another_order(dtype.itemsize):  # recomputing would mix up the sequences
             raise FormatError(
                 f"{name} is not damaged: its sequences are in another order in .bin; "
                 "`megapack-build import` rewrites them in order"
@@ -115,7 +114,7 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
     if facts.is_multimodal:
         modes = np.concatenate([*facts.layout.mode_blocks()])
     elif facts.num_trailing:
-        done.append(f"dropped {facts.num_trailing} bytes behind the end of the index")
+        done.append(f"dropped {facts.num_trailing} bytes after the end of the index")
     ends = _mend_documents(facts, one_document_per_sequence, done)
     return _Index(dtype, ArrayLayout(facts.layout.lengths(), ends, modes))
 
@@ -130,10 +129,10 @@ def _mend_documents(
     if facts.first_bad_document is not None:
         if not one_document_per_sequence:
             raise FormatError(
-                f"{name}: document {facts.first_bad_document} makes no sense; pass "
-                "one_document_per_sequence (--one-document-per-sequence) to give documents up"
+                f"{name}: document {facts.first_bad_document} ends before it begins or too late; "
+                "pass one_document_per_sequence (--one-document-per-sequence) to discard documents"
             )
-        done.append(f"gave up the documents: each of {header.num_sequences} sequences is one now")
+        done.append(f"discarded the documents: each of {header.num_sequences} sequences is one now")
         return None
     if facts.first_document_index:
         done.append(f"document 0 began at sequence {facts.first_document_index}: now at 0")
@@ -141,16 +140,16 @@ def _mend_documents(
 
 
 def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> NDArray[np.int64]:
-    """Document ends that reach the last sequence: what has no document becomes one each."""
+    """Return document ends up to the last sequence; sequences without a document get one."""
     last = int(ends[-1]) if ends.size else 0
     if last == num_sequences:
         return ends
-    done.append(f"made sequences {last} to {num_sequences} a document each; they had none")
+    done.append(f"made sequences {last} to {num_sequences} a document each")
     return np.concatenate([ends, np.arange(last + 1, num_sequences + 1)])
 
 
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
-    """An .idx that was cut behind its lengths, as a full disk leaves it; None for others."""
+    """Return the index of an .idx that was truncated after its lengths (disk full), else None."""
     with open_regular(idx_path) as file:
         size = file_identity(file).num_bytes
         head = file.read(HEADER_BYTES)
@@ -165,9 +164,9 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
         indices = np.fromfile(file, np.int64, min(num_indices, max(0, size - documents_at) // 8))
     dtype = DTYPE_OF_CODE.get(code)
     num_tokens = int(lengths.sum(dtype=np.int64))
-    sensible = lengths.min(initial=0) >= 0 and (np.diff(indices, prepend=0) >= 0).all()
-    # The size of .bin proves that the lengths are all there and right.
-    if dtype is None or not sensible or num_tokens * dtype.itemsize != bin_path.stat().st_size:
+    is_plausible = lengths.min(initial=0) >= 0 and (np.diff(indices, prepend=0) >= 0).all()
+    # The size of .bin proves that the lengths are complete and correct.
+    if dtype is None or not is_plausible or num_tokens * dtype.itemsize != bin_path.stat().st_size:
         return None
     done.append(f"completed an .idx that ended after {size} bytes")
     return _Index(dtype, ArrayLayout(lengths, _complete(indices[1:], num_sequences, done)))
@@ -176,14 +175,14 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
 def _fit(
     index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
 ) -> tuple[_Index, int | None]:
-    """The index of what .bin has; the size to which .bin is to be cut, if any."""
+    """Return the index of the documents in .bin, and the size to truncate .bin to, or None."""
     size, needed = bin_path.stat().st_size, index.num_bytes
     if size < needed:
         documents, sequences = _whole(index, size)
         if not drop_truncated:
             raise FormatError(
                 f"{bin_path} has {size} of {needed} bytes; pass drop_truncated "
-                f"(--drop-truncated) to keep the {documents} documents that are whole"
+                f"(--drop-truncated) to keep the {documents} complete documents"
             )
         lengths, ends, modes = index.layout.lengths, index.layout.ends, index.layout.modes
         dropped = index.layout.num_documents - documents
@@ -196,21 +195,21 @@ def _fit(
         index = index._replace(layout=kept)
         needed = index.num_bytes
     elif size > needed and drop_trailing:
-        done.append(f"cut {size - needed} bytes of .bin that belonged to no sequence")
+        done.append(f"removed {size - needed} bytes of .bin that belong to no sequence")
     elif size > needed:
         return index, None
     if needed == size:
         return index, None
     if bin_path.is_symlink() or bin_path.stat().st_nlink > 1:
         raise FormatError(
-            f"{bin_path} has another name (a link); cutting it would change that file as well: "
-            "replace it by a copy first"
+            f"{bin_path} is a link or has hard links; truncating it would change all its names: "
+            "replace it by a copy"
         )
     return index, needed
 
 
 def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
-    """Documents that end within ``num_bytes`` of .bin, and their sequences."""
+    """Return how many documents end within ``num_bytes`` of .bin, and their sequences."""
     bytes_before = np.cumsum(index.layout.lengths, dtype=np.int64) * index.dtype.itemsize
     sequences = int(np.searchsorted(bytes_before, num_bytes, side="right"))
     ends = index.layout.ends
@@ -230,13 +229,13 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
         with atomic_write(idx_path) as file:
             write_index(file.write, dtype, [layout], multimodal=multimodal)
     else:
-        # Known, when the same bytes still mean the same tokens.
-        known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
+        # The checksums stay valid if the same bytes still are the same tokens.
+        is_known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
         content = DatasetContent(
             dtype=dtype,
             layouts=[layout],
             tokens=TokenFacts.of_meta(meta)
-            if known
+            if is_known
             else scan_tokens(bin_path, dtype, layout.num_tokens),
             vocab_size=meta["vocab_size"],
             metadata=own_metadata(meta),
@@ -248,20 +247,20 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
 
 
 def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
-    """The meta file when it describes the .idx as it is before the repair."""
+    """Return the meta file if it describes the .idx before the repair."""
     try:
         meta = read_meta(prefix)
     except FormatError:
-        done.append("left the damaged meta file alone; delete it")
+        done.append("did not change the damaged meta file; delete it")
         return None
     if meta is None or file_checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"]:
         return meta
-    done.append("left the meta file alone: it describes another .idx; delete it")
+    done.append("did not change the meta file: it describes another .idx; delete it")
     return None
 
 
 def _keep_original(idx_path: Path) -> None:
-    """Give the old .idx a second name, which a crash leaves whole or absent."""
+    """Give the old .idx a second name, atomically."""
     original, old = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
     if original.exists():
         return

@@ -33,6 +33,7 @@ _LLM_C_OTHERS = {
 _NO_TOKENS = "it holds no plain token ids; import a file of tokens"
 _LITDATA = "read it with litdata, and add its documents to a megapack.IndexedDatasetBuilder"
 _TEXT = "it holds text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
+_SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
 
 # First bytes, name, remedy. All are longer than chance: 4 bytes are one file in 4 billion.
@@ -41,8 +42,8 @@ _MAGICS: tuple[tuple[bytes, str, str], ...] = (
     (b"MMIDIDX\0\0", "the .idx of a Megatron pair", "import the prefix: leave out the ending .idx"),
     (
         b"TNTIDX\0\0",
-        "the .idx of a fairseq dataset (not memory-mapped)",
-        "write it again with Megatron's --dataset-impl mmap",
+        "the .idx of a fairseq dataset",
+        "write it with Megatron's --dataset-impl mmap",
     ),
     (b"\x28\xb5\x2f\xfd", "a zstd stream", _UNPACK.format(tool="zstd -d", path="{path}")),
     (b"\xfd7zXZ\0", "an xz stream", _UNPACK.format(tool="xz -dk", path="{path}")),
@@ -51,13 +52,9 @@ _MAGICS: tuple[tuple[bytes, str, str], ...] = (
     (b"ARROW1\0\0", "an Arrow file", _TEXT),
     (b"\xff\xff\xff\xff\x10", "an Arrow stream", _TEXT),
     (b"FEA1", "a Feather file", _TEXT),
-    (
-        b"PK\x03\x04",
-        "a zip archive (.npz, torch.save)",
-        "save one array of it with numpy.save, and import that .npy",
-    ),
+    (b"PK\x03\x04", "a zip archive (.npz, torch.save)", _SAVE.format("one array")),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(tool="7z x", path="{path}")),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save its array with numpy.save, and import that .npy"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _SAVE.format("its array")),
     (b"SQLite format 3\0", "an SQLite database", _NO_TOKENS),
     (b"Obj\x01", "an Avro file", "write its texts as JSON Lines, and tokenize them"),
     (b"ORC\x08", "an ORC file", "write its texts as Parquet, and tokenize them"),
@@ -77,12 +74,8 @@ _TAR_TEXT = (
 
 
 def recognize(path: str | os.PathLike[str]) -> str | None:
-    """Return "a NAME: REMEDY" of a file or folder of another format, None where none is recognized.
-
-    Raises:
-        FormatError: the path is neither a regular file nor a folder.
-        OSError: it cannot be read.
-    """
+    """Return "a NAME: REMEDY" of a file or folder of another format, None if none is recognized.
+    Raises FormatError: the path is neither a regular file nor a folder."""
     path = Path(path)
     if path.is_dir():
         return _recognize_folder(path)
@@ -154,7 +147,7 @@ def _tar(path: Path, head: bytes) -> str | None:
 def _safetensors(head: bytes, size: int) -> str | None:
     length = int.from_bytes(head[:8], "little")
     if head[8:10] in (b'{"', b"{}", b"{ ") and 2 <= length <= size - 8:
-        return "a safetensors file: save one tensor of it with numpy.save, and import that .npy"
+        return f"a safetensors file: {_SAVE.format('one tensor of it')}"
     return None
 
 
@@ -162,7 +155,7 @@ def _pickle(head: bytes, tail: bytes) -> str | None:
     # After the protocol: a frame, or an object that is being built.
     begins = len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2] in b"\x95\x8c}](cX"
     if begins and tail.endswith(b"."):
-        return "a pickle: save its tokens with numpy.save, and import that .npy"
+        return f"a pickle: {_SAVE.format('its tokens')}"
     return None
 
 
@@ -191,8 +184,9 @@ def _shard(path: Path, head: bytes, size: int) -> str | None:
 def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
     """Return name and remedy of an MDS folder by the columns that a shard of it names."""
     names, encodings = shard.get("column_names"), shard.get("column_encodings")
-    listed = [*zip(names, encodings, strict=False)] if _lists(names, encodings) else []  # type: ignore[call-overload]
-    columns = {str(name): str(encoding) for name, encoding in listed}
+    columns: dict[str, str] = {}
+    if isinstance(names, list) and isinstance(encodings, list):
+        columns = {str(n): str(e) for n, e in zip(names, encodings, strict=False)}
     about = ", ".join(f"{name} ({encoding})" for name, encoding in columns.items()) or "no columns"
     name = f"a folder or shard of MDS (MosaicML streaming) with {about}"
     read = f"streaming.StreamingDataset(local='{folder}', batch_size=1)"
@@ -213,10 +207,6 @@ def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
                 f'[b.add_document({value}) for s in {read}]; b.finalize()"'
             )
     return f"{name}: none of them is text or tokens"
-
-
-def _lists(*values: object) -> bool:
-    return all(isinstance(value, list) for value in values)
 
 
 def _text(path: Path, head: bytes) -> str | None:

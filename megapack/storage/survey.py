@@ -1,14 +1,14 @@
-"""What an .idx/.bin pair really is, found by arithmetic instead of belief.
+"""Facts about an .idx/.bin pair, computed from the files instead of trusted.
 
-- ``survey``: the facts of one pair, a ``Survey``; what merge, import, verify and repair go by
-- ``Finding``: something to know about a dataset; ``Survey.findings``: those of its index
+- ``survey``: the facts of one pair, a ``Survey``, for merge, import, verify and repair
+- ``Finding``: a fact that users should know; ``Survey.findings``: findings about the index
 
 Three tools write the same magic with three dtype tables, one of them loses documents in a merge,
 and old releases overflowed pointers. But pointers are the running sum of lengths times the token
-width, and .bin is their end: so the width can be proven, and with it what the dtype code meant.
+width, and .bin ends with the last one: so they prove the width, and the meaning of the dtype code.
 
-    lengths 3, 2; pointers 0, 6; .bin of 10 bytes    # -> 2 bytes a token, whatever the dtype code
-    lengths 3, 2; pointers 0, 6; .bin of 12 bytes    # -> the same, and a finding: 2 bytes behind
+    lengths 3, 2; pointers 0, 6; .bin of 10 bytes    # -> 2 bytes per token, for any dtype code
+    lengths 3, 2; pointers 0, 6; .bin of 12 bytes    # -> the same, and a finding: 2 extra bytes
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from megapack.storage.index_file import DTYPE_OF_CODE
 from megapack.storage.index_writer import FileLayout
 
 REPAIR = "megapack-build repair"
-WIDTHS = (1, 2, 4, 8)  # bytes per token that exist
+WIDTHS = (1, 2, 4, 8)  # possible bytes per token
 
-# What other tools mean by the codes on which they disagree; 1 to 5 are common to all.
+# Meaning of the dtype codes on which tools disagree; 1 to 5 are common.
 _TABLES = {
     "Megatron": {6: "float64", 7: "float32", 8: "uint16"},
     "GPT-NeoX": {6: "float32", 7: "float64", 8: "uint16"},
     "DeepSpeed": {6: "uint16", 7: "uint32", 8: "uint64"},
 }
 _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
-# float32 numbers from 1e-19 on have bit patterns above this, and no vocabulary is so large.
+# Bit patterns of float32 numbers from 1e-19 on are larger, and every vocabulary is smaller.
 _LARGEST_TOKEN_ID = 1 << 29
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about a dataset.
+    """Fact about a dataset that users should know.
 
-    ``error``: it cannot be read or trusted; ``warning``: it can, but somebody should look;
-    ``note``: nothing is wrong.
+    ``error``: it cannot be read or trusted; ``warning``: check it; ``note``: it is sound.
     """
 
     severity: Literal["error", "warning", "note"]
@@ -61,41 +60,41 @@ def has_errors(findings: Iterable[Finding]) -> bool:
 
 @dataclass
 class Survey:
-    """Facts about one pair; nothing here is believed that was not counted."""
+    """Facts about one pair, all computed from the files."""
 
     layout: FileLayout
     bin_path: Path
     bin_bytes: int
     num_tokens: int = 0
-    # Widths for which every pointer is the sum of the lengths before it times the width, and
-    # those for which that holds modulo 2^32 only.
+    # Token widths for which every pointer is the sum of the lengths before it times the width, and
+    # widths for which this is true modulo 2^32 only.
     widths: set[int] = field(default_factory=set)
     wrapped_widths: set[int] = field(default_factory=set)
-    first_wrong_pointer: str = ""  # by the width that the dtype code says
+    first_wrong_pointer: str = ""  # for the width of the dtype code
     num_empty_sequences: int = 0
-    # The first document index that goes back or beyond (None: none does) and the last one.
+    # First document that ends before it begins or after the last sequence; None: all are valid.
     first_bad_document: int | None = None
     first_document_index: int = 0
     last_document_end: int = 0
 
     @property
     def declared_dtype(self) -> np.dtype[Any] | None:
-        """The dtype code's meaning in Megatron's table, None when that is no token type."""
+        """Meaning of the dtype code in Megatron's table, None if that is not a token type."""
         return DTYPE_OF_CODE.get(self.layout.header.dtype_code)
 
     @property
     def num_trailing(self) -> int:
-        """Bytes behind the end of the .idx; the modes of a multimodal one are among them."""
+        """Bytes after the document indices; a multimodal .idx has its modes there."""
         return self.layout.header.file_bytes - self.layout.header.modes_at
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether these are just as many as there are sequences."""
+        """True if there is exactly one trailing byte per sequence."""
         return 0 < self.num_trailing == self.layout.num_sequences
 
     @property
     def width(self) -> int | None:
-        """Bytes per token: by the pointers, by the code where they leave it open, by .bin."""
+        """Bytes per token, proven by the pointers, else the dtype code's, else by .bin's size."""
         for widths in (self.widths, self.wrapped_widths):
             if len(widths) == 1:
                 return next(iter(widths))
@@ -106,13 +105,13 @@ class Survey:
         return fits[0] if len(fits) == 1 else None
 
     def meaning(self) -> tuple[np.dtype[Any] | None, str]:
-        """The token type under which these bytes can be read, and what the code means to whom.
+        """Return the token type of .bin, and the meaning of the dtype code in words.
 
-        None when they are floats, or when nothing tells how wide they are.
+        The type is None if the tokens are floats or their width is unknown.
         """
         code, width, declared = self.layout.header.dtype_code, self.width, self.declared_dtype
         if width is None:
-            return None, "nothing that the size of .bin agrees with"
+            return None, "no type that fits the size of .bin"
         if declared is not None and declared.itemsize == width:
             return declared, declared.name
         matches = {
@@ -122,12 +121,15 @@ class Survey:
         }
         if not matches:
             name = _BY_WIDTH[width]
-            return np.dtype(name), f"nothing {width} bytes wide; by width alone it is {name}"
+            return np.dtype(name), f"no type of {width} bytes; the width suggests {name}"
         text = ", ".join(f"{name} in {tool}'s table" for tool, name in matches.items())
         names = set(matches.values())
-        if "uint32" in names and self._largest_uint32() >= _LARGEST_TOKEN_ID:
-            return None, text
-        same_bytes = {"uint16": "uint16", "uint64": "int64", "uint32": "int32"}  # not of floats
+        if "uint32" in names:
+            with open_regular(self.bin_path) as file:
+                blocks = read_array_blocks(file, np.uint32, self.bin_bytes // 4)
+                if max((int(block.max()) for block in blocks), default=0) >= _LARGEST_TOKEN_ID:
+                    return None, text
+        same_bytes = {"uint16": "uint16", "uint64": "int64", "uint32": "int32"}  # floats have none
         return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
     def names_another_order(self, width: int) -> bool:
@@ -138,7 +140,7 @@ class Survey:
         return np.array_equal(pointers[order], expected * width)
 
     def findings(self) -> Iterator[Finding]:
-        """Findings about the .idx and the size of .bin."""
+        """Yield findings about the .idx and the size of .bin."""
         name, header = self.layout.path, self.layout.header
         if header.lacks_document_indices:
             text = f"{name} has no documents (GPT-NeoX's merge loses them)"
@@ -158,7 +160,7 @@ class Survey:
         if self.is_multimodal:
             yield Finding("note", "multimodal", f"{name} has a mode for every sequence")
         elif self.num_trailing:
-            text = f"{name} has {self.num_trailing} bytes behind its end"
+            text = f"{name} has {self.num_trailing} bytes after its end"
             yield Finding("warning", "trailing-idx", text, REPAIR)
         if not self.widths:
             overflowed = " (they overflowed 32 bits)" if self.wrapped_widths else ""
@@ -167,36 +169,24 @@ class Survey:
             yield Finding("error", "pointers", text, f"{REPAIR} recomputes them")
         dtype, text = self.meaning()
         if dtype is None or dtype != self.declared_dtype:
-            remedy = REPAIR if dtype is not None else "these are no token ids"
+            remedy = REPAIR if dtype is not None else "import a file of token ids"
             text = f"{name}: dtype code {header.dtype_code} means {text}"
             yield Finding("error", "dtype", text, remedy)
         needed = self.num_tokens * (self.width or 0)
-        behind = self.bin_bytes - needed
-        if self.width is not None and behind < 0:
-            text = (
-                f"{self.bin_path} has {self.bin_bytes} bytes; {name} speaks of {self.num_tokens} "
-                f"tokens in {needed}"
-            )
+        num_extra = self.bin_bytes - needed
+        if self.width is not None and num_extra < 0:
+            text = f"{self.bin_path} has {self.bin_bytes} bytes; {name} describes {needed}"
             yield Finding("error", "bin-truncated", text, f"{REPAIR} --drop-truncated")
-        elif self.width is not None and behind > 0:
-            text = f"{self.bin_path} has {behind} bytes behind the last sequence"
+        elif self.width is not None and num_extra > 0:
+            text = f"{self.bin_path} has {num_extra} bytes after the last sequence"
             yield Finding("warning", "trailing-bin", text, f"{REPAIR} --drop-trailing")
-
-    def _largest_uint32(self) -> int:
-        with open_regular(self.bin_path) as file:
-            blocks = read_array_blocks(file, np.uint32, self.bin_bytes // 4)
-            return max((int(block.max()) for block in blocks), default=0)
 
 
 def survey(
     idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str], *, multimodal: bool = False
 ) -> Survey:
-    """Read an .idx once from end to end, block by block.
-
-    Raises:
-        FormatError: not an .idx, truncated, a negative length, or without modes that are wanted.
-        OSError: a file cannot be read.
-    """
+    """Read an .idx once from end to end, block by block. Raises FormatError: not an .idx,
+    truncated, a negative length, or ``multimodal`` without modes."""
     layout = FileLayout(idx_path, multimodal)
     with open_regular(bin_path) as file:
         result = Survey(layout, Path(bin_path), file_identity(file).num_bytes)
@@ -214,8 +204,7 @@ def survey(
             expected = positions * declared.itemsize
             at = int((expected != pointers).argmax())
             result.first_wrong_pointer = (
-                f"sequence {sequence + at} points at byte {pointers[at]}, those before it end at "
-                f"{expected[at]}"
+                f"sequence {sequence + at} points at byte {pointers[at]} instead of {expected[at]}"
             )
         result.widths = fits
         result.num_empty_sequences += lengths.size - int(np.count_nonzero(lengths))

@@ -12,6 +12,8 @@ Four uint32 ids 7 8 0 9, read as uint16, are 7 0 8 0 0 0 9 0: every second one i
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -112,23 +114,14 @@ def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
     with open_regular(foreign.tokens_path) as file:
         file.seek(foreign.begin_byte)
         sample = file.read(min(num_bytes, 8 * _SAMPLE_TOKENS))
-    for code, name in (
-        ("<u2", "uint16"),
-        ("<u4", "uint32"),
-        ("<u8", "uint64"),
-        (">u2", "big-endian uint16"),
-        (">u4", "big-endian uint32"),
-        (">u8", "big-endian uint64"),
-    ):
-        width = int(code[-1])
-        if np.dtype(code).newbyteorder("=") == foreign.dtype or num_bytes % width:
+    for order, width in itertools.product("<>", (2, 4, 8)):
+        dtype = np.dtype(f"{order}u{width}")
+        if dtype.newbyteorder("=") == foreign.dtype or num_bytes % width:
             continue
-        ids = np.frombuffer(sample[: len(sample) // width * width], code)
-        maxima = np.array(
-            [min(int(ids[k::4].max(initial=0)), 2**62) for k in range(4)], dtype=np.int64
-        )
+        ids = np.frombuffer(sample[: len(sample) // width * width], dtype)
+        maxima = np.array([min(int(ids[k::4].max(initial=0)), 2**62) for k in range(4)], np.int64)
         if _is_plausible(maxima, ids.size, vocab_size or _LARGEST_VOCABULARY):
-            return name
+            return f"{'big-endian ' if order == '>' else ''}uint{8 * width}"
     return None
 
 
@@ -149,10 +142,8 @@ def split_documents(
             f"{path}: token id {separator} never occurs; is it the one that ends documents, "
             f"and are the tokens {foreign.dtype.name}?"
         )
-    begins, ends = (
-        bool(num_tokens and marks[0] == 0),
-        bool(num_tokens and marks[-1] == num_tokens - 1),
-    )
+    begins = bool(num_tokens and marks[0] == 0)
+    ends = bool(num_tokens and marks[-1] == num_tokens - 1)
     if at is None and begins:
         likely = "both" if ends and _unpaired(marks, num_tokens) is None else "start"
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Tokens on their way into a .bin: checked, narrowed, buffered, summed, written.
+"""Check, convert and write the tokens of a .bin.
 
-- ``as_tokens``: ids from whatever holds them; ``TokenLimits``: those that a dataset accepts
+- ``as_tokens``: ids from lists, arrays and tensors; ``TokenLimits``: accepted ids
 - ``open_npy``: the array of a .npy file, for import, lists of documents, groups and weights
-- ``as_loss_weights``: factors on the loss of tokens, as a dataset of weights stores them
-- ``scan_tokens``: what a file of them holds
-- ``TokenWriter``: a .bin without its name yet
-- ``InputDataset``: one dataset as the input of another
+- ``as_loss_weights``: loss weights in the form in which a dataset stores them
+- ``scan_tokens``: checksum and range of the tokens in a file
+- ``TokenWriter``: a .bin under a temporary name
+- ``InputDataset``: a checked dataset as input of another one
 """
 
 from __future__ import annotations
@@ -26,26 +26,17 @@ from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.files import AtomicFile, open_regular, read_array_blocks
 from megapack.storage.index_file import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
-from megapack.storage.metadata import (
-    Checksum,
-    TokenFacts,
-    difference_from_files,
-    file_checksum,
-    read_meta,
-)
+from megapack.storage.metadata import Checksum, TokenFacts, matching_meta
 from megapack.storage.survey import survey
 
-BUFFER_BYTES = 1 << 19  # what is checked is still in the cache when it is narrowed and written
+BUFFER_BYTES = 1 << 19  # small enough to stay in the CPU cache between check, conversion and write
 
 
 def as_tokens(tokens: Any) -> Tokens:
-    """Tokens as a plain 1-D integer array, without a copy where they are one.
+    """Return tokens as a plain 1-D integer array, without a copy if they are one already.
 
-    Takes arrays, tensors of torch and its like, lists, and lists of numeric strings (Megatron's
-    tools pass them).
-
-    Raises:
-        TypeError: floats, an array of booleans, or objects that are no numbers.
+    Accepts arrays, tensors of torch and similar, lists, and lists of numeric strings (Megatron's
+    tools pass them). Raises TypeError: floats, booleans, or objects that are not numbers.
     """
     ids: Tokens = tokens if type(tokens) is np.ndarray else _to_array(tokens)
     dtype, flags = ids.dtype, ids.flags
@@ -61,7 +52,7 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         try:
             return np.frombuffer(array("q", tokens), np.int64)  # twice as fast as np.array
         except (TypeError, OverflowError):
-            pass  # strings, rows, large unsigned ids, or nothing that is an integer
+            pass  # strings, rows, large unsigned ids, or not integers
     if hasattr(tokens, "detach"):  # torch.Tensor, without importing torch
         tokens = tokens.detach().cpu().numpy()
     values = np.asarray(tokens)
@@ -71,67 +62,52 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         try:
             return values.astype(np.int64)
         except ValueError as error:
-            raise TypeError(f"tokens are strings that are no numbers: {error}") from error
+            raise TypeError(f"tokens are strings that are not numbers: {error}") from error
     return values
 
 
 def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
-    """The array of a .npy file, mapped for reading.
-
-    Raises:
-        FormatError: it is none: another kind of file, cut off, of Python's objects, or followed by
-            other bytes (a second array).
-        OSError: it cannot be read.
-    """
+    """Map the array of a .npy file for reading. Raises FormatError: another kind of file,
+    truncated, an array of Python objects, or bytes after the array (a second one)."""
     try:
         array = np.lib.format.open_memmap(Path(path), mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy evaluates the header as Python, which raises anything
+    except Exception as error:  # numpy evaluates the header as Python, which may raise anything
         raise FormatError(f"{path} is not a .npy file of numbers: {error}") from error
     num_bytes = Path(path).stat().st_size
     if num_bytes != array.offset + array.nbytes:
         raise FormatError(
-            f"{path} has {num_bytes - array.offset - array.nbytes} bytes behind its array of "
-            f"{array.size} numbers: .npy files cannot be concatenated; join the arrays with "
-            "numpy.concatenate"
+            f"{path} has {num_bytes - array.offset - array.nbytes} bytes after its array of "
+            f"{array.size} numbers; join arrays with numpy.concatenate, not their files"
         )
     return array
 
 
-LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata by which a dataset of them is known
-NUM_LOSS_WEIGHTS = 0x7C00  # bit patterns below those of infinity
+LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata that marks a dataset of loss weights
+NUM_LOSS_WEIGHTS = 0x7C00  # number of bit patterns below that of infinity
 
 
 def holds_weights(meta: Mapping[str, Any] | None) -> bool:
-    """Whether a dataset's meta file says that it holds loss weights."""
+    """Return whether a dataset contains loss weights, by its meta file."""
     return LOSS_WEIGHTS.items() <= (meta or {}).items()
 
 
 def as_loss_weights(weights: Any) -> Tokens:
-    """Factors on the loss of tokens as a dataset of weights stores them.
-
-    float16 because weights are factors around 1: it keeps 3 digits of them where bfloat16 keeps 2,
-    and numpy reads it. What is stored are its bits, as uint16: a type that token files have.
+    """Return the bits of float16 loss weights as uint16, a type that token files can have; 1-D.
 
         as_loss_weights([1, 0.5, 0]).view(np.float16)     # -> [1, 0.5, 0]
 
-    Args:
-        weights: numbers from 0 to 65504: an array, a tensor, a list.
-
-    Returns:
-        uint16, one dimension.
-
-    Raises:
-        DataError: a weight is no number, below 0 or too large; or above 0 and so small that it
-            would be stored as 0 (below 3e-8).
+    Weights are factors around 1, from 0 to 65504: float16 keeps 3 digits of them where bfloat16
+    keeps 2, and numpy supports it. Raises DataError: a weight is not a number, negative, too large,
+    or so small that it would be stored as 0 (below 3e-8).
     """
     if hasattr(weights, "detach"):  # torch.Tensor, without importing torch
         weights = weights.detach().cpu().numpy()
     try:
         values = np.asarray(weights, np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise DataError(f"loss weights are no numbers: {error}") from error
+        raise DataError(f"loss weights are not numbers: {error}") from error
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         halves = values.astype(np.float16)
     fits = np.isfinite(halves) & (values >= 0) & ((halves > 0) == (values > 0))
@@ -140,7 +116,7 @@ def as_loss_weights(weights: Any) -> Tokens:
         raise DataError(
             f"loss weight {at} is {values[at]}; weights are 0, or from 6e-08 to 65504 (float16)"
         )
-    return np.abs(halves).view(np.uint16)  # -0 has a bit that 0 has not
+    return np.abs(halves).view(np.uint16)  # -0 has a sign bit
 
 
 def scan_tokens(
@@ -151,13 +127,8 @@ def scan_tokens(
     *,
     begin_byte: int = 0,
 ) -> TokenFacts:
-    """Read ``num_tokens`` tokens of a file; ``look`` is shown every block, its smallest and its
-    largest id.
-
-    Raises:
-        FormatError: the file is shorter.
-        OSError: it cannot be read.
-    """
+    """Read ``num_tokens`` tokens of a file and return their facts. Call ``look`` with every block,
+    its smallest and its largest id. Raises FormatError: the file is too short."""
     digest = xxhash.xxh3_128()
     lowest, highest = 2**63, -(2**63)
     with open_regular(path) as file:
@@ -175,16 +146,9 @@ def scan_tokens(
 
 
 class TokenLimits:
-    """The ids a dataset accepts: ``[low, high]``.
+    """Accepted token ids, ``[low, high]``, of a dtype and, if known, a vocabulary size.
 
-    Args:
-        dtype: of the tokens on disk.
-        vocab_size: number of token ids, None when unknown.
-        allow_negative: accept what the dtype has below zero.
-
-    Raises:
-        ConfigError: vocab_size is not positive or exceeds the dtype, or negative values in an
-            unsigned dtype.
+    Raises ConfigError: vocab_size does not fit the dtype, or negative values in an unsigned one.
     """
 
     def __init__(
@@ -194,8 +158,7 @@ class TokenLimits:
         self.dtype, self.vocab_size = dtype, vocab_size
         if vocab_size is not None and not 0 < vocab_size <= int(info.max) + 1:
             raise ConfigError(
-                f"vocab_size is {vocab_size}; {dtype.name} holds ids from 0 to {info.max}: "
-                "choose int32"
+                f"vocab_size is {vocab_size}; {dtype.name} has ids 0 to {info.max}: choose int32"
             )
         if allow_negative and dtype.kind == "u":
             raise ConfigError(f"{dtype.name} has no negative values; choose int32")
@@ -203,40 +166,33 @@ class TokenLimits:
         self.high = int(info.max) if vocab_size is None else vocab_size - 1
 
     def hold(self, low: int, high: int) -> bool:
-        """Whether ids from ``low`` to ``high`` are accepted (any, when low > high: none)."""
+        """Return whether all ids from ``low`` to ``high`` are accepted (low > high: no ids)."""
         return low >= self.low and high <= self.high
 
     def first_outside(self, tokens: Tokens) -> int:
-        """Position of the first id that is not accepted; there is one."""
+        """Return the position of the first id that is not accepted; one must exist."""
         return int(((tokens < self.low) | (tokens > self.high)).argmax())
 
     def error(self, document: int | str, position: int, token: int) -> DataError:
-        """The error for an id that is not accepted."""
-        return DataError(
-            f"document {document}, position {position}: token id {token} is outside of "
-            f"{self.describe()}"
-        )
+        """Return the error for an id that is not accepted."""
+        where = f"document {document}, position {position}"
+        return DataError(f"{where}: token id {token} is outside {self.describe()}")
 
     def describe(self) -> str:
-        """``[0, 65535] (uint16)``, for messages."""
+        """Return ``[0, 65535] (uint16)``, for messages."""
         vocabulary = "" if self.vocab_size is None else f", vocab_size {self.vocab_size}"
         return f"[{self.low}, {self.high}] ({self.dtype.name}{vocabulary})"
 
 
-# ---- One dataset as the input of another: checked, never mapped, so that thousands can take part
+# ---- Input datasets: checked, never mapped, so that a merge can have thousands -------------------
 
 
 class InputDataset:
-    """A dataset whose index was read once from end to end and found sound.
+    """Dataset with a valid index, which was read once from end to end.
 
-    Args:
-        prefix: with or without ``.idx``.
-        multimodal: the modes of its sequences are wanted.
-
-    Raises:
-        FormatError: negative lengths, pointers that do not follow from them, documents that do
-            not end with the sequences, a .bin that is too short, an unknown dtype code.
-        OSError: a file is missing or cannot be read.
+    Raises FormatError: negative lengths, pointers that do not follow from them, documents that do
+    not end with the sequences, too short a .bin, an unknown dtype code, or ``multimodal`` without
+    modes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
@@ -245,56 +201,32 @@ class InputDataset:
         facts = survey(self.idx_path, self.bin_path, multimodal=multimodal)
         self.layout = facts.layout
         self.dtype: np.dtype[Any] = dtype_of_code(self.layout.header.dtype_code, self.idx_path)
-        for found in facts.findings():
-            # Without documents every sequence is one.
-            if found.severity == "error" and found.code != "documents-lost":
-                raise FormatError(f"{found.message} -> {found.remedy}")
+        for finding in facts.findings():
+            # Without document indices, every sequence is a document.
+            if finding.severity == "error" and finding.code != "documents-lost":
+                raise FormatError(f"{finding.message} -> {finding.remedy}")
         self.num_tokens = facts.num_tokens
         self.num_bytes = facts.num_tokens * self.dtype.itemsize
-        self.meta = self._trusted_meta()
-        # What .bin holds, None when nobody vouches for it.
+        self.meta = matching_meta(self.prefix, self.dtype.name, self.layout.header, self.num_tokens)
+        # Facts of .bin; None without a meta file that matches the .idx.
         self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its meta file says that it holds loss weights."""
+        """True if the dataset contains loss weights, by its meta file."""
         return holds_weights(self.meta)
 
     def open_tokens(self) -> io.FileIO:
-        """The .bin that belongs to the index.
-
-        Raises:
-            FormatError: a writer replaced the dataset since its index was read.
-        """
+        """Open the .bin. Raises FormatError: the dataset was replaced after its index was read."""
         file = open_regular(self.bin_path)
         if not self.layout.has_its_name():
             file.close()
             raise FormatError(f"{self.prefix} was replaced while it was read; start again")
         return file
 
-    def document_at(self, position: int) -> tuple[int, int]:
-        """The document that holds the token at a position of .bin, and the position inside."""
-        offsets = IndexFile(self.idx_path).document_offsets(self.dtype.itemsize)
-        document = int(np.searchsorted(offsets, position, side="right")) - 1
-        return document, position - int(offsets[document])
-
-    def _trusted_meta(self) -> dict[str, Any] | None:
-        """The meta file, unless the .idx it describes is not the one that stands beside it."""
-        meta = read_meta(self.prefix)
-        if meta is None or difference_from_files(
-            meta, self.dtype.name, self.layout.header, self.num_tokens
-        ):
-            return None
-        return meta if file_checksum(self.idx_path) == meta["idx"]["xxh3_128"] else None
-
 
 class TokenWriter:
-    """Appends tokens to a file that has no name yet. A call that raises has written nothing.
-
-    Args:
-        path: the final name of the .bin.
-        limits: the ids it may hold; also its dtype.
-    """
+    """Writer of a .bin under a temporary name. A call that raises has written nothing."""
 
     def __init__(self, path: str | os.PathLike[str], limits: TokenLimits) -> None:
         self.limits = limits
@@ -310,28 +242,21 @@ class TokenWriter:
     def append(
         self, tokens: Tokens, offsets: NDArray[Any] | None = None, *, first_document: int
     ) -> None:
-        """Write tokens (from ``as_tokens``).
-
-        Args:
-            tokens: of one document, or of many.
-            offsets: of the documents, when they are many.
-            first_document: its number; both for the error message.
-
-        Raises:
-            DataError: an id outside of the limits.
-            OSError: the file cannot be written.
-        """
+        """Write tokens (from ``as_tokens``) of one document, or of several with ``offsets``. Raises
+        DataError: an id outside the limits; the message counts from ``first_document``."""
 
         def error_at(position: int, token: int) -> DataError:
             document = first_document
             if offsets is not None:
-                inside = int(np.searchsorted(offsets, position, side="right")) - 1
-                document, position = document + inside, position - int(offsets[inside])
+                index = int(np.searchsorted(offsets, position, side="right")) - 1
+                document, position = document + index, position - int(offsets[index])
             return self.limits.error(document, position, token)
 
-        room = self._buffer.size
-        if tokens.size > room - self._fill:
-            blocks = (tokens[begin : begin + room] for begin in range(0, tokens.size, room))
+        max_tokens = self._buffer.size
+        if tokens.size > max_tokens - self._fill:
+            blocks = (
+                tokens[begin : begin + max_tokens] for begin in range(0, tokens.size, max_tokens)
+            )
             self._append_blocks(blocks, error_at)
             return
         low, high = self._store(tokens, self._fill)
@@ -342,22 +267,16 @@ class TokenWriter:
         self._count(tokens.size, low, high)
 
     def append_dataset(self, dataset: InputDataset) -> None:
-        """Write the tokens of another dataset: inside the kernel when its meta file vouches for
-        their range and checksums and the dtype is the same, else read, checked and converted.
-
-        Raises:
-            DataError: an id outside of the limits.
-            OSError: either file fails.
-        """
+        """Write the tokens of another dataset: copy them inside the kernel if its meta file has
+        their range and checksums and the dtype is the same; otherwise read, check and convert them.
+        Raises DataError: an id outside the limits."""
         with dataset.open_tokens() as file:
             facts = dataset.facts
             if dataset.dtype == self.limits.dtype and facts is not None and facts.token_range:
                 low, high = facts.token_range
                 if not self.limits.hold(low, high):
-                    raise DataError(
-                        f"{dataset.prefix} has token ids from {low} to {high}, outside of "
-                        f"{self.limits.describe()}"
-                    )
+                    ids = f"token ids from {low} to {high}"
+                    raise DataError(f"{dataset.prefix} has {ids}, outside {self.limits.describe()}")
                 self.flush()
                 self.target.copy_from(file, dataset.num_bytes)
                 self._end_checksum()
@@ -366,19 +285,21 @@ class TokenWriter:
                 return
 
             def error_at(position: int, token: int) -> DataError:
-                document, inside = dataset.document_at(position)
-                return self.limits.error(f"{document} of {dataset.prefix}", inside, token)
+                offsets = IndexFile(dataset.idx_path).document_offsets(dataset.dtype.itemsize)
+                document = int(np.searchsorted(offsets, position, side="right")) - 1
+                position -= int(offsets[document])
+                return self.limits.error(f"{document} of {dataset.prefix}", position, token)
 
             blocks = read_array_blocks(file, dataset.dtype, dataset.num_tokens, self._buffer.size)
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffer."""
         self._write(self._buffer[: self._fill])
         self._fill = 0
 
     def finish(self) -> TokenFacts:
-        """Write what is buffered; what the file then holds."""
+        """Write the buffer and return the facts of all tokens."""
         self.flush()
         self._end_checksum()
         return TokenFacts(self.num_tokens, self._checksums, self._range)
@@ -386,7 +307,7 @@ class TokenWriter:
     def _append_blocks(
         self, blocks: Iterable[Tokens], error_at: Callable[[int, int], DataError]
     ) -> None:
-        """Write all blocks, or none when one has an id outside of the limits."""
+        """Write all blocks, or none if one has an id outside the limits."""
         self.flush()
         done, lowest, highest = 0, 2**63, -(2**63)
         with self._all_or_nothing():

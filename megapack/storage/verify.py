@@ -1,13 +1,13 @@
-"""Is a dataset whole, and is it what it claims to be?
+"""Verify datasets: complete, consistent, and equal to their recorded checksums.
 
-- ``verify``: every ``Finding`` about one dataset (those of its index are ``Survey.findings``)
-- ``find_duplicates``: datasets that hold the same documents
-- ``leftovers``: what killed writers left beside a file
+- ``verify``: all ``Finding``s about one dataset (``Survey.findings`` has those about its index)
+- ``find_duplicates``: datasets with the same documents
+- ``leftovers``: temporary files of killed writers
 
-Two bytes behind the last sequence that the .idx describes::
+Two bytes after the last sequence that the .idx describes::
 
     verify("corpus")
-    # -> [Finding("warning", "trailing-bin", "corpus.bin has 2 bytes behind the last sequence",
+    # -> [Finding("warning", "trailing-bin", "corpus.bin has 2 bytes after the last sequence",
     #             "megapack-build repair --drop-trailing")]
 """
 
@@ -17,9 +17,9 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -48,17 +48,16 @@ __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 RESTORE = "restore .bin from a copy or build it again"
 DATASET = rf"({'|'.join(map(re.escape, BESIDE))})?\.(bin|idx|meta\.json|samples)"
 
-# ---- The half of verify that reads .bin: checksums, range of ids, the ends of documents ---------
+# ---- Checks that read .bin: checksums, range of ids, begin and end tokens of documents -----------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenChecks:
-    """Rules that tokens are checked by; None: not checked."""
+class TokenChecks(NamedTuple):
+    """Rules for tokens; None: not checked."""
 
-    vocab_size: int | None = None
-    allow_negative: bool = False
-    document_begin_token: int | None = None
-    document_end_token: int | None = None
+    vocab_size: int | None
+    allow_negative: bool
+    document_begin_token: int | None
+    document_end_token: int | None
 
 
 def check_tokens(
@@ -68,16 +67,9 @@ def check_tokens(
     meta: dict[str, Any] | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Read all tokens of a dataset whose index is sound; memory: 8 bytes per document, and 8 more
-    where their first or last tokens are promised.
-
-    Args:
-        prefix: of the dataset.
-        dtype: of its tokens.
-        checks: what they are held against.
-        meta: the meta file when it belongs to this dataset.
-        progress: called with (bytes read, bytes in all).
-    """
+    """Read all tokens of a dataset with a valid index. Memory: 8 bytes per document, and 8 more for
+    each of ``document_begin_token`` and ``document_end_token``. ``meta``: its meta file, if it
+    matches."""
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
     stretches = [Checksum(total, "")] if meta is None else bin_checksums(meta)
@@ -101,7 +93,7 @@ def check_tokens(
 
 
 class _Reader:
-    """Collects, over consecutive blocks of tokens, the first violation of each kind."""
+    """Collector of the first violation of each kind in consecutive blocks of tokens."""
 
     def __init__(self, prefix: str, dtype: np.dtype[Any], checks: TokenChecks) -> None:
         index = IndexFile(path_of(prefix, ".idx"))
@@ -130,10 +122,10 @@ class _Reader:
         self.num_tokens += tokens.size
 
     def _compare(self, code: str, positions: NDArray[Any], wanted: int, tokens: Tokens) -> None:
-        """Tokens at some positions of .bin must be ``wanted``."""
+        """Check that the tokens at some positions of .bin are ``wanted``."""
         bounds = np.searchsorted(positions, [self.num_tokens, self.num_tokens + tokens.size])
-        here = positions[bounds[0] : bounds[1]] - self.num_tokens
-        self._add(code, here[tokens[here] != wanted], tokens)
+        in_block = positions[bounds[0] : bounds[1]] - self.num_tokens
+        self._add(code, in_block[tokens[in_block] != wanted], tokens)
 
     def _add(self, code: str, where: NDArray[Any], tokens: Tokens) -> None:
         if where.size == 0:
@@ -148,7 +140,7 @@ class _Reader:
             )
 
     def add_checksum_error(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) of .bin are not what was written."""
+        """Record that bytes [begin, end) of .bin changed."""
         self._count["checksum"] = self._count.get("checksum", 0) + 1
         bounds = np.array([begin, end - 1]) // self._itemsize
         first, last = np.searchsorted(self.offsets, bounds, side="right") - 1
@@ -160,7 +152,7 @@ class _Reader:
         checks = self._checks
         for code, text, remedy in (
             ("checksum", "do not have the checksum of the meta file", RESTORE),
-            ("negative-id", "is negative", "if these are labels, build with allow_negative=True"),
+            ("negative-id", "is negative", "build labels with allow_negative=True"),
             ("id-beyond-vocabulary", f"is not below vocab_size {checks.vocab_size}", RESTORE),
             ("document-end", f"should be the last, {checks.document_end_token}", ""),
             ("document-begin", f"should be the first, {checks.document_begin_token}", ""),
@@ -174,18 +166,16 @@ class _Reader:
 def _ranges(
     known: tuple[int, int] | None, checks: TokenChecks, meta: dict[str, Any] | None
 ) -> Iterator[Finding]:
-    """Findings from the smallest and the largest id."""
+    """Yield findings about the smallest and the largest id."""
     if known is None:
         return
     low, high = known
     if low < 0 and checks.allow_negative:
-        text = f"ids go from {low} to {high}: labels, no tokens to train on"
+        text = f"ids are {low} to {high}: labels, not tokens"
         yield Finding("note", "negative-ids", text)
-    stated = None if meta is None else (meta["min_token_id"], meta["max_token_id"])
-    if stated is not None and stated != (low, high):
-        text = (
-            f"token ids go from {low} to {high}; the meta file says from {stated[0]} to {stated[1]}"
-        )
+    recorded = None if meta is None else (meta["min_token_id"], meta["max_token_id"])
+    if recorded is not None and recorded != (low, high):
+        text = f"token ids are {low} to {high}; the meta file has {recorded[0]} to {recorded[1]}"
         yield Finding("error", "token-range", text, RESTORE)
 
 
@@ -197,17 +187,17 @@ def verify(
     document_end_token: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Check everything that can be checked about one dataset.
+    """Run all checks on one dataset.
 
     Args:
-        prefix: with or without ``.idx``; an address, too: its .bin is fetched whole meanwhile.
+        prefix: with or without ``.idx``; the .bin of a remote dataset is fetched whole.
         tokens: also read .bin: checksums, range of ids, first and last token of every document.
-        vocab_size: ids must be smaller; the meta file's by default.
-        document_end_token: must end every non-empty document; the meta file's by default.
-        progress: called with (bytes read, bytes in all) of .bin.
+        vocab_size: upper limit of ids; by default the meta file's.
+        document_end_token: last token of every non-empty document; by default the meta file's.
+        progress: called with (bytes read, all bytes) of .bin.
 
     Returns:
-        What was found; a dataset without errors is sound.
+        All findings; a dataset without errors is sound.
 
     Raises:
         OSError: a file exists but cannot be read.
@@ -216,14 +206,14 @@ def verify(
     if is_remote(prefix):
         try:
             with local_copy(prefix, tokens=tokens) as files:
-                found = verify(
+                findings_of_copy = verify(
                     files,
                     tokens=tokens,
                     vocab_size=vocab_size,
                     document_end_token=document_end_token,
                     progress=progress,
                 )
-                return [_of_address(finding, files, prefix) for finding in found]
+                return [_of_address(finding, files, prefix) for finding in findings_of_copy]
         except FileNotFoundError as error:
             return [Finding("error", "missing", str(error))]
         except FormatError as error:
@@ -238,19 +228,22 @@ def verify(
     try:
         facts = survey(idx_path, bin_path)
     except FormatError as error:
-        return [*findings, _unreadable(idx_path, error)]
+        remedy = ""
+        with contextlib.suppress(FormatError), open_regular(idx_path) as file:
+            remedy = REPAIR if file.read(len(MAGIC)) == MAGIC else ""
+        return [*findings, Finding("error", "index", str(error), remedy)]
     findings += facts.findings()
     meta, stale = _meta(prefix, facts)
     findings += stale
     dtype = facts.declared_dtype
     if tokens and dtype is not None and not has_errors(findings):
-        known = meta or {}
+        recorded = meta or {}
         if document_end_token is None:
-            document_end_token = known.get("document_end_token")
+            document_end_token = recorded.get("document_end_token")
         checks = TokenChecks(
-            vocab_size=known.get("vocab_size") if vocab_size is None else vocab_size,
-            allow_negative=(known.get("min_token_id") or 0) < 0,
-            document_begin_token=known.get("document_begin_token"),
+            vocab_size=recorded.get("vocab_size") if vocab_size is None else vocab_size,
+            allow_negative=(recorded.get("min_token_id") or 0) < 0,
+            document_begin_token=recorded.get("document_begin_token"),
             document_end_token=document_end_token,
         )
         findings += check_tokens(prefix, dtype, checks, meta, progress)
@@ -258,16 +251,16 @@ def verify(
 
 
 def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
-    """Findings in a copy, reported for its address, where nothing is repaired in place."""
+    """Return a finding in a local copy as one about its address, where repair cannot work."""
     remedy = finding.remedy
     if remedy.startswith(REPAIR):
-        remedy = f"{remedy}, of a local copy; then upload it again"
+        remedy = f"{remedy} on a local copy, then upload it again"
     return replace(finding, message=finding.message.replace(files, prefix), remedy=remedy)
 
 
 def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
-    """Datasets of a list that hold the same documents as an earlier one: the same file under two
-    names, equal .idx files and equal beginnings and ends of .bin, or at addresses equal checksums.
+    """Return findings about datasets with the same documents as an earlier one: the same file under
+    two names, equal .idx files and equal first and last 64 KiB of .bin, or equal remote checksums.
     """
     first_with: dict[Any, str] = {}
     findings = {}
@@ -275,19 +268,15 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
         for identity in _identities(prefix):
             other = first_with.setdefault(identity, prefix)
             if other != prefix:
-                text = f"{prefix} holds the same documents as {other}"
+                text = f"{prefix} contains the same documents as {other}"
                 findings[prefix] = Finding("warning", "duplicate", text)
                 break
     return findings
 
 
 def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
-    """Temporary files beside a file, whose writers are gone or at work.
-
-    Args:
-        base: the file, or the prefix of several.
-        suffixes: of these, a regular expression.
-    """
+    """Yield findings about temporary files next to ``base``, of running or killed writers. With
+    ``suffixes``, a regular expression, ``base`` is the prefix of several files."""
     wanted = re.compile(re.escape(base.name) + suffixes)
     for name, path in temporary_files(base.parent) if base.parent.is_dir() else ():
         if wanted.fullmatch(name) is None:
@@ -299,15 +288,8 @@ def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
             yield Finding("note", "leftover", text, "delete it, or write its dataset again")
 
 
-def _unreadable(idx_path: Path, error: FormatError) -> Finding:
-    magic = b""
-    with contextlib.suppress(FormatError), open_regular(idx_path) as file:
-        magic = file.read(len(MAGIC))
-    return Finding("error", "index", str(error), REPAIR if magic == MAGIC else "")
-
-
 def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Finding]]:
-    """The meta file when it is about these files."""
+    """Return the meta file if it describes these files, and findings about it."""
     try:
         meta = read_meta(prefix)
     except FormatError as error:
@@ -327,21 +309,21 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
         return None, [Finding("error", "meta", f"{prefix}: {difference}")]
     sizes = [size for size, _ in bin_checksums(meta)]
     if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
-        text = "the meta file's checksums are of another .bin"
+        text = "the meta file's checksums belong to another .bin"
         return None, [Finding("error", "meta", text, "delete it")]
     return meta, []
 
 
 def _identities(prefix: str) -> Iterator[Any]:
-    """Keys that only equal datasets share."""
+    """Yield keys that only equal datasets share."""
     if is_remote(prefix):
-        with contextlib.suppress(FormatError, FileNotFoundError):  # what verify says of them
+        with contextlib.suppress(FormatError, FileNotFoundError):  # verify reports these
             sums = open_remote_pair(prefix).checksums
             if sums is not None:
                 blocks = xxhash.xxh3_128_hexdigest(sums.blocks.tobytes())
                 yield "blocks", sums.bin_bytes, blocks, sums.files[".idx"]
         objects = [find_object(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
-        versions = [found.version for found in objects if found is not None and found.etag]
+        versions = [each.version for each in objects if each is not None and each.etag]
         if len(versions) == len(objects) and not prefix.startswith("http"):  # tags are per URL
             yield "objects", *versions
         return

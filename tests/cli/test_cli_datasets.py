@@ -74,9 +74,9 @@ def test_name_with_brackets_is_not_a_pattern(tmp_path: Path) -> None:
     [
         ("verify {}.meta.json", "names no dataset"),  # no dataset: must not succeed silently
         ("repair {}.samples", "names no dataset"),
-        ("merge {} --output-prefix {}/", "is a directory, and names no files"),  # a hidden .bin
+        ("merge {} --output-prefix {}/", "is a directory: give the path"),  # a hidden .bin
         ("compare .", "prefix '.' is a directory"),
-        ("pack {} --buckets 4 --output {}.bin --overwrite", "is read here, and would be replaced"),
+        ("pack {} --buckets 4 --output {}.bin --overwrite", "is an input and would be replaced"),
         ("simulate {} --max-tokens 4 --context 3", "context_parallel is 3"),
         ("train-tokenizer --input {}.idx --output {}.json", "--type sentencepiece writes NAME.mod"),
         ("arrange {} --output {}.shards.json", "is not a shard manifest"),
@@ -101,5 +101,5 @@ def test_companion_files_next_to_samples_are_ignored(tmp_path: Path) -> None:
 
 def test_missing_prefix_error_explains_prefixes(tmp_path: Path) -> None:
     said = printed("compare", tmp_path / "docs.jsonl", status=1)
-    assert "(a dataset is named by its prefix, and has an .idx)" in said
+    assert "(give the prefix of a dataset, which has an .idx)" in said
     assert "docs.jsonl.idx" in said

@@ -87,7 +87,7 @@ def test_a_device_and_what_is_packed_are_not_written(prefix: Path) -> None:
     before, command = Path(f"{prefix}.idx").read_bytes(), ("pack", prefix, "--buckets", "32,64")
     for words, message in (
         (["/dev/full"], "/dev/full is a device"),
-        ([f"{prefix}.idx", "--overwrite"], ".idx is read here, and would be replaced"),
+        ([f"{prefix}.idx", "--overwrite"], ".idx is an input and would be replaced"),
     ):
         assert message in printed(*command, "--output", *words, status=2)
     assert Path(f"{prefix}.idx").read_bytes() == before

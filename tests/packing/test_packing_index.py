@@ -286,7 +286,7 @@ def test_foreign_files_are_refused(tmp_path: Path, name: str, content: bytes) ->
 
 def test_nothing_is_left_behind_when_the_disk_refuses(tmp_path: Path) -> None:
     (tmp_path / "dir.samples").mkdir()
-    for name, message in (("none/x", "there is no directory"), ("dir", "is a directory")):
+    for name, message in (("none/x", "none does not exist; create it"), ("dir", "is a directory")):
         with pytest.raises(ConfigError, match=message):
             pack([1, 2, 3], buckets=8).save(tmp_path / f"{name}.samples")
     assert [p.name for p in tmp_path.iterdir()] == ["dir.samples"]

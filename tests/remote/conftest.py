@@ -1,4 +1,4 @@
-"""Real servers for the session, a line to one of them and an empty cache for every test."""
+"""Real servers for the session; for every test a proxy to one of them and an empty cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def azurite() -> Iterator[str]:
 def line(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Line]:
-    """What clients of this process and of its children talk to; their cache is empty.
+    """Yield the proxy that clients of this process and its children use; their cache is empty.
 
     It leads to a store of s3, or of the kind that the test asks for (``stores.EVERY_STORE``), which
     is then where ``far`` has its addresses.

@@ -1,4 +1,4 @@
-"""Small datasets, here and at an address, and what a run makes of either."""
+"""Small local and remote datasets, and the batches of a run on either."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megapack.storage.remote.copies import upload_dataset
 from tests.data.corpora import packed_lengths
 
 MICRO_BATCH = 1024
-# A program that holds numbers of a name until its stdin ends: locks, name, first, count.
+# A program that locks numbers of a name until its stdin ends: lock file, name, first, count.
 HOLDS = """
 import pathlib, sys
 from megapack.storage.remote.cache import RangeLocks
@@ -27,11 +27,11 @@ with RangeLocks(pathlib.Path(sys.argv[1])).held(sys.argv[2], *map(int, sys.argv[
     print("held", flush=True)
     sys.stdin.read()
 """
-ROOT = "s3://bucket"  # the line's, which sets it
+ROOT = "s3://bucket"  # set by the fixture ``line``
 
 
 def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> IndexedDataset:
-    """Some 100 tokens per document, so 25 blocks of .bin, and a .samples beside them."""
+    """Write some 100 tokens per document, so 25 blocks of .bin, and a .samples file."""
     lengths = packed_lengths(num_documents, 400, seed)
     tokens = np.random.default_rng(seed).integers(1, 120, lengths.sum(), np.uint16)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
@@ -43,24 +43,24 @@ def write_packed(prefix: Path, num_documents: int = 2000, seed: int = 0) -> Inde
 
 
 def address_of(prefix: Path) -> str:
-    """One that no other test writes to."""
+    """Return an address that no other test writes to."""
     return f"{folder_of(prefix.parent)}/{prefix.name}"
 
 
 def folder_of(folder: Path) -> str:
-    """The address that belongs to a folder here."""
+    """Return the address that belongs to a local folder."""
     return f"{ROOT}/{folder.name}"
 
 
 def signed(content: dict[str, Any]) -> str:
-    """A manifest whose checksum is right, as a liar would write it."""
+    """Return a manifest with a correct checksum, as an attacker would write it."""
     content.pop("xxh3", None)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(content).encode())
     return json.dumps({**content, "xxh3": digest})
 
 
 def flip(path: Path, at: int) -> bytes:
-    """Change one bit of a file; what it holds then."""
+    """Change one bit of a file; return its new content."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -68,7 +68,7 @@ def flip(path: Path, at: int) -> bytes:
 
 
 def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:
-    """Written and uploaded; the address of the prefix. The local files stay."""
+    """Write and upload a dataset; return its address. The local files stay."""
     write_packed(prefix, num_documents, seed)
     upload_dataset(str(prefix), address_of(prefix))
     put_object(f"{address_of(prefix)}.samples", f"{prefix}.samples")
@@ -76,7 +76,7 @@ def put_dataset(prefix: Path, num_documents: int = 2000, seed: int = 0) -> str:
 
 
 def near_and_far(prefix: Path, num_documents: int = 2000) -> tuple[IndexedDataset, IndexedDataset]:
-    """A dataset here, and at its address."""
+    """Return a local dataset and the same dataset at its address."""
     address = put_dataset(prefix, num_documents)
     return IndexedDataset(prefix), IndexedDataset(address)
 
@@ -84,7 +84,7 @@ def near_and_far(prefix: Path, num_documents: int = 2000) -> tuple[IndexedDatase
 def run(
     prefix: str | os.PathLike[str] | Sequence[Any], rank: int = 0, size: int = 1, **options: Any
 ) -> list[dict[str, Any]]:
-    """Every batch of a rank in one epoch, as lists; of one dataset or a blend."""
+    """Return every batch of a rank in one epoch, as lists, from one dataset or a blend."""
     prefixes = prefix if isinstance(prefix, list) else [prefix]
     data = PackedDataset(prefixes, [f"{os.fspath(each)}.samples" for each in prefixes])
     schedule = Schedule(data, tokens_per_step=2 * MICRO_BATCH, seed=3)

@@ -1,9 +1,9 @@
-"""What speaks each kind of store's protocol here, and what tells a client where it is.
+"""Local servers for each store's protocol, and the settings of a client for them.
 
-- s3: moto's server, and nanio, which checks signatures and ignores If-Match: two makes, so that
-  what one of them gets wrong or lets pass is no part of what is tested.
-- gs: the same one. The client speaks Google's XML API, whose requests and answers are those of S3
-  but for the signature; Google's emulators know the JSON API and too little of this one.
+- s3: moto's server, and nanio, which checks signatures and ignores If-Match: two servers, so
+  that an error of one of them does not hide an error of ours.
+- gs: moto's server. The client uses Google's XML API, whose requests and responses equal those of
+  S3 except for the signature; Google's emulators implement the JSON API and little of this one.
 - az: Azurite, Microsoft's emulator, which checks signatures. ``make test-clouds`` installs it.
 """
 
@@ -26,7 +26,9 @@ from object_store import BUCKET, running, use_store
 __all__ = ["EVERY_CLOUD", "EVERY_STORE", "serve_blobs", "serve_buckets", "use"]
 
 EVERY_STORE = pytest.mark.parametrize("line", ["s3", "s3 nanio", "gs", "az"], indirect=True)
-EVERY_CLOUD = pytest.mark.parametrize("line", ["s3", "gs", "az"], indirect=True)  # one make of each
+EVERY_CLOUD = pytest.mark.parametrize(
+    "line", ["s3", "gs", "az"], indirect=True
+)  # one server for each protocol
 
 # The one account of every Azurite, and its published key.
 ACCOUNT = "devstoreaccount1"
@@ -34,7 +36,7 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 
 
 def use(scheme: str, url: str) -> None:
-    """As ``use_store``, of a store of any kind at a URL."""
+    """Do the same as ``use_store`` for a store of any kind at a URL."""
     if scheme == "s3":
         use_store(url)
     elif scheme == "gs":
@@ -49,10 +51,10 @@ def use(scheme: str, url: str) -> None:
 
 @contextlib.contextmanager
 def serve_buckets(port: int, folder: Path) -> Iterator[str]:
-    """Run nanio on a folder with one empty bucket; its URL."""
+    """Run nanio on a folder with one empty bucket; yield its URL."""
     pytest.importorskip("nanio", reason="nanio needs Python 3.11 or newer")
     (folder / BUCKET).mkdir()
-    keys = ["NANIO_ACCESS_KEY=key", "NANIO_SECRET_KEY=secret"]  # those of ``use_store``
+    keys = ["NANIO_ACCESS_KEY=key", "NANIO_SECRET_KEY=secret"]  # as in ``use_store``
     where = ["--data-dir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     with running(port, "env", *keys, sys.executable, "-m", "nanio", "serve", *where) as url:
         yield url
@@ -60,7 +62,7 @@ def serve_buckets(port: int, folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serve_blobs(port: int, azurite: str) -> Iterator[str]:
-    """Run Azurite's blob service (the program's path) with one empty container; its URL."""
+    """Run Azurite's blob service (the program's path) with one empty container; yield its URL."""
     memory = ("--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent")
     with running(port, azurite, *memory, "--blobHost", "127.0.0.1", "--blobPort", str(port)) as url:
         urllib.request.urlopen(_create_container(url), timeout=60).close()
@@ -68,7 +70,7 @@ def serve_blobs(port: int, azurite: str) -> Iterator[str]:
 
 
 def _create_container(url: str) -> urllib.request.Request:
-    """The client cannot create one. Signed with the account's key, which Azurite checks."""
+    """Create a container, which the client cannot; the request is signed with the account's key."""
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     signed = "".join(f"{name}:{value}\n" for name, value in headers.items())
     resource = f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"

@@ -1,9 +1,9 @@
-"""Processes and threads that read batches through one cache, each compared with the local one.
+"""Read batches through one cache in several processes and threads; compare with local ones.
 
   python tests/remote/stress.py --micro-batches 100000
   python tests/remote/stress.py --micro-batches 100000 --cache-size none
 
-Every thread is a rank of its own with a loader of its own; the threads of a process share the open
+Every thread is a rank with its own loader; the threads of a process share the open
 datasets. A round is an epoch in a new order. With a size the cache is too small for what is read,
 and the same blocks come and go all the time; without one every round begins with an empty cache,
 in which all ranks meet. What is printed is JSON: micro batches, differences, chunks that were
@@ -41,7 +41,7 @@ DOCUMENTS = 2000  # of each source, of 100 tokens on average: 25 blocks of 16 Ki
 
 
 def write_sources(folder: Path) -> None:
-    """Each here and, for the cache, in the folder ``store``."""
+    """Write each source locally and, for the cache, to the folder ``store``."""
     (folder / "store").mkdir()
     for number, name in enumerate(SOURCES):
         rng = np.random.default_rng(number)
@@ -56,7 +56,7 @@ def write_sources(folder: Path) -> None:
 
 
 def batches(data: PackedDataset, rank: int, size: int, seed: int, *, prefetch: int) -> Any:
-    """Those of a rank in one epoch of an order."""
+    """Return the batches of a rank in one epoch, in the order of ``seed``."""
     schedule = Schedule(data, tokens_per_step=size * MICRO_BATCH, seed=seed)
     where = {"data_parallel_rank": rank, "data_parallel_size": size}
     sizes = {"micro_batch_tokens": MICRO_BATCH, "prefetch": prefetch}
@@ -64,13 +64,13 @@ def batches(data: PackedDataset, rank: int, size: int, seed: int, *, prefetch: i
 
 
 def opened(folder: str) -> PackedDataset:
-    """Both sources."""
+    """Open both sources."""
     prefixes = [f"{folder}/{name}" for name in SOURCES]
     return PackedDataset(prefixes, [f"{prefix}.samples" for prefix in prefixes])
 
 
 def work(folder: Path, process: int, args: argparse.Namespace, start: Any, results: Any) -> None:
-    """A process of its own: rounds until enough micro batches were compared."""
+    """Run rounds in one process until enough micro batches were compared."""
     faulthandler.dump_traceback_later(args.limit, exit=True)
     remote_cache.SMALLEST_SIZE, remote_cache.CHUNK_BLOCKS = 1, 4
     size = args.processes * args.threads
@@ -118,7 +118,7 @@ def work(folder: Path, process: int, args: argparse.Namespace, start: Any, resul
 
 
 def stress(args: argparse.Namespace) -> dict[str, Any]:
-    """Run it; what is printed."""
+    """Run all processes; return the counts to print."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megapack-stress-", dir=args.directory) as name:
         folder = Path(name)

@@ -55,7 +55,7 @@ BAD = {
     "a fragment": f"https://host/docs#{SECRET}",
     "an unknown kind": f"ftp://me:{SECRET}@host/docs?{SECRET}",
 }
-OPENERS: dict[str, Callable[[str], Any]] = {  # others, by the commands
+OPENERS: dict[str, Callable[[str], Any]] = {  # the commands test other openers
     "is_remote": is_remote,
     "exists": IndexedDataset.exists,
     "lengths": read_document_lengths,
@@ -65,7 +65,7 @@ REMEDIES = r"environment variables|addresses begin with one of"
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-def test_secrets_in_an_address_are_refused_and_never_said(
+def test_secrets_in_an_address_are_refused_and_not_printed(
     opener: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ COMMANDS = [
     ["arrange", "{bad}.shards.json", "--output", "out.shards.json"],
     ["repair", "{bad}"],
 ]
-# What takes no address says another reason, or what argparse or the system says.
+# Options that accept no address have another message, or that of argparse or the system.
 OTHERS = [
     ["arrange", "{bad}", "--output", "out.shards.json"],
     ["train-tokenizer", "--input", "{bad}", "--output", "t.model"],
@@ -153,7 +153,7 @@ def test_a_blend_with_a_secret_is_refused(tmp_path: Path) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_names_with_signs_of_their_own_are_no_secrets() -> None:
+def test_special_characters_in_names_are_accepted() -> None:
     for address in ("s3://bucket/a@b/c:d", "https://host:8080/a@2x/b", "file:///a/b%20c"):
         assert is_remote(address) and redacted(address) == address
     assert not is_remote("folder/a?b#c@d")
@@ -176,8 +176,8 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("field", ["prefix", "samples"])
-def test_manifest_names_what_lies_below(line: Line, tmp_path: Path, field: str) -> None:
-    """Hostile ones are refused before anything they name is looked at."""
+def test_remote_manifest_names_only_files_below_it(line: Line, tmp_path: Path, field: str) -> None:
+    """Hostile manifests are refused before any file in them is opened."""
     write_packed(tmp_path / "docs", 50)
     manifest, folder = tmp_path / "all.shards.json", folder_of(tmp_path)
     plan = plan_packing(str(manifest), [f"{tmp_path}/docs"], {"buckets": [512]})
@@ -194,8 +194,8 @@ def test_manifest_names_what_lies_below(line: Line, tmp_path: Path, field: str) 
         assert line.counts["requests"] <= 2, "it looked for more than the manifest"
 
 
-def test_a_manifest_here_names_whole_paths_and_what_lies_below_it(tmp_path: Path) -> None:
-    """What a person wrote down on this machine may lead anywhere, but not by ``..``."""
+def test_local_manifest_names_absolute_paths_and_files_below_it(tmp_path: Path) -> None:
+    """Local manifests may name any absolute path, but no ``..``."""
     write_packed(tmp_path / "docs", 50)
     (tmp_path / "below").mkdir()
     manifest = tmp_path / "below" / "all.shards.json"
@@ -220,7 +220,7 @@ def test_unreadable_manifest(line: Line, tmp_path: Path) -> None:
         assert find_object(output) is None
     assert main(["pack", address, "--buckets", "512", "--output", f"{folder}/all.shards.json"]) == 0
     assert load_shards(f"{folder}/all.shards.json").shards[0].prefix == address
-    # Nor uploaded: one here that names an address elsewhere.
+    # A local manifest that names another address is not uploaded.
     near = load_shards(f"{folder}/all.shards.json")
     plan = {name: getattr(near, name) for name in ("strategy", "parameters", "buckets", "seed")}
     plan["bucket_capacity"] = near.bucket_capacity.tolist()
@@ -231,8 +231,8 @@ def test_unreadable_manifest(line: Line, tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text("ab./%\\2ef", max_size=6), min_size=1, max_size=4).map("/".join))
-def test_what_is_below_a_folder_is_below_it_for_every_reader(name: str) -> None:
-    """By definition: resolved as paths are, percent signs read or not, nothing leads out."""
+def test_is_below_agrees_with_every_path_syntax(name: str) -> None:
+    """Resolve as a path, with and without percent-decoding: no result is outside the folder."""
     from posixpath import normpath  # noqa: PLC0415
     from urllib.parse import unquote  # noqa: PLC0415
 
@@ -241,8 +241,8 @@ def test_what_is_below_a_folder_is_below_it_for_every_reader(name: str) -> None:
             assert normpath(f"/x/{read}").startswith("/x/") and ".." not in read.split("/")
 
 
-def test_verify_advice_holds(line: Line, tmp_path: Path) -> None:
-    """A dataset of another tool, whose .bin is longer than its .idx says."""
+def test_advice_of_verify_works(line: Line, tmp_path: Path) -> None:
+    """Verify another tool's dataset with a .bin longer than its .idx describes."""
     write_packed(tmp_path / "docs", 100)
     (tmp_path / "docs.meta.json").unlink()
     with (tmp_path / "docs.bin").open("ab") as file:
@@ -253,11 +253,11 @@ def test_verify_advice_holds(line: Line, tmp_path: Path) -> None:
     [here] = [found for found in verify(tmp_path / "docs") if found.remedy]
     [there] = [found for found in verify(address) if found.remedy]
     assert here.code == there.code == "trailing-bin"
-    assert there.remedy == f"{here.remedy}, of a local copy; then upload it again"
+    assert there.remedy == f"{here.remedy} on a local copy, then upload it again"
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
 
-# ---- Objects in a store of each kind; wrong addresses, settings and credentials are named
+# ---- Objects in a store of each kind; errors of addresses, settings and credentials --------------
 
 
 PART = client.PART_BYTES
@@ -265,11 +265,13 @@ NAMES = ("none", "some", "a part", "100%41+more parts")
 
 
 @EVERY_STORE
-def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Empty, whole, and in parts; every range of it, until another takes its name."""
+def test_uploaded_object_is_read_back(
+    line: Line, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Upload it empty, whole and in parts; read every range, until the object is replaced."""
     folder, data = folder_of(tmp_path), np.random.default_rng(0).bytes(2 * PART + 1)
     names, deep = NAMES, f"{folder}/below%41"
-    if request.node.callspec.params["line"] == "s3 nanio":  # signs names with % in them otherwise
+    if request.node.callspec.params["line"] == "s3 nanio":  # its signatures of names with % differ
         names, deep = (*NAMES[:-1], NAMES[-1].replace("%", "")), f"{folder}/below"
     for name, size in zip(names, (0, 1000, PART, 2 * PART + 1), strict=True):
         (tmp_path / name).write_bytes(data[:size])
@@ -292,7 +294,7 @@ def test_object_is_what_was_put(line: Line, tmp_path: Path, request: pytest.Fixt
 
 
 def put_many(folder: Path, size: int) -> tuple[RemoteObject, bytes]:
-    """An object of this size; what it holds."""
+    """Upload an object of this size; return its bytes."""
     data = np.random.default_rng(0).bytes(size)
     (folder / "many").write_bytes(data)
     put_object(f"{folder_of(folder)}/many", folder / "many")
@@ -302,12 +304,12 @@ def put_many(folder: Path, size: int) -> tuple[RemoteObject, bytes]:
 
 
 def list_of_parts(folder: Path) -> int:
-    """Requests besides those of the parts."""
+    """Return the requests other than those of the parts."""
     return int(folder_of(folder).startswith("az"))
 
 
-def test_client_that_waits_for_a_word_before_a_body_gets_it_from_the_line(line: Line) -> None:
-    """boto3 sends ``Expect: 100-continue`` with a stream; the server's word is no answer."""
+def test_proxy_answers_expect_100_continue(line: Line) -> None:
+    """boto3 sends ``Expect: 100-continue`` with a stream; 100 is not the final response."""
     short = botocore.config.Config(read_timeout=20, retries={"max_attempts": 0})
     store = boto3.client("s3", config=short)
     for size in (1, 100_000):
@@ -317,17 +319,19 @@ def test_client_that_waits_for_a_word_before_a_body_gets_it_from_the_line(line: 
 
 
 @EVERY_STORE
-def test_parts_are_few_enough(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts of 5 MiB it would end at 48.8 GiB, which a .bin soon has."""
-    monkeypatch.setattr(client, "MOST_PARTS", 2)
+def test_number_of_parts_is_limited(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 5 MiB would limit an object to 48.8 GiB, and a .bin may be larger."""
+    monkeypatch.setattr(client, "MAX_PARTS", 2)
     found, data = put_many(tmp_path, 3 * PART + 1)
     assert line.counts["PUT"] - list_of_parts(tmp_path) == 2
     assert found.read(0, len(data)) == data
 
 
 @EVERY_STORE
-def test_a_part_that_fails_is_sent_again_and_not_all_of_it(line: Line, tmp_path: Path) -> None:
-    """However long an upload takes, one failure in it costs one part."""
+def test_only_the_failed_part_is_sent_again(line: Line, tmp_path: Path) -> None:
+    """A failure costs one part, not the whole upload."""
     line.faulty, line.faults = "PUT", Faults(slow_down=0.3)
     found, data = put_many(tmp_path, 8 * PART)
     failed = line.counts["slow_down"]
@@ -338,10 +342,10 @@ def test_a_part_that_fails_is_sent_again_and_not_all_of_it(line: Line, tmp_path:
 
 
 @EVERY_STORE
-def test_who_may_not_read_is_told_so_at_once(
+def test_missing_permission_is_an_error_at_once(
     line: Line, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Another key, which two servers find wrong; none, for an object that moto keeps private."""
+    """Use a wrong key, which two servers detect, and no key for a private object of moto."""
     address = put_dataset(tmp_path / "docs")
     far = IndexedDataset(address)
     client._open_store.cache_clear()
@@ -382,7 +386,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], str]] = {
 
 @pytest.fixture
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings, no files in a home; and nobody at the address that machines in a cloud ask."""
+    """Remove all settings, an empty home, and no cloud metadata service."""
     nobody = f"127.0.0.1:{free_port()}"
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "GOOGLE_")):
@@ -395,11 +399,13 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_are_named(nothing_set: None, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_invalid_settings_are_named(
+    nothing_set: None, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     address, settings, text = SETTINGS[case]
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"{text}.*; docs/guides/object_storage\.md tells"):
+    with pytest.raises(ConfigError, match=rf"{text}.*; docs/guides/object_storage\.md describes"):
         IndexedDataset(address)
 
 

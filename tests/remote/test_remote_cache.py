@@ -1,4 +1,4 @@
-"""The cache that the processes of a node share: what is in it is whole, whoever dies or evicts."""
+"""The node's shared cache: its files are complete, also after kills and during eviction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(folder: Path) -> Chunks:
-    """64 blocks, all here, each full of its number + 1."""
+    """Write 64 blocks, each filled with its number + 1."""
     chunks = Chunks(folder / "docs.bin")
     for first in range(0, NUM_BLOCKS, 4):
         chunks.write(first, FULL[first * BLOCK_BYTES :][: 4 * BLOCK_BYTES].data)
@@ -54,8 +54,8 @@ def on_disk(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) -> None:
-    """Of chunks that hold all of their blocks, some and none, and that went by ``unlink``."""
+def test_copy_returns_the_missing_blocks(tmp_path: Path) -> None:
+    """Copy from chunks with all, some and no blocks, and from an unlinked one."""
     chunks = Chunks(tmp_path / "docs.bin")
     rng = np.random.default_rng(0)
     written = np.flatnonzero(rng.random(NUM_BLOCKS) < 0.4)
@@ -71,7 +71,9 @@ def test_blocks_that_are_here_are_copied_and_others_are_named(tmp_path: Path) ->
         assert (data == np.where(copied, FULL, 0)[:-5]).all()
 
 
-def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_an_earlier_boot_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a crash of the machine, what was marked as here may never have reached the disk; but of
     a machine that shares the directory, as a home is shared, nothing is taken."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
@@ -81,13 +83,13 @@ def test_earlier_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not Chunks(entry / "docs.bin").copy(ALL, None).size, "nor by another of the same boot"
     monkeypatch.setattr(remote_cache, "_boot", lambda: "01234567")
     assert Chunks(cache.entry("docs", "file:///docs") / "docs.bin").copy(ALL, None).size == 64
-    assert before.exists(), "somebody uses the entry"
+    assert before.exists(), "a process uses the entry"
     for _ in range(2):
         cache.in_use.give_back(str(entry))
     assert cache.entry("docs", "file:///docs") == entry and not before.exists()
 
 
-def test_vanished_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_folder_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, mkdir = Chunks(tmp_path / "entry" / "docs.bin"), Path.mkdir
     is_removed = iter([True] * 3)
 
@@ -101,7 +103,7 @@ def test_vanished_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert chunks.copy(ALL, None).size == NUM_BLOCKS - 1
 
 
-def test_vanished_folder_of_a_whole_file_is_made_again(line: Line, tmp_path: Path) -> None:
+def test_removed_folder_of_a_whole_file_is_created_again(line: Line, tmp_path: Path) -> None:
     found = find_object(f"{put_dataset(tmp_path / 'docs')}.idx")
     assert found is not None
     cache = open_cache()
@@ -118,10 +120,10 @@ def test_vanished_folder_of_a_whole_file_is_made_again(line: Line, tmp_path: Pat
         cache.fetch(found, path, lambda file: shutil.rmtree(file.parent))
 
 
-def test_removed_is_filled_again(
+def test_removed_chunks_are_fetched_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of it, folders, or all that there is."""
+    """Remove files, folders, or the whole cache."""
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", "1G")
     here, far = near_and_far(tmp_path / "docs")
     near = here.tokens.tolist()
@@ -139,8 +141,8 @@ def test_removed_is_filled_again(
 def test_needed_last_goes_first(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read a quarter of an hour ago, so an epoch away, the farthest; long ago; a minute ago, which
-    may be asked for and not read yet; now. What is no entry of the cache is somebody else's."""
+    """Read 15 minutes ago (needed an epoch later), long ago, a minute ago (maybe requested, not
+    read yet), now. Other folders in the directory are not evicted."""
     results = tmp_path / "cache" / "results"
     results.mkdir(parents=True)
     (results / "precious").write_bytes(bytes(2 * NUM_BLOCKS * BLOCK_BYTES))
@@ -163,7 +165,7 @@ def test_needed_last_goes_first(
 
 
 @pytest.mark.parametrize("page_blocks", [1, 4])
-def test_what_is_read_stays_although_its_chunk_goes(
+def test_pinned_memory_stays_when_its_chunk_is_evicted(
     line: Line, tmp_path: Path, page_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads read the same blocks; each finds them, and memory is given back by the last, in
@@ -184,11 +186,13 @@ def test_what_is_read_stays_although_its_chunk_goes(
     assert not far.mapped_tokens.any(), "memory was kept"
 
 
-def test_failed_copy_is_redone(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread that waits for the same blocks does not take zeros for them."""
+def test_failed_copy_is_repeated(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that waits for the same blocks does not read zeros."""
     near, far = near_and_far(tmp_path / "docs")
     assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
-    far.tokens.pin(np.arange(1))  # the other thread
+    far.tokens.pin(np.arange(1))  # by the other thread
 
     def fails(*_: object) -> None:
         raise OSError(24, "Too many open files")
@@ -200,7 +204,9 @@ def test_failed_copy_is_redone(line: Line, tmp_path: Path, monkeypatch: pytest.M
     assert far.tokens[:5000].tolist() == near.tokens[:5000].tolist()
 
 
-def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_a_tiny_cache_are_equal(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = put_dataset(tmp_path / "docs", 10_000)
     limit = 750_000
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(limit))
@@ -210,7 +216,7 @@ def test_batches_of_tiny_cache(line: Line, tmp_path: Path, monkeypatch: pytest.M
     assert size > 2 * limit
     assert run(address, num_steps=30) == run(tmp_path / "docs", num_steps=30)
     assert line.counts["bytes"] > size, "nothing was evicted: the test showed nothing"
-    make_room(open_cache())  # what was in flight when the run ended
+    make_room(open_cache())  # requests in flight when the run ended
     used = sum(on_disk(path) for path in (tmp_path / "cache").glob("*/*.bin.*/*"))
     assert used < limit + whole
 
@@ -225,7 +231,7 @@ sys.stdin.read()
 """
 
 
-def test_only_unused_is_removed(
+def test_only_unused_entries_are_removed(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, theirs, old = (put_dataset(tmp_path / name) for name in ("mine", "theirs", "old"))
@@ -238,7 +244,7 @@ def test_only_unused_is_removed(
     assert {"mine", "theirs"} <= names and "old" not in names
 
 
-def test_locks_keep_threads_and_processes_away_and_end_with_their_process(tmp_path: Path) -> None:
+def test_range_locks_exclude_threads_and_processes(tmp_path: Path) -> None:
     locks = RangeLocks(tmp_path / "locks")
     process = started(HOLDS, tmp_path / "locks", "file", 10, 5, says="held")
 
@@ -261,19 +267,18 @@ def test_directory_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("fcntl.lockf", no_locks)
     locks = RangeLocks(tmp_path / "locks")
-    with pytest.raises(OSError, match=rf"MEGAPACK_CACHE name .*'{tmp_path}/locks'"):
+    with pytest.raises(OSError, match=rf"MEGAPACK_CACHE to .*'{tmp_path}/locks'"):
         locks.share("it")
 
 
-def test_directory_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no directory")
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OSError, match=rf"File exists.*let MEGAPACK_CACHE name.*'{tmp_path}/file'"):
+    with pytest.raises(OSError, match=rf"File exists.*set MEGAPACK_CACHE to.*'{tmp_path}/file'"):
         open_cache()
 
 
-# Without torch, whose import takes longer than all the rest: documents rank, rank + 4, ... of a
-# dataset, as digests.
+# Digests of documents rank, rank + 4, ... of a dataset, without torch, whose import is slow.
 RANK = """
 import hashlib, pathlib, sys, time
 from megapack.storage import IndexedDataset
@@ -287,7 +292,7 @@ digests = [hashlib.md5(documents[i]).hexdigest() for i in range(rank, len(docume
 
 
 def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
-    """Four fill one cache; one of them is killed with SIGKILL in the middle of it."""
+    """Four processes fill one cache; one of them is killed with SIGKILL meanwhile."""
     address = put_dataset(tmp_path / "docs", 5000)
     line.latency = 0.02
     ranks = [started(RANK, address, rank, tmp_path, says="open") for rank in range(4)]
@@ -302,12 +307,12 @@ def test_ranks_of_a_node_fetch_blocks_once(line: Line, tmp_path: Path) -> None:
         expected = [hashlib.md5(near[i]).hexdigest() for i in range(rank, len(near), 4)]
         assert (tmp_path / f"rank{rank}").read_text().split("\n") == expected
     size = (tmp_path / "docs.bin").stat().st_size
-    # What the killed one had asked for was answered and lost; each reads a block at a time.
+    # The responses to the killed process are lost; each process reads a block at a time.
     assert size <= line.counts["bytes"] + BLOCK_BYTES
     assert line.counts["bytes"] < 1.2 * size, "ranks fetched what others had fetched"
 
 
-def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_cache, "SMALLEST_SIZE", 256 << 20)
     for text in ("200Q", "10", "-1", "much", "255.9M"):
         monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)
@@ -315,8 +320,10 @@ def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
             open_cache()
 
 
-def test_size_is_one_in_cli_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256M, which the guide and the errors recommend, is the least there is."""
+def test_size_has_one_syntax_in_cli_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256M, which the guide and the errors recommend, is the minimum."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
     for text, limit in (("256M", 256 << 20), ("200G", 200 << 30), ("268435456", 256 << 20)):
         monkeypatch.setenv("MEGAPACK_CACHE_SIZE", text)

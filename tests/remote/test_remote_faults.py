@@ -1,4 +1,4 @@
-"""Stores and lines that fail: nothing wrong reaches a batch, and what ends a run has a name."""
+"""Failing stores and connections: no damaged batch, and an error message for every failure."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from tests.remote.stores import EVERY_STORE
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors that last are given up soon, with hardly a pause between attempts."""
+    """Shorten the time limit and the pauses of retries."""
     monkeypatch.setattr(client, "RETRY_SECONDS", 0.6)
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
 
 
 @EVERY_STORE
-def test_a_store_that_fails_now_and_then_changes_no_batch(
+def test_temporary_errors_change_no_batch(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of five requests: many times what a store does, so that each kind is met."""
+    """Four of five requests fail, far more than in a store, so that each kind of error occurs."""
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(client, "WRONG_ATTEMPTS", 20)
     monkeypatch.setattr("megapack.storage.remote.reader.GAP_BLOCKS", 0)  # more requests
@@ -56,8 +56,10 @@ def test_a_store_that_fails_now_and_then_changes_no_batch(
     assert all(line.counts[kind] > 0 for kind in kinds), "the test showed nothing"
 
 
-def test_slow_line_is_fine(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a request of 4 MiB takes longer than a store may be silent."""
+def test_slow_line_is_not_an_error(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 4 MiB takes longer than the timeout without data."""
     monkeypatch.setattr(client, "REQUEST_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "30")
     (tmp_path / "docs").write_bytes(data := np.random.default_rng(0).bytes(8 << 20))
@@ -66,8 +68,8 @@ def test_slow_line_is_fine(line: Line, tmp_path: Path, monkeypatch: pytest.Monke
     assert fetch_file(address_of(tmp_path / "docs")).read_bytes() == data
 
 
-def test_wrong_bytes_would_reach_a_batch_without_checksums(line: Line, tmp_path: Path) -> None:
-    """What the test above guards against is real: the same line, nobody looking."""
+def test_damaged_bytes_reach_a_batch_without_checksums(line: Line, tmp_path: Path) -> None:
+    """The test above detects real damage: the same proxy, without checksums."""
     address = put_dataset(tmp_path / "docs")
     client.remove_object(f"{address}.checksums")
     far, near = IndexedDataset(address), IndexedDataset(tmp_path / "docs")
@@ -83,11 +85,11 @@ def test_damaged_objects_are_named(line: Line, tmp_path: Path, impatient: None) 
     put_object(f"{address}.bin", damaged)
     far, near = IndexedDataset(address), IndexedDataset(tmp_path / "docs")
     assert far[0].tolist() == near[0].tolist(), "a block that is whole was refused"
-    with pytest.raises(FormatError, match=r"docs\.bin is damaged.* do not have their checksum"):
+    with pytest.raises(FormatError, match=r"docs\.bin is damaged.* differ from"):
         np.asarray(far.tokens)
     damaged.write_bytes(tokens[:-1])
     put_object(f"{address}.bin", damaged)
-    with pytest.raises(FormatError, match="write it again"):
+    with pytest.raises(FormatError, match="upload the dataset again"):
         IndexedDataset(address)
 
 
@@ -116,7 +118,7 @@ def test_a_replaced_object_ends_the_run(line: Line, tmp_path: Path, impatient: N
     with pytest.raises(FormatError, match=r"docs\.bin was replaced since it was opened"):
         for i in range(1, len(far)):
             far[i]
-    # Who opens it now has a new entry of the cache and reads what stands there.
+    # A reader that opens it now has a new cache entry and reads the new object.
     near = IndexedDataset(tmp_path / "new" / "docs")
     assert IndexedDataset(address)[7].tolist() == near[7].tolist()
     client.remove_object(f"{address}.bin")
@@ -124,8 +126,8 @@ def test_a_replaced_object_ends_the_run(line: Line, tmp_path: Path, impatient: N
         far[len(far) - 1]
 
 
-def test_the_meta_file_of_a_replaced_dataset_goes(line: Line, tmp_path: Path) -> None:
-    """A dataset without a meta file must not be read with the checksums of the one before it."""
+def test_meta_file_of_a_replaced_dataset_is_removed(line: Line, tmp_path: Path) -> None:
+    """A dataset without a meta file must not use the old dataset's checksums."""
     address = put_dataset(tmp_path / "docs")
     (tmp_path / "docs.meta.json").unlink()
     upload_dataset(str(tmp_path / "docs"), address)
@@ -133,7 +135,7 @@ def test_the_meta_file_of_a_replaced_dataset_goes(line: Line, tmp_path: Path) ->
     assert IndexedDataset(address)[0].tolist() == IndexedDataset(tmp_path / "docs")[0].tolist()
 
 
-def test_listing_of_a_bucket_is_tried_again(line: Line, impatient: None) -> None:
+def test_listing_of_a_bucket_is_retried(line: Line, impatient: None) -> None:
     line.faults = Faults(slow_down=1.0)
     with pytest.raises(ConnectionError, match=r"^s3://bucket: the store throttles"):
         client.names_in("s3://bucket")
@@ -141,7 +143,7 @@ def test_listing_of_a_bucket_is_tried_again(line: Line, impatient: None) -> None
 
 @EVERY_STORE
 def test_failing_store_is_named(line: Line, tmp_path: Path, impatient: None) -> None:
-    """At once, where the answer will be the same."""
+    """Permanent errors raise at once."""
     far = IndexedDataset(put_dataset(tmp_path / "docs"))
     for kind, error, reason in (
         ("expired", ConfigError, r"docs\.bin: the store refuses.*ExpiredToken"),
@@ -157,8 +159,8 @@ def test_failing_store_is_named(line: Line, tmp_path: Path, impatient: None) -> 
     assert far[0].tolist() == IndexedDataset(tmp_path / "docs")[0].tolist()
 
 
-def test_a_run_goes_on_when_the_server_restarts(line: Line, server: str, tmp_path: Path) -> None:
-    """The process is killed in the middle of a run; another with the same objects comes later."""
+def test_run_continues_when_the_server_restarts(line: Line, server: str, tmp_path: Path) -> None:
+    """The server is killed in the middle of a run; another one with its objects starts later."""
     write_packed(tmp_path / "docs", 4000)
     address = address_of(tmp_path / "docs")
     with serve_objects(free_port()) as first:
@@ -170,7 +172,7 @@ def test_a_run_goes_on_when_the_server_restarts(line: Line, server: str, tmp_pat
     later = threading.Timer(1.0, setattr, (line, "server", server))
     later.start()
     assert far[-1].tolist() == near[-1].tolist()
-    assert later.finished.is_set(), "it was answered before anybody could answer"
+    assert later.finished.is_set(), "the server answered before it was started"
     assert line.counts["requests"] > requests
     later.join()
 
@@ -190,7 +192,7 @@ for read in (lambda: far.tokens[:], lambda: fetch_file(f"{sys.argv[1]}.samples")
 
 
 def test_a_full_cache_disk_is_named(line: Line, tmp_path: Path) -> None:
-    """By blocks and by a whole file, which are not asked for again."""
+    """Fill the disk with blocks and with a whole file; neither is requested again."""
     address = put_dataset(tmp_path / "docs", 20_000)
     (tmp_path / "disk").mkdir()
     done = on_small_disk(tmp_path / "disk", 1, *PYTHON, FULL, address, tmp_path / "disk")
@@ -198,14 +200,14 @@ def test_a_full_cache_disk_is_named(line: Line, tmp_path: Path) -> None:
     assert done.stdout.count("MEGAPACK_CACHE_SIZE") == 2 and not done.stderr
 
 
-# ---- What cannot pass is an error at once, with its reason; what may pass is tried again, said
-# aloud, for a time that is known
+# ---- Permanent errors raise at once with a reason; temporary errors are logged and retried for a
+# known time
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(client, "_said", {})
+    monkeypatch.setattr(client, "_logged_at", {})
 
 
 @contextlib.contextmanager
@@ -217,7 +219,7 @@ def serving(handler: Any) -> Iterator[ThreadingHTTPServer]:
 
 
 class Whole(SimpleHTTPRequestHandler):
-    """Python's file server, which knows no ranges and answers every one with 200 and all."""
+    """Python's file server, which ignores ranges and returns the whole file with status 200."""
 
     requests = 0
 
@@ -227,14 +229,14 @@ class Whole(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    """A server of the files of a dataset ``docs``."""
+    """Serve the files of a dataset ``docs``."""
     write_packed(tmp_path / "docs", 50)
     Whole.requests = 0
     with serving(partial(Whole, directory=str(tmp_path))) as server:
         yield server
 
 
-def test_a_server_that_ignores_ranges_is_named_at_once(files: ThreadingHTTPServer) -> None:
+def test_server_that_ignores_ranges_is_an_error_at_once(files: ThreadingHTTPServer) -> None:
     with pytest.raises(ConfigError, match=r"docs\.[a-z.]*: the server ignores ranges"):
         IndexedDataset(f"http://127.0.0.1:{files.server_port}/docs")
     assert Whole.requests < 10
@@ -250,10 +252,10 @@ except Exception as error:
 """
 
 
-def test_a_certificate_that_is_not_trusted_is_named_at_once(
+def test_untrusted_certificate_is_an_error_at_once(
     files: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And trusted with SSL_CERT_FILE, as the error says."""
+    """SSL_CERT_FILE makes it trusted, as the error says."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
@@ -267,7 +269,7 @@ def test_a_certificate_that_is_not_trusted_is_named_at_once(
 
     def said() -> str:
         done = ended(*PYTHON, OPENS, address)
-        assert not done.stderr, "tried again"
+        assert not done.stderr, "it was retried"
         return done.stdout
 
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
@@ -283,16 +285,16 @@ def test_a_certificate_that_is_not_trusted_is_named_at_once(
         ("https://127.0.0.1:{port}/docs.idx", r"does not speak TLS: write http://"),
     ],
 )
-def test_a_name_or_kind_that_cannot_be_is_named_at_once(
+def test_wrong_host_or_scheme_is_an_error_at_once(
     files: ThreadingHTTPServer, address: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         find_object(address.format(port=files.server_port))
-    assert not [r for r in caplog.records if "docs.idx" in r.message], "tried again"
+    assert not [r for r in caplog.records if "docs.idx" in r.message], "it was retried"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """The same status for every request."""
+    """Reply with the same status to every request."""
 
     status, requests = 500, 0
 
@@ -316,7 +318,7 @@ def answers() -> Iterator[str]:
 
 
 class WeakTags(Answers):
-    """Ten bytes and ranges of them, under an ETag that by its rule matches nothing."""
+    """Serve ten bytes and their ranges, with a weak ETag, which matches nothing."""
 
     def do_GET(self) -> None:
         first, last = self.headers.get("Range", "bytes=0-9").removeprefix("bytes=").split("-")
@@ -333,7 +335,7 @@ class WeakTags(Answers):
 
 
 def test_object_with_weak_tag_is_read() -> None:
-    """A web server's; once every range of it was said to be of a replaced object."""
+    """Web servers send weak tags; once every range was reported as a replaced object."""
     with serving(WeakTags) as server:
         root = f"http://127.0.0.1:{server.server_port}"
         found = find_object(f"{root}/docs.idx")
@@ -344,7 +346,7 @@ def test_object_with_weak_tag_is_read() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 410, 501])
-def test_what_a_server_refuses_is_not_asked_again(answers: str, status: int) -> None:
+def test_refused_requests_are_not_retried(answers: str, status: int) -> None:
     Answers.status = status
     with pytest.raises(ConfigError, match=f"the store refuses the request.*{status}"):
         find_object(f"{answers}/docs.idx")
@@ -352,7 +354,7 @@ def test_what_a_server_refuses_is_not_asked_again(answers: str, status: int) -> 
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 504])
-def test_what_may_pass_is_tried_again_within_a_limit_that_is_said(
+def test_temporary_errors_are_retried_and_logged(
     answers: str, status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "0.6")
@@ -361,33 +363,33 @@ def test_what_may_pass_is_tried_again_within_a_limit_that_is_said(
     with pytest.raises(ConnectionError, match=r"for 1 seconds"):
         find_object(f"{answers}/docs.idx")
     assert Answers.requests >= 3
-    [record] = [r for r in caplog.records if answers in r.message]  # of the first attempt
+    [record] = [r for r in caplog.records if answers in r.message]  # about the first attempt
     assert record.levelno == logging.WARNING
     assert f"{answers}/docs.idx: attempt 1 failed" in record.message
     assert str(status) in record.message
-    assert record.message.endswith("it is tried again, for 1 s (MEGAPACK_RETRY_SECONDS)")
+    assert record.message.endswith("retrying for 1 s (MEGAPACK_RETRY_SECONDS)")
 
 
-def test_a_pause_ends_with_the_limit(answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else whoever waits for the request loses patience before the client says what failed."""
+def test_pauses_end_at_the_time_limit(answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the waiting reader would time out before the client reports its error."""
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", "0.2")
     monkeypatch.setattr("megapack.storage.remote.client.random.uniform", lambda *ends: ends[1])
     monkeypatch.setattr("megapack.storage.remote.client.FIRST_PAUSE", 1e6)
     Answers.status = 503
     with pytest.raises(ConnectionError, match="could not be read"):
         find_object(f"{answers}/docs.idx")
-    assert Answers.requests >= 2, "not tried again when the time was up"
+    assert Answers.requests >= 2, "no last attempt at the deadline"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_a_limit_that_cannot_be_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_limit_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAPACK_RETRY_SECONDS", text)
     with pytest.raises(ConfigError, match=f"MEGAPACK_RETRY_SECONDS is '{text}'"):
         retry_seconds()
 
 
-def test_whole_files_and_ranges_are_asked_for_equally_often(line: Line, tmp_path: Path) -> None:
-    """What comes with wrong bytes: a range of .bin, and a whole file, by one rule."""
+def test_whole_files_and_ranges_have_equal_retries(line: Line, tmp_path: Path) -> None:
+    """Damage a range of .bin and a whole file: both have the same number of attempts."""
     address, asked = put_dataset(tmp_path / "docs"), []
 
     def wrong(error: type[Exception], _: object) -> None:
@@ -408,8 +410,8 @@ def test_whole_files_and_ranges_are_asked_for_equally_often(line: Line, tmp_path
         assert len(asked) == client.WRONG_ATTEMPTS == 5
 
 
-def test_file_that_cannot_be_read_is_no_store(line: Line, tmp_path: Path) -> None:
-    """What is missing here is not looked for there; and nothing is removed there before."""
+def test_unreadable_local_file_is_not_a_store_error(line: Line, tmp_path: Path) -> None:
+    """A missing local file is not searched in the store, and no object is removed first."""
     with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/nobody'"):
         put_object(f"{address_of(tmp_path / 'docs')}.samples", tmp_path / "nobody")
     with pytest.raises(IsADirectoryError):

@@ -30,7 +30,7 @@ ROW, GLOBAL_BATCH = 512, 8
 
 
 def source_of_shards(folder: Path) -> str:
-    """Two datasets as one source, here and at an address; the local manifest."""
+    """Write two datasets as one source, local and remote; return the local manifest."""
     manifest = f"{folder}/web.shards.json"
     for seed, name in enumerate(("a", "b")):
         write_packed(folder / name, 400, seed)
@@ -42,7 +42,7 @@ def source_of_shards(folder: Path) -> str:
 
 
 def megatron_rows(data_path: str, **changes: Any) -> Any:
-    """The training rows of megatron-core's own builder."""
+    """Return the training rows of megatron-core's own builder."""
     options: dict[str, Any] = {
         "random_seed": 1234,
         "sequence_length": ROW,
@@ -92,8 +92,8 @@ def test_megatron_rows_of_an_address_and_of_shards(line: Line, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("line", ["gs"], indirect=True)
-def test_megatrons_dataset_at_an_address_is_sent_to_workers(line: Line, tmp_path: Path) -> None:
-    """Of s3:// megatron-core's own reader takes care, of all others ours."""
+def test_megatron_dataset_at_an_address_is_pickled_for_workers(line: Line, tmp_path: Path) -> None:
+    """megatron-core's own reader opens s3://, ours opens all other addresses."""
     address = put_dataset(tmp_path / "docs")
     near, far = IndexedDataset(str(tmp_path / "docs")), IndexedDataset(address)
     again = pickle.loads(pickle.dumps(far))
@@ -101,7 +101,7 @@ def test_megatrons_dataset_at_an_address_is_sent_to_workers(line: Line, tmp_path
     assert again[7].tolist() == far[7].tolist() == near[7].tolist()
 
 
-def test_what_cannot_be_is_refused_at_start(line: Line, tmp_path: Path) -> None:
+def test_invalid_addresses_are_refused_at_start(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs")
     source = manifest_of(tmp_path, "blend", f'"prefix": "{address}"')
     with pytest.raises(ConfigError, match="is an address: give cache_directory"):
@@ -112,8 +112,8 @@ def test_what_cannot_be_is_refused_at_start(line: Line, tmp_path: Path) -> None:
         next(iter(DataLoader(rows, batch_size=4, num_workers=1)))
 
 
-def test_rows_that_a_host_takes_next_are_fetched_meanwhile(line: Line, tmp_path: Path) -> None:
-    """As rank 1 of 2 takes them, two rows at a time."""
+def test_next_rows_of_a_host_are_prefetched(line: Line, tmp_path: Path) -> None:
+    """Read them as rank 1 of 2, two rows at a time."""
     address = put_dataset(tmp_path / "docs", 6000)
     source = manifest_of(tmp_path, "blend", f'"prefix": "{address}"')
     rows = megatron_rows(source, path_to_cache=str(tmp_path / "packed")).rows
@@ -126,7 +126,7 @@ def test_rows_that_a_host_takes_next_are_fetched_meanwhile(line: Line, tmp_path:
 
 
 def losses(index: str, out: Path) -> list[float]:
-    """Of four steps of transformers' Trainer."""
+    """Return the inputs of four steps of transformers' Trainer."""
     attention.register("sdpa")
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -146,7 +146,7 @@ def losses(index: str, out: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_trainer_takes_the_same_steps(line: Line, tmp_path: Path) -> None:
+def test_trainer_steps_are_equal(line: Line, tmp_path: Path) -> None:
     near = source_of_shards(tmp_path)
     here = losses(near, tmp_path)
     line.counts.clear()
@@ -154,8 +154,8 @@ def test_trainer_takes_the_same_steps(line: Line, tmp_path: Path) -> None:
     assert line.counts["GET"] > 0
 
 
-def test_micro_batches_in_order_are_fetched_ahead(line: Line, tmp_path: Path) -> None:
-    """And in any other order they are the same."""
+def test_micro_batches_in_order_are_prefetched(line: Line, tmp_path: Path) -> None:
+    """In any other order they are equal, too."""
     prefixes = tmp_path / "docs", put_dataset(tmp_path / "docs", 20_000)
     packed = [PackedDataset(prefix, f"{prefix}.samples") for prefix in prefixes]
     near, far = (

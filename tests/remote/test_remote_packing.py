@@ -1,4 +1,4 @@
-"""megapack-build pack to addresses: what it writes there is what it writes here, in whole."""
+"""megapack-build with remote outputs: equal to local ones, complete or absent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pack(*arguments: object) -> int:
 
 
 def put_documents(prefix: Path, num_documents: int = 200, seed: int = 0) -> str:
-    """Without samples; the address of the prefix."""
+    """Upload a dataset without samples; return its address."""
     write_packed(prefix, num_documents, seed)
     Path(f"{prefix}.samples").unlink()
     upload_dataset(str(prefix), address_of(prefix))
@@ -49,7 +49,7 @@ def put_documents(prefix: Path, num_documents: int = 200, seed: int = 0) -> str:
 
 
 def put_shards(folder: Path, names: str = "abc") -> str:
-    """Datasets of one letter each; the folder's address."""
+    """Upload datasets named by one letter each; return the folder's address."""
     for seed, name in enumerate(names):
         put_documents(folder / name, 150, seed)
     return folder_of(folder)
@@ -57,7 +57,7 @@ def put_shards(folder: Path, names: str = "abc") -> str:
 
 @contextlib.contextmanager
 def line_down(but_for: str | None = None) -> Iterator[None]:
-    """Nothing is written there, but what has this in its name."""
+    """Fail on writes to other objects than those with this text in their names."""
 
     def put(url: str, path: Path) -> None:
         if but_for is None or but_for not in url:
@@ -74,12 +74,14 @@ def leftovers(tmp_path: Path) -> list[Path]:
 
 
 @EVERY_CLOUD
-def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Byte for byte, with the same lines printed, of a dataset here and of one that is far."""
+def test_local_and_remote_samples_are_equal(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Local and remote datasets give equal bytes and equal output lines."""
     address = put_documents(tmp_path / "docs", 2000)
     line.counts.clear()
-    assert pack(address) == 0, "beside the dataset, as here"
-    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not asked for"
+    assert pack(address) == 0, "the output is next to the dataset, as for local ones"
+    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not fetched"
     far = capsys.readouterr().out
     assert pack(address, "--output", tmp_path / "far.samples") == 0
     assert capsys.readouterr().out == far.replace(f"{address}.samples", f"{tmp_path}/far.samples")
@@ -96,7 +98,9 @@ def test_samples_are_equal(line: Line, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @EVERY_CLOUD
-def test_existing_as_here(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_remote_samples_are_treated_as_local_ones(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     address = put_documents(tmp_path / "docs")
     assert pack(address) == 0
     first = fetch_file(f"{address}.samples").read_bytes()
@@ -115,13 +119,13 @@ def test_existing_as_here(line: Line, tmp_path: Path, capsys: pytest.CaptureFixt
     put_object(f"{address}.samples", tmp_path / "damaged")
     assert pack(address) == 2 and "checksum" in capsys.readouterr().err
     with pytest.raises(FormatError, match="checksum"):
-        SampleIndex.load(f"{address}.samples")  # not a copy that pack has left unchecked
+        SampleIndex.load(f"{address}.samples")  # not an unchecked copy of pack
     assert pack(address, "--overwrite") == 0
     assert fetch_file(f"{address}.samples").read_bytes() == first
 
 
 class HoldsAnswers(Counter[str]):
-    """Counts of a line on which nothing is answered any more from the first PUT on."""
+    """Stop all responses from the first PUT on; return the proxy's counts."""
 
     line: Line
 
@@ -132,9 +136,9 @@ class HoldsAnswers(Counter[str]):
 
 
 @EVERY_CLOUD
-def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path) -> None:
+def test_killed_upload_leaves_the_old_samples(line: Line, tmp_path: Path) -> None:
     """The samples go in several parts, some of which have arrived when the process is killed: once
-    where nothing stands, and once where the first ones do."""
+    without existing samples, and once with them."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.uint16) as builder:
         builder.add_documents(np.ones(600_000, np.uint16), np.arange(600_001))
     output = f"{address_of(tmp_path / 'docs')}.samples"
@@ -154,14 +158,14 @@ def test_killed_upload_leaves_what_was_there(line: Line, tmp_path: Path) -> None
         assert find_object(output) == before
         assert leftovers(tmp_path), "it was not killed while it uploaded"
         assert pack(*how) == 0
-        assert line.counts["PUT"] > 1, "one part is no test of what several are"
+        assert line.counts["PUT"] > 1, "the test needs several parts"
     assert pack(tmp_path / "docs", "--seed", "9") == 0
     assert fetch_file(output).read_bytes() == (tmp_path / "docs.samples").read_bytes()
     assert not leftovers(tmp_path)
 
 
-def test_failed_upload_is_clean(line: Line, tmp_path: Path) -> None:
-    """Nor does what it packed stand in the way of other options."""
+def test_failed_upload_leaves_no_files(line: Line, tmp_path: Path) -> None:
+    """Its local files do not affect a run with other options."""
     address = put_documents(tmp_path / "docs")
     with line_down():
         assert pack(address) == 1
@@ -170,18 +174,20 @@ def test_failed_upload_is_clean(line: Line, tmp_path: Path) -> None:
     assert SampleIndex.load(f"{address}.samples").seed == 9
 
 
-def test_writers_of_the_same_wait_for_each_other(line: Line, tmp_path: Path) -> None:
+def test_writers_of_one_address_wait_for_each_other(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs")
     line.counts.clear()
-    line.latency = 0.3  # between the look at what stands there and the upload
+    line.latency = 0.3  # between the check for an existing object and the upload
     both = [subprocess.Popen([*COMMAND, "pack", address, *BUCKETS]) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert line.counts["PUT"] == 1, "the second found it there"
 
 
 @EVERY_CLOUD
-def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Named by a pattern; the shards' samples are those of a manifest here, byte for byte."""
+def test_many_datasets_make_a_source(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Name them by a pattern; the shards' samples equal those of a local manifest."""
     folder = put_shards(tmp_path)
     far, near = f"{folder}/web.shards.json", f"{tmp_path}/web.shards.json"
     capsys.readouterr()
@@ -204,7 +210,7 @@ def test_many_make_a_source(line: Line, tmp_path: Path, capsys: pytest.CaptureFi
     assert not leftovers(tmp_path)
 
 
-def test_a_source_at_an_address_goes_on_where_it_was_stopped_and_grows(
+def test_remote_source_resumes_and_grows(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = put_shards(tmp_path)
@@ -234,8 +240,8 @@ def test_a_source_at_an_address_goes_on_where_it_was_stopped_and_grows(
     assert f"{folder}/b.idx has changed since" in capsys.readouterr().err
 
 
-def test_machines_share_a_source_at_an_address(line: Line, tmp_path: Path) -> None:
-    """Each has a cache of its own and processes that pack; nothing is packed twice."""
+def test_machines_share_a_remote_source(line: Line, tmp_path: Path) -> None:
+    """Each machine has its own cache and packing processes; no shard is packed twice."""
     folder = put_shards(tmp_path, "abcde")
     output = ("--output", f"{folder}/web.shards.json", *BUCKETS, "--workers", "2")
     line.counts.clear()
@@ -265,10 +271,10 @@ def test_staging_folders(line: Line, tmp_path: Path, capsys: pytest.CaptureFixtu
     for missing in (f"{folder}/nowhere/a", f"{folder}/nowhere/*.idx"):
         assert pack(missing, "--output", far) == 1
         assert "does not exist (or is not visible)" in capsys.readouterr().err
-    assert not (tmp_path / "my data" / "nowhere").exists(), "who reads makes nothing"
+    assert not (tmp_path / "my data" / "nowhere").exists(), "readers create no files"
 
 
-def test_refusals_say_remedy(line: Line, tmp_path: Path) -> None:
+def test_errors_name_a_remedy(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs")
     folder, _, _ = address.rpartition("/")
     text = ("--input", f"{tmp_path}/docs.meta.json", "--tokenizer", "bytes")
@@ -282,7 +288,7 @@ def test_refusals_say_remedy(line: Line, tmp_path: Path) -> None:
         (("pack", f"{folder}/x*.idx", "--output", far, *BUCKETS), "matches no file"),
         (("pack", address, "--output", "s3://bucket", *BUCKETS), "names no object"),
         (("arrange", near, "--output", far), "megapack-build upload"),
-        (("repair", address), "this works on local files"),
+        (("repair", address), "is not a local file"),
         (("merge", address, "--output-prefix", near, "--remove-inputs"), "--remove-inputs"),
         ((*tokenize, f"{folder}/x", "--part", "0/2"), "megapack-build upload"),
     ):
@@ -290,7 +296,7 @@ def test_refusals_say_remedy(line: Line, tmp_path: Path) -> None:
     assert not line.counts["PUT"] and not Path("s3:").exists()
 
 
-# ---- megapack-build on datasets in an object store; and uploads are complete or absent
+# ---- megapack-build on datasets in an object store; uploads are complete or absent -------------
 
 
 @EVERY_CLOUD
@@ -303,31 +309,31 @@ def test_upload_and_inspect(line: Line, tmp_path: Path) -> None:
 
 
 @EVERY_CLOUD
-def test_verify_is_as_local(line: Line, tmp_path: Path) -> None:
+def test_verify_equals_local_verify(line: Line, tmp_path: Path) -> None:
     address = put_documents(tmp_path / "docs", 2000)
     assert verify(address) == verify(tmp_path / "docs") == []
     line.counts.clear()
     assert verify(address, tokens=False) == []
-    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not asked for"
+    assert line.counts["bytes"] < (tmp_path / "docs.bin").stat().st_size, ".bin was not fetched"
     ids = {"vocab_size": 7, "document_end_token": 3}
     there, here = verify(address, **ids), verify(tmp_path / "docs", **ids)
     assert there == here and len(here) == 2
     upload_dataset(str(tmp_path / "docs"), f"{address}2")
     said = printed("verify", address, f"{address}2", "--no-tokens")
-    assert f"holds the same documents as {address}" in said
+    assert f"contains the same documents as {address}" in said
     flip(tmp_path / "docs.bin", 1000)
     put_object(f"{address}.bin", tmp_path / "docs.bin")
     [found] = verify(address)
     assert found.severity == "error" and f"{address}.bin" in found.message
-    remove_object(f"{address}.checksums")  # then the meta file tells
+    remove_object(f"{address}.checksums")  # then the meta file's checksums are used
     [found] = [f for f in verify(address) if f.severity == "error"]
     assert found == verify(tmp_path / "docs")[0] and found.code == "checksum"
     remove_object(f"{address}.bin")
     assert verify(address)[0].message.startswith(f"{address}.bin does not exist")
 
 
-def test_copy_is_of_one_version(line: Line, tmp_path: Path) -> None:
-    """Another .idx beside the same .bin: what is left of it is not taken for this one."""
+def test_local_copy_has_one_version(line: Line, tmp_path: Path) -> None:
+    """Replace the .idx and keep the .bin: leftovers of the old version are not used."""
     with contextlib.ExitStack() as stack:
         for lengths in ([3, 3], [2, 4]):
             with IndexedDatasetBuilder(tmp_path / "docs", overwrite=True) as builder:
@@ -338,7 +344,7 @@ def test_copy_is_of_one_version(line: Line, tmp_path: Path) -> None:
 
 
 def test_second_writer_of_an_address_waits(line: Line, tmp_path: Path) -> None:
-    """Both would write into one folder of the cache: the second uploaded what is of the first."""
+    """Both use one cache folder: without the lock, the second uploads the first one's files."""
     address, inside = address_of(tmp_path / "docs"), threading.Event()
 
     def second() -> None:
@@ -354,14 +360,14 @@ def test_second_writer_of_an_address_waits(line: Line, tmp_path: Path) -> None:
 
 
 def objects(address: str) -> dict[str, bytes]:
-    """What stands at an address, by suffix."""
+    """Return the objects at an address, by suffix."""
     suffixes = (".bin", ".idx", ".meta.json", ".manifest.json")
     there = [suffix for suffix in suffixes if find_object(f"{address}{suffix}") is not None]
     return {suffix: fetch_file(f"{address}{suffix}").read_bytes() for suffix in there}
 
 
 def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
-    """Each without its --output-prefix; ``address`` is an input of merge."""
+    """Return commands without their --output-prefix; ``address`` is an input of merge."""
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": "and more"}\n' * 50)
     text = ["--input", f"{tmp_path}/text.jsonl", "--tokenizer", "bytes", "--workers", "1"]
     flat = ["--kind", "flat", "--dtype", "uint16", "--eod-token", "7"]
@@ -372,7 +378,7 @@ def commands(tmp_path: Path, address: str) -> dict[str, list[str]]:
     }
 
 
-OTHERWISE = {  # options with which another dataset is made
+OTHERWISE = {  # options that make another dataset
     "tokenize": ["--prepend-bos"],
     "merge": ["--dtype", "int64"],
     "import": ["--eod-at", "start"],
@@ -381,9 +387,7 @@ OTHERWISE = {  # options with which another dataset is made
 
 @EVERY_CLOUD
 @pytest.mark.parametrize("command", ["tokenize", "merge", "import"])
-def test_what_is_written_to_an_address_is_what_is_written_here(
-    line: Line, tmp_path: Path, command: str
-) -> None:
+def test_remote_outputs_equal_local_ones(line: Line, tmp_path: Path, command: str) -> None:
     address = put_documents(tmp_path / "docs", 300)
     how = commands(tmp_path, address)[command]
     target = f"{address}-out"
@@ -403,7 +407,7 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert ours == str(theirs.pop("command", ""))
     assert meta == theirs and here == there and len(here) == 2 + (command == "tokenize")
     assert verify(target) == verify(tmp_path / "out")
-    for prefix in (target, f"{tmp_path}/out"):  # one rule, here and there
+    for prefix in (target, f"{tmp_path}/out"):  # one rule for both
         line.counts.clear()
         assert "nothing to do" in printed(*how, "--output-prefix", prefix)
         assert not line.counts["PUT"] + line.counts["DELETE"]
@@ -415,8 +419,8 @@ def test_what_is_written_to_an_address_is_what_is_written_here(
     assert objects(target) != again and verify(target) == []
 
 
-def test_cut_upload_leaves_none(line: Line, tmp_path: Path) -> None:
-    """The .idx comes last: nobody pairs the new .bin with the old .idx."""
+def test_interrupted_upload_leaves_no_dataset(line: Line, tmp_path: Path) -> None:
+    """The .idx comes last: no reader pairs the new .bin with the old .idx."""
     address = put_documents(tmp_path / "docs")
     assert IndexedDataset.exists(address)
     with line_down(but_for=".bin"), pytest.raises(ConnectionError):
@@ -424,7 +428,7 @@ def test_cut_upload_leaves_none(line: Line, tmp_path: Path) -> None:
     assert not IndexedDataset.exists(address)
 
 
-def test_what_is_damaged_is_not_uploaded(line: Line, tmp_path: Path) -> None:
+def test_damaged_datasets_are_not_uploaded(line: Line, tmp_path: Path) -> None:
     write_packed(tmp_path / "docs")
     flip(tmp_path / "docs.bin", 1000)
     with pytest.raises(FormatError, match="do not have the checksums of the meta file"):

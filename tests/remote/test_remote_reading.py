@@ -1,4 +1,4 @@
-"""A dataset in an object store reads as the same dataset on a disk, in every way there is."""
+"""A dataset in an object store equals the same dataset on a disk, through every interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.remote.stores import EVERY_CLOUD, EVERY_STORE
 
 
 @EVERY_STORE
-def test_documents_are_the_same(line: Line, tmp_path: Path) -> None:
+def test_documents_are_equal(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs")
     near, far = IndexedDataset(tmp_path / "docs"), IndexedDataset(address)
     assert len(far) == len(near) == 2000 and far.dtype == near.dtype
@@ -45,7 +45,7 @@ def test_documents_are_the_same(line: Line, tmp_path: Path) -> None:
 
 
 @EVERY_CLOUD
-def test_batches_are_the_same(line: Line, tmp_path: Path) -> None:
+def test_batches_are_equal(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs")
     expected = run(tmp_path / "docs")
     assert len(expected) > 100
@@ -55,7 +55,7 @@ def test_batches_are_the_same(line: Line, tmp_path: Path) -> None:
     assert line.counts["HEAD"] > 0 == line.counts["GET"], "the cache was not used"
 
 
-def test_a_blend_may_be_near_and_far(line: Line, tmp_path: Path) -> None:
+def test_blend_may_be_local_and_remote(line: Line, tmp_path: Path) -> None:
     put_dataset(tmp_path / "here", seed=1)
     address = put_dataset(tmp_path / "there", seed=2)
     expected = run([tmp_path / "here", tmp_path / "there"])
@@ -67,7 +67,7 @@ def test_a_blend_may_be_near_and_far(line: Line, tmp_path: Path) -> None:
     assert [item.prefix for item in opened.datasets] == [f"{tmp_path}/here", address]
 
 
-def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Path) -> None:
+def test_remote_labels_are_found_and_read(line: Line, tmp_path: Path) -> None:
     put_dataset(tmp_path / "docs")
     near = IndexedDataset(tmp_path / "docs")
     rng = np.random.default_rng(0)
@@ -82,16 +82,18 @@ def test_labels_beside_the_documents_are_found_and_read(line: Line, tmp_path: Pa
     assert run(address) == expected
 
 
-def test_files_are_staged_by_the_same_cache(line: Line, tmp_path: Path) -> None:
-    """``file://``: a disk that is slow or shared. No request leaves the machine."""
-    put_dataset(tmp_path / "docs")  # the same files, which are not asked for
+def test_file_addresses_use_the_cache(line: Line, tmp_path: Path) -> None:
+    """``file://`` is for slow or shared disks. No request leaves the machine."""
+    put_dataset(tmp_path / "docs")  # the same files, which are not requested
     line.counts.clear()
     assert run(f"file://{tmp_path}/docs") == run(tmp_path / "docs")
     assert not line.counts["requests"]
     assert list((tmp_path / "cache").glob("docs-*/docs.bin.*/0"))
 
 
-def test_missing_sums_said(line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_checksums_are_logged(
+    line: Line, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     address = put_dataset(tmp_path / "docs")
     remove_object(f"{address}{SUFFIX}")
     with caplog.at_level(logging.INFO):
@@ -110,7 +112,7 @@ def test_one_sample_and_one_micro_batch_need_no_loader(line: Line, tmp_path: Pat
 
 
 @EVERY_STORE
-def test_what_is_missing_or_misspelt_is_named(line: Line, tmp_path: Path) -> None:
+def test_missing_or_misspelled_addresses_are_named(line: Line, tmp_path: Path) -> None:
     nobody = folder_of(Path(f"nobody-{tmp_path.name}"))  # a store that no other test has opened
     with pytest.raises(FileNotFoundError, match=rf"{nobody}/docs\.idx does not exist"):
         IndexedDataset(f"{nobody}/docs")
@@ -118,7 +120,7 @@ def test_what_is_missing_or_misspelt_is_named(line: Line, tmp_path: Path) -> Non
         SampleIndex.load(f"{nobody}/docs.samples")
     with pytest.raises(ConfigError, match="begin with one of s3://, gs://"):
         IndexedDataset("s4://bucket/docs")
-    with pytest.raises(ConfigError, match=r"s3://b/docs was given with one slash, .* as text"):
+    with pytest.raises(ConfigError, match=r"s3://b/docs has lost a slash, .* as a string"):
         IndexedDataset(Path("s3://b/docs"))
     with pytest.raises(ConfigError, match="names no object"):
         SampleIndex.load(f"{nobody}/")
@@ -136,14 +138,14 @@ print("queued", flush=True)
 """
 
 
-def test_a_program_that_ends_early_does_not_wait(line: Line, tmp_path: Path) -> None:
-    """With more requests queued than are sent at a time, leaving takes one answer's time."""
+def test_program_that_ends_early_does_not_wait(line: Line, tmp_path: Path) -> None:
+    """With a full queue of requests, leaving takes the time of one response."""
     address = put_dataset(tmp_path / "docs", 20_000)
     line.latency = 0.3
     line.counts.clear()
     done = ended(*PYTHON, QUEUES, address)
     assert done.stdout == "queued\n" and not done.stderr
-    assert 0 < line.counts["GET"] < 200, "it read what nobody waited for"
+    assert 0 < line.counts["GET"] < 200, "it read unneeded blocks"
 
 
 FORKS = """
@@ -162,29 +164,29 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 def test_a_forked_child_of_a_reader_is_refused(line: Line, tmp_path: Path) -> None:
-    """It would hang: the client's threads do not live in it."""
+    """It would hang: the client's threads do not exist in the child."""
     ended(*PYTHON, FORKS, put_dataset(tmp_path / "docs"), status=7)
 
 
-def test_lengths_alone_need_no_tokens(line: Line, tmp_path: Path) -> None:
+def test_lengths_need_no_tokens(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs")
     far = read_document_lengths(address)
     assert far.tolist() == read_document_lengths(tmp_path / "docs").tolist()
     assert not list((tmp_path / "cache").glob("*/*.bin*"))
 
 
-def test_blocks_beside_each_other_are_one_request(line: Line, tmp_path: Path) -> None:
+def test_adjacent_blocks_are_one_request(line: Line, tmp_path: Path) -> None:
     far = IndexedDataset(put_dataset(tmp_path / "docs", 20_000))
     blocks = np.arange(120)
-    wait(far.tokens.want(blocks[:1]))  # and what comes with the first
+    wait(far.tokens.want(blocks[:1]))  # and the blocks of the same request
     for wanted, requests in ((blocks[1:41], 1), (blocks[42:60:3], 1), (blocks[70:120:20], 3)):
         line.counts.clear()
         wait(far.tokens.want(wanted))
         assert line.counts["GET"] == requests
 
 
-def test_blocks_of_ranges_are_each_named_once() -> None:
-    """Also where several ranges lie in one block, and one in several."""
+def test_blocks_of_ranges_are_unique() -> None:
+    """Several ranges may be in one block, and one range in several blocks."""
     rng = np.random.default_rng(0)
     for itemsize in (2, 4) * 100:
         size = int(rng.integers(1, 30))

@@ -1,4 +1,4 @@
-"""Shard manifests, here and at an address: told, checked file by file, uploaded in one piece."""
+"""Local and remote shard manifests: printed, checked file by file, uploaded as a whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {"buckets": [64, 256, 512]}
 
 
 def write_source(folder: Path) -> str:
-    """Three datasets as one source, the last of them with labels; the manifest."""
+    """Write three datasets as one source, the last with labels; return the manifest."""
     for seed, name in enumerate(NAMES):
         documents = write_packed(folder / name, 150, seed)
     with IndexedDatasetBuilder(folder / "c.labels", dtype=np.int32, allow_negative=True) as builder:
@@ -44,7 +44,7 @@ def told(*command: str, status: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def test_inspect_tells_sums_and_shards(tmp_path: Path) -> None:
+def test_inspect_prints_totals_and_shards(tmp_path: Path) -> None:
     manifest = write_source(tmp_path)
     datasets = [IndexedDataset(tmp_path / name) for name in NAMES]
     facts = told("inspect", manifest)
@@ -86,7 +86,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_names_file(tmp_path: Path, damage: str) -> None:
+def test_verify_names_the_damaged_file(tmp_path: Path, damage: str) -> None:
     manifest = write_source(tmp_path)
     sound = told("verify", manifest)
     assert sum(name != manifest for name in sound) == 7, "datasets, labels and samples"
@@ -125,7 +125,7 @@ def test_source_is_uploaded(line: Line, tmp_path: Path) -> None:
     assert "c.labels.bin does not exist" in found[f"{folder}/c.labels"][0]["message"]
 
 
-def test_elsewhere_refused(line: Line, tmp_path: Path) -> None:
+def test_shards_at_other_addresses_are_refused(line: Line, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     write_packed(tmp_path / "there" / "a", 50)
@@ -137,8 +137,8 @@ def test_elsewhere_refused(line: Line, tmp_path: Path) -> None:
     assert line.counts["PUT"] == before
 
 
-def test_datasets_at_addresses_are_packed_as_one_source(line: Line, tmp_path: Path) -> None:
-    """As the same datasets here: the manifests differ in nothing but the addresses."""
+def test_remote_datasets_are_packed_as_one_source(line: Line, tmp_path: Path) -> None:
+    """The manifest equals that of the same local datasets, except for the addresses."""
     near = write_source(tmp_path)
     folder = f"s3://bucket/{tmp_path.name}"
     for name in NAMES:
@@ -152,4 +152,4 @@ def test_datasets_at_addresses_are_packed_as_one_source(line: Line, tmp_path: Pa
     ours, theirs = PackedDataset(None, far), PackedDataset(None, near)
     for i in range(0, len(theirs), 29):
         assert ours[i]["labels"].tolist() == theirs[i]["labels"].tolist()
-    printed(*command, "--output", far, "--workers", "1")  # they have not changed
+    printed(*command, "--output", far, "--workers", "1")  # unchanged

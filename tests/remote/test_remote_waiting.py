@@ -1,5 +1,4 @@
-"""Nobody waits for ever: not for a lock, not for a request, not when the program ends; and whoever
-waits says for what."""
+"""No wait is endless, for locks, requests or at exit; log lines name the awaited data."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ from megapack.storage.remote.cache import make_room, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from tests.remote.far import HOLDS, near_and_far, put_dataset, run
 
-LIMIT = 600.0  # seconds, after which it is a hang: what takes longest takes ten on a quiet machine
+LIMIT = 600.0  # seconds until a test counts as hanging; the longest takes ten on an idle machine
 STRESS = Path(__file__).with_name("stress.py")
 
 
 def in_time(function: Callable[[], Any]) -> Any:
-    """What a function gives or raises, in a thread that may hang without hanging the test."""
+    """Return or raise what a function does, in a thread that may hang without the test."""
     found: Future[Any] = Future()
 
     def call() -> None:
@@ -49,7 +48,7 @@ def in_time(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(("size", "count"), [("512K", 500), ("none", 1000)])
-def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, count: int) -> None:
+def test_processes_and_threads_with_one_cache_read_equal_batches(size: str, count: int) -> None:
     """Two processes of two threads; ``stress.py`` runs as many micro batches as one likes. With a
     size blocks come and go all the time, 2,000 in an epoch; without one all ranks begin twice in an
     empty cache."""
@@ -60,7 +59,9 @@ def test_processes_and_threads_in_one_cache_read_the_local_batches(size: str, co
     assert (found["dropped_chunks"] > 500) == (size != "none"), "nothing was evicted"
 
 
-def test_early_answer_is_clean(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_response_leaves_no_request(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, far = near_and_far(tmp_path / "docs")
     submit = pool.Cache.submit
 
@@ -71,10 +72,12 @@ def test_early_answer_is_clean(line: Line, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(pool.Cache, "submit", slowly)
     assert in_time(lambda: far.tokens[:100]).tolist() == near.tokens[:100].tolist()
-    assert not far.tokens._coming
+    assert not far.tokens._in_flight
 
 
-def test_failure_is_forgotten(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_is_removed(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, far = near_and_far(tmp_path / "docs")
 
     def fails(*_: object) -> None:
@@ -84,16 +87,16 @@ def test_failure_is_forgotten(line: Line, tmp_path: Path, monkeypatch: pytest.Mo
         patched.setattr(pool.Chunks, "write", fails)
         with pytest.raises(MemoryError):
             in_time(lambda: far.tokens[0])
-    assert not far.tokens._coming
+    assert not far.tokens._in_flight
     assert in_time(lambda: far.tokens[0]) == near.tokens[0]
 
 
-def test_a_wait_says_for_which_block_of_which_object(
+def test_log_of_a_wait_names_block_and_object(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store stalls in the middle of a run, then answers; the batches are the same."""
+    """The store stalls in the middle of a run, then replies; the batches are equal."""
     address = put_dataset(tmp_path / "docs")
-    PackedDataset(address, f"{address}.samples")  # what is small is here now
+    PackedDataset(address, f"{address}.samples")  # fetch the small files
     monkeypatch.setattr(pool, "WARN_SECONDS", 0.1)
     line.latency = 0.5
     assert run(address, num_steps=4) == run(tmp_path / "docs", num_steps=4)
@@ -103,19 +106,23 @@ def test_a_wait_says_for_which_block_of_which_object(
     assert "bytes [" in said[0] and "for 0 seconds" in said[0]
 
 
-def test_stalled_store_ends_it(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_store_is_a_timeout(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = put_dataset(tmp_path / "docs")
     far = PackedDataset(address, f"{address}.samples")
     monkeypatch.setattr(pool, "STALLED_RETRIES", 0.005)  # of 210 seconds
-    line.latency = 8.0  # beyond the limit, below what a request may take
-    with pytest.raises(TimeoutError, match=rf"nothing came .*limit 1.* block \d+ .*{address}\.bin"):
+    line.latency = 8.0  # above the limit, below a request's timeout
+    with pytest.raises(
+        TimeoutError, match=rf"received nothing .*limit 1.* block \d+ .*{address}\.bin"
+    ):
         far[0]
 
 
-def test_another_process_that_stands_still_is_named(
+def test_stopped_process_is_named(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It holds a block's lock and is stopped, as by a debugger; then it goes on and ends."""
+    """It holds a block's lock and is stopped, as by a debugger; then it continues and ends."""
     monkeypatch.setattr(pool, "WARN_SECONDS", 0.2)
     near, far = near_and_far(tmp_path / "docs")
     far.tokens[-1]
@@ -147,15 +154,15 @@ print("left")
 """
 
 
-def test_a_program_that_leaves_its_loader_waiting_ends(line: Line, tmp_path: Path) -> None:
-    """Its thread asks for blocks when the threads that fetch are gone already."""
+def test_program_with_a_waiting_loader_ends(line: Line, tmp_path: Path) -> None:
+    """Its thread requests blocks after the fetching threads have ended."""
     address = put_dataset(tmp_path / "docs", 20_000)
     line.latency = 0.3
     assert ended(*PYTHON, ENDS, address, timeout=LIMIT).stdout == "left\n"
 
 
-def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
-    """The collector runs in any thread, also in one that the prefetching thread waits for."""
+def test_garbage_collection_of_an_iterator_does_not_wait() -> None:
+    """The collector runs in any thread, even in one that the prefetching thread waits for."""
     waiting, go = threading.Event(), threading.Event()
 
     def items() -> Any:
@@ -181,8 +188,8 @@ def test_an_iterator_that_is_collected_waits_for_nobody() -> None:
     assert not thread.is_alive()
 
 
-def test_files_may_vanish(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries come and go in other threads and processes while one of them counts and drops."""
+def test_files_may_disappear(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads and processes create and remove entries while one of them evicts."""
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))
     address = put_dataset(tmp_path / "docs")
@@ -215,8 +222,10 @@ def test_files_may_vanish(line: Line, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not failed
 
 
-def test_room_is_made_as_entries_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listed, and gone when it is looked into."""
+def test_eviction_ignores_disappearing_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry is listed and disappears before it is read."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("megapack.storage.remote.cache.SMALLEST_SIZE", 1)
     monkeypatch.setenv("MEGAPACK_CACHE_SIZE", str(20 * BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""Corpora for property tests: documents of sequences of ids, and what follows from them."""
+"""Corpora for property tests: documents of sequences of ids, and their expected files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def write(prefix: Path, corpus: Corpus, dtype: type = np.uint16, **options: obje
 
 
 def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None:
-    """As other tools leave a dataset: without a meta file (Megatron's bytes are the same, see
-    test_megatron_interop), beside whatever meta file stands there.
+    """Write a dataset as other tools do: without a meta file (Megatron's bytes are the same, see
+    test_megatron_interop), and keep an existing meta file.
     """
     staging = prefix.with_name(f"{prefix.name}-of-another-tool")
     write(staging, corpus, dtype)
@@ -39,7 +39,7 @@ def write_foreign(prefix: Path, corpus: Corpus, dtype: type = np.uint16) -> None
 
 
 def index_bytes(lengths: list, pointers: list, documents: list, *, code: int = 8) -> bytes:
-    """An .idx by hand: the layout of Megatron's reader, written from its description."""
+    """Return an .idx, built from the description of the layout of Megatron's reader."""
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
     arrays = np.array(lengths, "<i4"), np.array(pointers, "<i8"), np.array(documents, "<i8")
     return head + b"".join(array.tobytes() for array in arrays)
@@ -52,12 +52,12 @@ def by_hand(prefix: Path, *arrays: list, code: int = 8, bin_bytes: int = 0) -> P
 
 
 def files(prefix: Path) -> dict[str, bytes]:
-    """The bytes of a dataset's .bin and .idx."""
+    """Return the bytes of a dataset's .bin and .idx."""
     return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
 
 
 def errors(prefix: Path, **options: object) -> list[Finding]:
-    """What is wrong with a dataset: findings that are more than notes and warnings."""
+    """Return the findings about a dataset that are errors."""
     return [found for found in verify(prefix, **options) if found.severity == "error"]
 
 

@@ -1,4 +1,4 @@
-"""A file has its name when it is complete, whatever happens before."""
+"""Files get their final names when they are complete; locks exclude other writers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megapack.storage.verify import leftovers, verify
 from storage.strategies import errors, names
 
 
-def test_the_old_content_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_old_content_stays_until_new_content_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with atomic_write(path, "w") as file:
@@ -85,14 +85,14 @@ except OSError as error:
 
 
 @pytest.mark.parametrize(("documents", "what"), [(2000, "tokens"), (100, "index")])
-def test_file_that_cannot_grow_leaves_nothing(tmp_path: Path, documents: int, what: str) -> None:
+def test_file_size_limit_leaves_no_file(tmp_path: Path, documents: int, what: str) -> None:
     suffix = "bin" if what == "tokens" else "idx"
     said = ended(*PYTHON, FILL, tmp_path, "limit", documents, what).stdout
     assert "File too large while writing" in said and f"data.{suffix}'" in said
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_named_and_leaves_no_file(tmp_path: Path) -> None:
     script = '"$0" -c "$2" "$1" disk 2000 x; ls "$1"'
     done = on_small_disk(tmp_path, 1, "sh", "-c", script, sys.executable, tmp_path, FILL)
     assert "No space left on device while writing" in done.stdout
@@ -109,7 +109,7 @@ for i in range(1, 100_000):
 """
 
 
-def test_sigkill_at_any_moment_leaves_a_whole_dataset_or_none(tmp_path: Path) -> None:
+def test_sigkill_leaves_a_complete_dataset_or_none(tmp_path: Path) -> None:
     waits, seen = random.Random(0), 0
     for _ in range(5):
         process = started(REPLACE, tmp_path, says="started")
@@ -122,7 +122,7 @@ def test_sigkill_at_any_moment_leaves_a_whole_dataset_or_none(tmp_path: Path) ->
     assert seen, "no dataset was ever finished: the test would pass vacuously"
 
 
-# Writers that are killed when all they write stands there, but for its name.
+# Writers that are killed after the last write, before the rename.
 WRITERS = {
     "builder": (
         "from megapack.storage import IndexedDatasetBuilder\n"
@@ -179,7 +179,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path, writer: str) -
     killed(WRITERS[writer], tmp_path)
     second = temporary(tmp_path)
     assert len(second) == len(first) and not set(second) & set(first), "one killed run, not two"
-    other = tmp_path / "other.bin.tmp-01234567"  # of another target
+    other = tmp_path / "other.bin.tmp-01234567"  # for another target
     other.write_bytes(b"x")
     program = "import sys\nimport numpy as np\nroot = sys.argv[1]\n" + WRITERS[writer]
     done = ended(*PYTHON, program, tmp_path)
@@ -201,7 +201,7 @@ file.take_name()
 """
 
 
-def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+def test_temporary_files_of_running_processes_stay(tmp_path: Path) -> None:
     target = tmp_path / "data"
     process = started(SLOW, target, says="written")
     with atomic_write(target) as file:
@@ -214,7 +214,7 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_foreign_files_with_temporary_names_stay(tmp_path: Path) -> None:
-    """A temporary name contains a hash of the inode, so nobody else's file has one by chance."""
+    """A temporary name contains a hash of the inode, so other files do not have one by chance."""
     for i, name in enumerate(
         ["data.tmp-1234567", "data.tmp", *(f"data.tmp-{i:08}" for i in range(9))]
     ):
@@ -238,10 +238,10 @@ def test_foreign_files_with_temporary_names_stay(tmp_path: Path) -> None:
     assert before == {path.name: path.lstat()[:2] for path in tmp_path.iterdir()}
 
 
-# ---- What stands under a name before a file is written: kept, replaced or refused, by one rule
+# ---- Existing files: kept, replaced or refused, by one rule -------------------------------------
 
 
-def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:
+def test_equal_files_stay_and_different_ones_need_overwrite(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def never_asked() -> str:
@@ -255,14 +255,14 @@ def test_the_same_is_left_alone_another_needs_overwrite(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"file is there already: its seed is 1, not 2.*--overwr"):
         check_target(path, overwrite=False, difference="its seed is 1, not 2")
     assert check_target(path, overwrite=True, difference=lambda: "its seed is 1, not 2")
-    with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/no; create it"):
+    with pytest.raises(ConfigError, match=f"directory {tmp_path}/no does not exist; create it"):
         check_target(tmp_path / "no" / "file", overwrite=False, difference=None)
 
 
-def test_a_link_stays_and_the_file_it_leads_to_is_replaced(tmp_path: Path) -> None:
+def test_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     real, link = tmp_path / "far" / "real", tmp_path / "link"
-    link.symlink_to("far/real")  # leads nowhere yet
+    link.symlink_to("far/real")  # its target does not exist yet
     for text in ("first", "second"):
         with atomic_write(link, "w") as file:
             file.write(text)
@@ -277,13 +277,13 @@ def special_files(directory: Path) -> dict[str, Path]:
     (directory / "device").symlink_to("/dev/full")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(directory / "socket"))
-    kinds = {"circle": "link that leads in a circle", "device": "device", "fifo": "FIFO"}
+    kinds = {"circle": "circular link", "device": "device", "fifo": "FIFO"}
     kinds |= {"socket": "socket", "directory": "directory"}
     return {kind: directory / name for name, kind in kinds.items()}
 
 
-def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
-    """As root, a rename over /dev/full would replace the device for everybody."""
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """As root, a rename over /dev/full would replace the device."""
     for kind, path in special_files(tmp_path).items():
         before = path.lstat()
         for attempt in (
@@ -292,26 +292,26 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
             lambda path=path: AtomicFile(path),
             lambda path=path: atomic_write(path).__enter__(),
         ):
-            with pytest.raises(ConfigError, match=f"{path.name} is a {kind}; only regular files"):
+            with pytest.raises(ConfigError, match=f"{path.name} is a {kind}; only a regular file"):
                 attempt()
         assert os.path.samestat(before, path.lstat())
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_names_too_long_for_temporary_ones_are_refused(tmp_path: Path) -> None:
+def test_names_too_long_for_a_temporary_ending_are_refused(tmp_path: Path) -> None:
     limit = os.pathconf(tmp_path, "PC_NAME_MAX") - TEMPORARY_BYTES
     fits = tmp_path / ("n" * limit)
     with atomic_write(fits, "w") as file:
         file.write("fits")
     assert fits.read_text() == "fits"
     for name in ("n" * (limit + 1), "\u00e4" * (limit // 2 + 1), "n" * 300):
-        with pytest.raises(ConfigError, match=rf"has \d+ bytes; at most {limit} leave room"):
+        with pytest.raises(ConfigError, match=rf"has \d+ bytes; the limit is {limit}"):
             check_target(tmp_path / name, overwrite=True, difference=None)
         with pytest.raises(ConfigError, match="choose a shorter one"):
             AtomicFile(tmp_path / name)
 
 
-# ---- Of two writers of one name the second is told who the first is; a dead one locks nobody out
+# ---- Locks: the second writer's error names the first; locks of killed writers are free ----------
 
 
 HOLD = """
@@ -324,11 +324,11 @@ with WriterLock(sys.argv[1], what="a test", shared="shared" in sys.argv):
 
 
 def hold(path: Path, *how: str) -> subprocess.Popen[str]:
-    """A process that holds the lock until its stdin ends."""
+    """Start a process that holds the lock until its stdin ends."""
     return started(HOLD, path, *how, says="held")
 
 
-def test_the_second_writer_is_told_host_process_and_purpose(tmp_path: Path) -> None:
+def test_lock_error_names_host_process_and_purpose(tmp_path: Path) -> None:
     process = hold(tmp_path / "data")
     who = f"data is being written by process {process.pid} on {socket.gethostname()} .a test.; wait"
     with pytest.raises(LockedError, match=who):
@@ -344,7 +344,7 @@ def test_the_second_writer_is_told_host_process_and_purpose(tmp_path: Path) -> N
     assert names(tmp_path) == ["link"]
 
 
-def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+def test_writers_in_one_process_exclude_each_other(tmp_path: Path) -> None:
     with (
         WriterLock(tmp_path / "data", what="one"),
         pytest.raises(LockedError, match=f"process {os.getpid()} "),
@@ -358,7 +358,7 @@ def test_two_writers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_writer_locks_nobody_out(tmp_path: Path) -> None:
+def test_lock_of_a_killed_writer_is_free(tmp_path: Path) -> None:
     process = hold(tmp_path / "data")
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -367,7 +367,7 @@ def test_a_killed_writer_locks_nobody_out(tmp_path: Path) -> None:
         assert f"process {process.pid} " not in (tmp_path / "data.lock").read_text()
 
 
-def test_forked_child_takes_neither_file_nor_lock_of_its_parent(tmp_path: Path) -> None:
+def test_forked_child_releases_no_file_or_lock_of_its_parent(tmp_path: Path) -> None:
     file, held = AtomicFile(tmp_path / "file"), WriterLock(tmp_path / "data", what="the parent")
     child = os.fork()
     if child == 0:
@@ -383,7 +383,7 @@ def test_forked_child_takes_neither_file_nor_lock_of_its_parent(tmp_path: Path) 
     assert names(tmp_path) == []
 
 
-def test_many_share_it_and_nobody_holds_it_alone_then(tmp_path: Path) -> None:
+def test_shared_locks_exclude_exclusive_ones(tmp_path: Path) -> None:
     first, second = hold(tmp_path / "data", "shared"), hold(tmp_path / "data", "shared")
     for leaves, stays in ((first, second), (second, None)):
         with pytest.raises(LockedError, match=f"{leaves.pid} .*" if stays is None else "; proc"):
@@ -415,8 +415,8 @@ while done < 60:
 """
 
 
-def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
-    """The file is removed and made anew at every turn; a lock on a removed file is none."""
+def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
+    """Every process removes and creates the file; a lock on a removed file excludes no one."""
     counter = tmp_path / "counter"
     counter.write_text("0")
     processes = [subprocess.Popen([*PYTHON, COUNT, counter]) for _ in range(3)]
@@ -424,8 +424,8 @@ def test_no_two_processes_hold_it_at_once(tmp_path: Path) -> None:
     assert counter.read_text() == "180"
 
 
-def test_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """os.write names no file: "No space left on device" alone would say nothing."""
+def test_full_disk_error_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of os.write, "No space left on device", does not name a file."""
 
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""The builder stores what it is given, or refuses it and stays as it was."""
+"""The builder stores its input exactly, or raises and stays unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from storage.strategies import SMALL, corpora, errors, files, flatten, names, wr
     chunks=st.integers(1, 5),
     source=st.sampled_from([np.uint16, np.int32, np.int64, np.uint64, np.int8]),
 )
-def test_many_documents_at_once_equal_one_by_one(
+def test_add_documents_equals_single_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list, chunks: int, source: type
 ) -> None:
     tmp = tmp_path_factory.mktemp("build")
@@ -45,7 +45,7 @@ def test_many_documents_at_once_equal_one_by_one(
     assert files(tmp / "one") == files(tmp / "many")
 
 
-def test_large_arrays_go_around_the_buffer(tmp_path: Path) -> None:
+def test_large_arrays_bypass_the_buffer(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 60_000, 3_000_000)
     bounds = np.sort(rng.integers(0, tokens.size, 999))
@@ -78,14 +78,14 @@ FORMS = {
 
 
 @pytest.mark.parametrize("tokens", FORMS.values(), ids=FORMS.keys())
-def test_tokens_may_come_in_any_form_that_holds_integers(tmp_path: Path, tokens: object) -> None:
+def test_tokens_may_be_any_integers(tmp_path: Path, tokens: object) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_document(tokens)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "data")[0], [3, 1, 2])
 
 
 @pytest.mark.parametrize("tokens", [[0.5], ["x"], [None], [2**70], np.zeros(3), np.zeros(3, bool)])
-def test_what_is_no_integer_is_refused(tmp_path: Path, tokens: object) -> None:
+def test_non_integers_are_refused(tmp_path: Path, tokens: object) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     with pytest.raises(TypeError, match="tokens"):
         builder.add_document(tokens)
@@ -105,14 +105,14 @@ def test_what_is_no_integer_is_refused(tmp_path: Path, tokens: object) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [10, 700_000], ids=["buffered", "unbuffered"])
-def test_ids_outside_are_refused_and_named_never_wrapped(
+def test_ids_outside_the_limits_are_refused(
     tmp_path: Path, dtype: type, options: dict, token: int, limit: str, size: int
 ) -> None:
     array = np.zeros(size, np.uint64 if token >= 2**63 else np.int64)
     array[size - 3] = token
     builder = IndexedDatasetBuilder(tmp_path / "data", dtype, **options)
     builder.add_document([1, 2])
-    message = rf"document 2, position {size - 8}: token id {token} is outside of {limit}"
+    message = rf"document 2, position {size - 8}: token id {token} is outside {limit}"
     with pytest.raises(DataError, match=message):
         builder.add_documents(array, [0, 5, size])
     with pytest.raises(DataError, match=f"document 1, position {size - 3}: token id {token} "):
@@ -125,14 +125,14 @@ def test_ids_outside_are_refused_and_named_never_wrapped(
     assert IndexedDataset(tmp_path / "clean").meta == dataset.meta
 
 
-def test_label_datasets_hold_minus_100(tmp_path: Path) -> None:
+def test_label_datasets_accept_minus_100(tmp_path: Path) -> None:
     write(tmp_path / "labels", [[[-100, -100, 7]]], np.int32, allow_negative=True)
     assert list(IndexedDataset(tmp_path / "labels")[0]) == [-100, -100, 7]
     with pytest.raises(ValueError, match="uint16 has no negative values"):
         IndexedDatasetBuilder(tmp_path / "no", np.uint16, allow_negative=True)
 
 
-def test_loss_weights_are_stored_as_float16_beside_their_documents(tmp_path: Path) -> None:
+def test_loss_weights_are_stored_as_float16(tmp_path: Path) -> None:
     write(tmp_path / "d", [[[1, 2]], [[3, 4, 5]]])
     write_weights(tmp_path / "d", [[1, 0.1], np.array([0.0, 65504, 6e-8])])
     weights = open_weights(IndexedDataset(tmp_path / "d"))
@@ -145,22 +145,22 @@ def test_loss_weights_are_stored_as_float16_beside_their_documents(tmp_path: Pat
     assert minus is not None and not minus.tokens[1:].any(), "a zero has no sign"
     for wrong, message in (
         ([[1, 2], [1, 2]], "2 weights for document 1, which has 3 tokens"),
-        ([[1, 2]], "weights of 1 documents, and .* has 2"),
-        ([[1, 2], [1, 2, 3], [1]], "document 2, which is none"),
+        ([[1, 2]], "weights for 1 documents, and .* has 2"),
+        ([[1, 2], [1, 2, 3], [1]], "document 2, which does not exist"),
         ([[1, -1], [1, 2, 3]], "loss weight 1 is -1.0; weights are 0, or from 6e-08 to 65504"),
         ([[1, 1], [1, np.nan, 3]], "loss weight 1 is nan"),
         ([[1, 1e5], [1, 2, 3]], "loss weight 1 is 100000.0"),
         ([[1e-9, 1], [1, 2, 3]], "loss weight 0 is 1e-09"),
-        ([["a", 1], [1, 2, 3]], "loss weights are no numbers"),
+        ([["a", 1], [1, 2, 3]], "loss weights are not numbers"),
     ):
         with pytest.raises(DataError, match=message):
             write_weights(tmp_path / "d", wrong, overwrite=True)
     (tmp_path / "d.weights.meta.json").unlink()
-    with pytest.raises(FormatError, match="does not say loss_weights: float16"):
+    with pytest.raises(FormatError, match="does not contain loss_weights: float16"):
         open_weights(IndexedDataset(tmp_path / "d"))
 
 
-def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
+def test_loss_weights_merge_only_with_loss_weights(tmp_path: Path) -> None:
     for name, dtype in (("d", np.uint16), ("d.weights", np.float16)):
         write(tmp_path / name, [[[1]], [[2, 3]]], dtype)
     weights = str(tmp_path / "d.weights")
@@ -168,14 +168,14 @@ def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
     twice = IndexedDataset(tmp_path / "twice.weights")
     assert twice.tokens.view(np.float16).tolist() == [1, 2, 3, 1, 2, 3]
     assert twice.meta is not None and twice.meta["loss_weights"] == "float16"
-    with pytest.raises(DataError, match=r"holds loss weights and .* tokens"):
+    with pytest.raises(DataError, match=r"contains loss weights and .* tokens"):
         merge([weights, tmp_path / "d"], tmp_path / "no")
-    with pytest.raises(DataError, match="stay as they are"):
+    with pytest.raises(DataError, match="cannot be converted"):
         merge([weights], tmp_path / "no", dtype=np.int32)
-    with pytest.raises(ConfigError, match="holds loss weights, which belong next to"):
+    with pytest.raises(ConfigError, match="contains loss weights, which belong next to"):
         import_dataset(weights, tmp_path / "no")
     builder = IndexedDatasetBuilder(tmp_path / "no", np.uint16)
-    with pytest.raises(DataError, match="of two kinds"):
+    with pytest.raises(DataError, match="same kind"):
         builder.add_index(weights)
 
 
@@ -186,12 +186,12 @@ def test_loss_weights_are_merged_with_their_like_alone(tmp_path: Path) -> None:
         (lambda b: b.add_document([1, 2, 3], [4, -1]), "lengths"),
         (lambda b: b.add_documents([1, 2, 3], [0, 2]), "offsets are int64 from 0 to 2"),
         (lambda b: b.add_documents([1, 2, 3], [1, 3]), "offsets"),
-        (lambda b: b.add_documents([1, 2, 3], [0, 2, 1, 3]), "offsets go back"),
+        (lambda b: b.add_documents([1, 2, 3], [0, 2, 1, 3]), "offsets decrease"),
         (lambda b: b.add_documents([1, 2, 3], []), "offsets"),
         (lambda b: b.add_documents([1, 2, 3], [0.0, 3.0]), "offsets"),
     ],
 )
-def test_lengths_unlike_tokens_are_refused(tmp_path: Path, call: object, message: str) -> None:
+def test_wrong_lengths_and_offsets_are_refused(tmp_path: Path, call: object, message: str) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     with pytest.raises(DataError, match=message):
         call(builder)
@@ -208,7 +208,7 @@ def test_modes_are_checked_before_anything_is_added(tmp_path: Path) -> None:
     for add in (builder.add_item, lambda tokens, mode: builder.add_document(tokens, [1], [mode])):
         with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
             add([1], 0.5)
-    with pytest.raises(DataError, match="2 sequences, but 1 modes"):
+    with pytest.raises(DataError, match="2 sequences, 1 modes"):
         builder.add_document([1, 2], [1, 1], [0])
     builder.add_document([1, 2], [1, 1], [-1, 3])
     builder.add_documents([5], [0, 1])
@@ -218,7 +218,7 @@ def test_modes_are_checked_before_anything_is_added(tmp_path: Path) -> None:
     assert found == [([1], -1), ([2], 3), ([5], 0)]
 
 
-def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
+def test_open_document_is_an_error(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     builder.add_item([1])
     builder.add_item([2])
@@ -231,9 +231,9 @@ def test_an_open_document_is_not_forgotten_silently(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "data").num_documents == 1
 
 
-def test_types_that_hosts_read_differently_or_are_too_narrow_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_and_narrow_dtypes_are_refused(tmp_path: Path) -> None:
     for dtype in (np.float32, np.uint32, np.uint64, bool, ">u2"):
-        with pytest.raises(ValueError, match="tokens are stored as one of"):
+        with pytest.raises(ValueError, match="token files have one of"):
             IndexedDatasetBuilder(tmp_path / "data", dtype)
         assert names(tmp_path) == []
     IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_536).abort()
@@ -241,7 +241,7 @@ def test_types_that_hosts_read_differently_or_are_too_narrow_are_refused(tmp_pat
         IndexedDatasetBuilder(tmp_path / "data", np.uint16, vocab_size=65_537)
 
 
-def test_nothing_has_its_name_before_finalize_and_nothing_is_taken_after_it(tmp_path: Path) -> None:
+def test_finalize_names_the_files_and_closes_the_builder(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     builder.add_documents(np.arange(500_000), [0, 500_000])
     assert [name for name in names(tmp_path) if ".tmp-" not in name] == ["data.lock"]
@@ -252,7 +252,7 @@ def test_nothing_has_its_name_before_finalize_and_nothing_is_taken_after_it(tmp_
             call()
 
 
-def test_errors_aborts_and_forgotten_builders_leave_nothing(tmp_path: Path) -> None:
+def test_errors_aborts_and_deleted_builders_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "a") as builder:
         builder.add_document([1])
         raise RuntimeError
@@ -274,7 +274,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
         assert (tmp_path / f"data{suffix}").stat().st_mode & 0o777 == 0o640
 
 
-def test_the_meta_file_says_what_the_builder_was_told_and_what_it_saw(tmp_path: Path) -> None:
+def test_meta_file_has_metadata_and_counts(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL, vocab_size=50, metadata={"tokenizer": {"digest": "d"}})
     meta = json.loads((tmp_path / "data.meta.json").read_text())
     assert meta["tokenizer"] == {"digest": "d"}
@@ -287,7 +287,7 @@ def test_the_meta_file_says_what_the_builder_was_told_and_what_it_saw(tmp_path: 
     assert not list(tmp_path.glob("other*"))
 
 
-# ---- What megapack writes and what megatron-core writes is the same, and each reads the other's
+# ---- megapack and megatron-core write the same bytes and read each other's files ---------------
 
 
 gpt_dataset = peer("megatron.core.datasets.gpt_dataset")
@@ -298,7 +298,7 @@ DTYPES = [np.uint16, np.int32, np.int64, np.uint8, np.int8, np.int16]
 
 
 def written(builder_class: Any, prefix: Path, corpus: list, dtype: type, modes: Any) -> None:
-    """By the same calls to either builder, Megatron's own."""
+    """Make the same calls of either builder, Megatron's or ours."""
     builder = builder_class(f"{prefix}.bin", dtype, multimodal=modes is not None)
     for d, document in enumerate(corpus):
         lengths = [len(sequence) for sequence in document]
@@ -308,7 +308,7 @@ def written(builder_class: Any, prefix: Path, corpus: list, dtype: type, modes: 
 
 @settings(max_examples=100)
 @given(dtype=st.sampled_from(DTYPES), corpus=corpora, multimodal=st.booleans())
-def test_the_same_calls_give_the_same_bytes_and_these_are_read_alike(
+def test_bytes_and_reading_equal_megatron(
     tmp_path_factory: pytest.TempPathFactory, dtype: type, corpus: list, multimodal: bool
 ) -> None:
     tmp = tmp_path_factory.mktemp("interop")
@@ -317,7 +317,7 @@ def test_the_same_calls_give_the_same_bytes_and_these_are_read_alike(
     written(IndexedDatasetBuilder, tmp / "ours", corpus, dtype, modes)
     assert files(tmp / "ours") == files(tmp / "theirs")
     if not any(map(flatten, corpus)):
-        return  # which megatron-core does not map
+        return  # megatron-core does not map an empty file
     ours = IndexedDataset(tmp / "theirs", multimodal)
     theirs = megatron.IndexedDataset(str(tmp / "ours"), multimodal)
     assert len(ours) == len(theirs) == sum(map(len, corpus))
@@ -347,7 +347,7 @@ def test_items_and_documents_may_be_mixed(tmp_path: Path) -> None:
 
 
 def gpt_samples(prefix: Path, cache: Path, dataset_class: type, monkeypatch: object) -> list:
-    """All samples of megatron-core's GPTDataset over a low-level dataset class."""
+    """Return all samples of megatron-core's GPTDataset over a low-level dataset class."""
     monkeypatch.setattr(gpt_dataset, "IndexedDataset", dataset_class)
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=7,
@@ -371,7 +371,9 @@ def gpt_samples(prefix: Path, cache: Path, dataset_class: type, monkeypatch: obj
     return samples
 
 
-def test_gpt_dataset_runs_on_our_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_gpt_dataset_runs_on_indexed_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         for _ in range(300):
@@ -384,7 +386,7 @@ def test_gpt_dataset_runs_on_our_reader(tmp_path: Path, monkeypatch: pytest.Monk
     np.testing.assert_equal(ours, theirs)
 
 
-def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
+def test_names_of_other_hosts_exist(tmp_path: Path) -> None:
     write(tmp_path / "data", [[[1, 2], [3]], [[4]]])
     ours = IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
     theirs = megatron.IndexedDataset(str(tmp_path / "data"), multimodal=False, mmap=True)
@@ -401,5 +403,5 @@ def test_the_names_other_hosts_call_are_there(tmp_path: Path) -> None:
     assert not ours.supports_prefetch
     ours.set_document_indices(np.array([0, 3]))
     assert list(ours.document_indices) == [0, 3]
-    with pytest.raises(ValueError, match="object storage"):
+    with pytest.raises(ValueError, match="s3_config are not supported"):
         IndexedDataset(str(tmp_path / "data"), object_storage_config=object())

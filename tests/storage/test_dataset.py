@@ -1,4 +1,4 @@
-"""Reading: views of the mapped file, documents, and refusal of what is damaged."""
+"""Reading: views of the mapped file, documents, and errors of damaged files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from storage.strategies import SMALL, by_hand, corpora, files, flatten, index_by
 @given(
     corpus=corpora, dtype=st.sampled_from([np.uint16, np.int32, np.int64, np.uint8]), data=st.data()
 )
-def test_items_slices_and_parts_are_those_of_a_list(
+def test_items_slices_and_parts_equal_a_list(
     tmp_path_factory: pytest.TempPathFactory, corpus: list, dtype: type, data: st.DataObject
 ) -> None:
     prefix = tmp_path_factory.mktemp("read") / "data"
@@ -62,7 +62,7 @@ def test_tokens_are_read_only_views_of_one_mapping(tmp_path: Path) -> None:
         assert array.flags.aligned
 
 
-def test_what_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
+def test_missing_sequences_are_index_errors(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
     dataset = IndexedDataset(tmp_path / "data")
     for call in (
@@ -94,7 +94,7 @@ def test_pickle_is_small_and_finds_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert copy.fingerprint == dataset.fingerprint
 
 
-def test_lengths_come_from_the_index_alone(tmp_path: Path) -> None:
+def test_lengths_need_only_the_index(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
     (tmp_path / "data.bin").unlink()
     lengths = read_document_lengths(tmp_path / "data")
@@ -102,8 +102,8 @@ def test_lengths_come_from_the_index_alone(tmp_path: Path) -> None:
     assert list(lengths) == [len(flatten(document)) for document in SMALL]
 
 
-def test_disk_error_is_no_truncation() -> None:
-    """Page 0 of this process is no memory: to read it is an error, as of a broken disk."""
+def test_disk_error_is_not_reported_as_truncation() -> None:
+    """Page 0 of this process is not mapped: reading it fails like a broken disk."""
     with open_regular("/proc/self/mem") as file, pytest.raises(OSError, match="Input/output"):
         list(read_array_blocks(file, np.int32, 10))
 
@@ -120,7 +120,7 @@ def test_documents_beyond_2_31_tokens_have_64_bit_lengths(tmp_path: Path) -> Non
     assert dataset.num_tokens == 2 * n + 5
 
 
-def test_a_neox_merge_without_documents_has_one_per_sequence(tmp_path: Path) -> None:
+def test_neox_merge_without_documents_has_one_per_sequence(tmp_path: Path) -> None:
     dataset = IndexedDataset(by_hand(tmp_path / "data", [3, 0, 2], [0, 6, 6], [0], bin_bytes=10))
     assert list(dataset.document_indices) == [0, 1, 2, 3]
     assert list(dataset.document_lengths) == [3, 0, 2]
@@ -142,25 +142,25 @@ BAD_HEADERS = [
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_HEADERS)
-def test_what_is_no_index_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_index_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "data.idx").write_bytes(content)
     (tmp_path / "data.bin").write_bytes(bytes(100))
     with pytest.raises(FormatError, match=rf"data\.idx.*{message}"):
         IndexedDataset(tmp_path / "data")
 
 
-def test_type_codes_without_a_common_meaning_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_dtype_codes_are_refused(tmp_path: Path) -> None:
     for code in (0, 6, 7, 9, 255):
         prefix = by_hand(tmp_path / "data", [3], [0], [0, 1], code=code, bin_bytes=24)
         with pytest.raises(FormatError, match=f"dtype code {code}"):
             IndexedDataset(prefix)
 
 
-def test_a_bin_is_as_long_as_its_index_says_or_longer(tmp_path: Path) -> None:
+def test_bin_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
     with (tmp_path / "data.bin").open("ab") as file:
         file.write(b"xyz")
-    assert IndexedDataset(tmp_path / "data").num_tokens == 10, "what is behind are no tokens"
+    assert IndexedDataset(tmp_path / "data").num_tokens == 10, "bytes after the tokens"
     os.truncate(tmp_path / "data.bin", 19)
     with pytest.raises(FormatError, match=r"data\.bin has 19 bytes.*ends at byte 20"):
         IndexedDataset(tmp_path / "data")
@@ -169,7 +169,7 @@ def test_a_bin_is_as_long_as_its_index_says_or_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lengths", "pointers", "documents", "message"),
     [
-        # DeepSpeed's uint64, of the same code: read as uint16 it would be garbage without a word.
+        # DeepSpeed's uint64 has the same code: read as uint16, the tokens would be wrong.
         ([3, 4], [0, 24], [0, 1, 2], "sequence 1 points at byte 24, but uint16"),
         ([2, -1, 2], [0, 4, 2], [0, 1, 2, 3], "sequence 1 has length -1"),
         ([2, 2, 2], [0, 6, 8], [0, 1, 2, 3], "sequence 1 points at byte 6"),
@@ -181,7 +181,7 @@ def test_a_bin_is_as_long_as_its_index_says_or_longer(tmp_path: Path) -> None:
         ([2, 2, 2], [0, 4, 8], [0, -1, 3], r"document_indices\[1\] is -1"),
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused(
+def test_inconsistent_index_is_refused(
     tmp_path: Path, lengths: list, pointers: list, documents: list, message: str
 ) -> None:
     prefix = by_hand(tmp_path / "data", lengths, pointers, documents, bin_bytes=56)
@@ -189,17 +189,17 @@ def test_an_index_that_contradicts_itself_is_refused(
         _ = IndexedDataset(prefix).document_offsets
 
 
-def test_a_sequence_outside_of_bin_is_never_read(tmp_path: Path) -> None:
+def test_sequence_outside_bin_is_refused(tmp_path: Path) -> None:
     for pointer in (3, 397, 400, -2, 2**62):
         pointers = [*range(0, 280, 4), pointer, *range(284, 400, 4)]
         by_hand(tmp_path / "data", [2] * 100, pointers, range(101), bin_bytes=400)
         dataset = IndexedDataset(tmp_path / "data")
         assert list(dataset[69]) == [0, 0]
-        with pytest.raises(FormatError, match="sequence 70 is outside of"):
+        with pytest.raises(FormatError, match="sequence 70 is outside"):
             _ = dataset[70]
 
 
-def test_the_fingerprint_is_of_the_size_and_of_blocks_all_over_the_file(tmp_path: Path) -> None:
+def test_fingerprint_covers_size_and_spread_blocks(tmp_path: Path) -> None:
     lengths = np.arange(200_000) % 3
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents(np.zeros(lengths.sum(), np.uint16), np.cumsum([0, *lengths]))
@@ -212,7 +212,7 @@ def test_the_fingerprint_is_of_the_size_and_of_blocks_all_over_the_file(tmp_path
     digests = [xxhash.xxh64_hexdigest(data[b << 16 : (b + 1) << 16]) for b in sorted(blocks)]
     expected = xxhash.xxh3_128_hexdigest((str(len(data)) + "".join(digests)).encode())
     assert IndexedDataset(tmp_path / "data").fingerprint == expected
-    # One more token in any document changes it: pointers behind it are others.
+    # One more token in any document changes it, since all later pointers change.
     for document in (1, 77_777, 199_998):
         lengths[document] += 1
         pointers = 2 * (np.cumsum(lengths) - lengths)
@@ -221,12 +221,14 @@ def test_the_fingerprint_is_of_the_size_and_of_blocks_all_over_the_file(tmp_path
         lengths[document] -= 1
 
 
-def test_what_the_fingerprint_does_not_cover_is_compared_when_it_is_read(tmp_path: Path) -> None:
+def test_other_blocks_are_checked_when_they_are_read(tmp_path: Path) -> None:
     lengths = np.full(200_000, 2)
     arrays = [lengths, 4 * np.arange(200_000), np.arange(200_001)]
     sound = IndexedDataset(by_hand(tmp_path / "data", *arrays, bin_bytes=800_000))
     fingerprint, checksums = sound.fingerprint, sound.idx_checksums
-    sequence = ((22 << 16) - 34 - 4 * 200_000) // 8 + 100  # its pointer is in a block left out
+    sequence = (
+        (22 << 16) - 34 - 4 * 200_000
+    ) // 8 + 100  # its pointer is in a block that the fingerprint skips
     arrays[1][[sequence, sequence + 1]] = arrays[1][[sequence + 1, sequence]]
     by_hand(tmp_path / "data", *arrays, bin_bytes=800_000)
 
@@ -236,7 +238,7 @@ def test_what_the_fingerprint_does_not_cover_is_compared_when_it_is_read(tmp_pat
         dataset.hold_to(checksums)
         return dataset
 
-    assert len(IndexedDataset(tmp_path / "data")[sequence]) == 2, "nobody told what it should be"
+    assert len(IndexedDataset(tmp_path / "data")[sequence]) == 2, "no checksums were set"
     assert held()[sequence - 10_000].tolist() == held()[-1].tolist() == [0, 0]
     message = r"data\.idx is damaged: bytes 1441792 to 1507328 do not .* pack the dataset again"
     for read in (
@@ -251,7 +253,7 @@ def test_what_the_fingerprint_does_not_cover_is_compared_when_it_is_read(tmp_pat
         IndexedDataset(tmp_path / "data").hold_to(checksums[:16])
 
 
-def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:
+def test_meta_file_is_optional_but_checked(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL, vocab_size=12)
     assert IndexedDataset(tmp_path / "data").vocab_size == 12
     meta = tmp_path / "data.meta.json"
@@ -259,7 +261,7 @@ def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[]", "not a megapack meta file"),
         ('{"format": "megapack dataset", "version": 2}', "version 2"),
-        ('{"format": "megapack dataset", "version": 1}', "edited"),
+        ('{"format": "megapack dataset", "version": 1}', "missing or invalid keys"),
     ]:
         meta.write_text(text)
         with pytest.raises(FormatError, match=message):
@@ -269,7 +271,7 @@ def test_the_meta_file_is_optional_but_not_arbitrary(tmp_path: Path) -> None:
     assert dataset.meta is None and dataset.vocab_size is None
 
 
-def test_missing_files_are_os_errors_with_their_name(tmp_path: Path) -> None:
+def test_missing_files_are_named_os_errors(tmp_path: Path) -> None:
     for suffix in ("idx", "bin"):
         write(tmp_path / "data", SMALL, overwrite=True)
         assert IndexedDataset.exists(tmp_path / "data")
@@ -285,7 +287,7 @@ def test_prefixes_may_contain_dots(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "v1.5.idx")) == len(IndexedDataset(tmp_path / "v1.5"))
 
 
-# ---- The format does not drift: files that megatron-core wrote once are written and read today
+# ---- The format does not change: golden files of megatron-core ----------------------------------
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mmididx"

@@ -1,7 +1,7 @@
 """Files of other tools, intact or damaged: imported correctly or refused.
 
-An independent reader in plain Python decides what right is (``READERS``): it knows the published
-layouts and refuses every byte that they do not explain.
+An independent reader in plain Python (``READERS``) gives the expected documents: it implements the
+published layouts and refuses every byte that they do not describe.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Documents = list[list[int]]
 
 
 def draw(rng: random.Random) -> Documents:
-    """Documents that end with EOD, of ids that are plainly of a vocabulary of 30,000."""
+    """Return documents that end with EOD, of ids below 30,000."""
     return [
         [*(rng.randrange(1, 30_000) for _ in range(rng.randrange(1, 9))), EOD]
         for _ in range(rng.randrange(3, 9))
@@ -160,7 +160,7 @@ def read_datatrove(path: Path) -> Read:
         ends = numbers(index.read_bytes(), "Q")
         data, count = path.read_bytes(), (ends or [0])[-1]
         width = len(data) // count if count else 0
-    else:  # by the separator; the width is in the metadata
+    else:  # split by the separator; the width is in the metadata
         assert lines is not None
         data, width = path.read_bytes(), int(lines[0].split("|")[1])
     require(width in (2, 4) and len(data) % width == 0)
@@ -221,7 +221,7 @@ def read_mmididx(path: Path) -> Read:
     _, _, count, num_indices = struct.unpack("<QBQQ", idx[9:34])
     require(count < 1000 and num_indices < 1000)
     sizes = 4 * count, 8 * count, 8 * num_indices
-    require(len(idx) - 34 - sum(sizes) in (0, count))  # modes of a multimodal one
+    require(len(idx) - 34 - sum(sizes) in (0, count))  # with or without modes
     lengths = numbers(idx[34 : 34 + sizes[0]], "i")
     pointers = numbers(idx[34 + sizes[0] : 34 + sizes[0] + sizes[1]], "q")
     indices = numbers(idx[34 + sizes[0] + sizes[1] : 34 + sum(sizes)], "q")
@@ -259,7 +259,7 @@ FORMATS: dict[str, tuple[Callable[..., Path], Callable[[Path], Read], dict[str, 
 
 
 def mutate(folder: Path, path: Path, other: Path, rng: random.Random) -> str:
-    """Damage one file; of tokens themselves only what comes before and behind them."""
+    """Damage one file, but no token itself: only bytes before and after the tokens."""
     side = sorted(each for each in folder.iterdir() if each != path)
     target = rng.choice([*side, *side, path])
     data, theirs = bytearray(target.read_bytes()), (other / target.name)
@@ -316,12 +316,12 @@ def mutate(folder: Path, path: Path, other: Path, rng: random.Random) -> str:
 def read_or_none(reader: Callable[[Path], Read], path: Path) -> Read | None:
     try:
         return reader(path)
-    except Exception:  # whatever plain Python says of nonsense
+    except Exception:  # plain Python may raise anything for damaged files
         return None
 
 
 def stored(prefix: Path) -> Read:
-    """Documents and mask of a dataset; the mask from its labels."""
+    """Return documents and mask of a dataset; the mask comes from its labels."""
     dataset = IndexedDataset(prefix)
     bounds = np.concatenate([[0], np.cumsum(dataset.document_lengths)])
     tokens = dataset.tokens.tolist()
@@ -336,7 +336,7 @@ def stored(prefix: Path) -> Read:
 
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_damaged_files_are_imported_right_or_refused(
+def test_damaged_files_are_imported_correctly_or_refused(
     tmp_path: Path, name: str, rounds: int
 ) -> None:
     write, read, how = FORMATS[name]
@@ -369,7 +369,7 @@ def test_damaged_files_are_imported_right_or_refused(
     assert imported or name in ("npy", "mmididx"), "every mutation is refused"
 
 
-# ---- What a file says about itself is believed when its bytes agree ------------------------------
+# ---- Facts in headers and side files must agree with the bytes -----------------------------------
 
 
 @pytest.fixture
@@ -384,11 +384,11 @@ def refused(path: str | Path, error: type[Exception], message: str, **how: Any) 
     assert not Path("out.idx").exists()
 
 
-def test_arrays_behind_each_other_are_refused_wherever_npy_is_read(folder: Path) -> None:
+def test_concatenated_npy_files_are_refused_everywhere(folder: Path) -> None:
     np.save("a.npy", np.array([1, 2, 0], np.uint16))
     Path("two.npy").write_bytes(Path("a.npy").read_bytes() * 2)
     for read in (open_npy, read_documents, read_lengths_file):
-        with pytest.raises(FormatError, match=r"two.npy has 134 bytes behind its array"):
+        with pytest.raises(FormatError, match=r"two.npy has 134 bytes after its array"):
             read("two.npy")
     refused("two.npy", FormatError, "numpy.concatenate", eod_token=0)
     np.save("column.npy", np.asfortranarray(np.arange(6, dtype=np.uint16).reshape(2, 3)))
@@ -406,7 +406,7 @@ def test_arrays_behind_each_other_are_refused_wherever_npy_is_read(folder: Path)
     [("u4", "u2"), ("u8", "u2"), ("u8", "u4"), ("u2", "u4"), ("u2", "u8"), ("u4", "u8")],
 )
 @pytest.mark.parametrize("vocab_size", [300, 50_000, 200_000])
-def test_a_width_that_the_ids_contradict_is_refused_with_the_likely_one(
+def test_wrong_width_is_refused_and_the_likely_one_is_named(
     folder: Path, stored_as: str, read_as: str, vocab_size: int
 ) -> None:
     if stored_as == "u2":
@@ -427,14 +427,14 @@ def test_separators_at_both_ends(folder: Path) -> None:
     how: dict[str, Any] = {"dtype": "uint16", "eod_token": 0}
     refused("both.bin", ConfigError, "begins with the separator 0.*--eod-at both", **how)
     said = import_dataset("both.bin", "out", **how, eod_at="both")
-    assert "3 documents" in said and "1 of the documents are a separator alone" in said
+    assert "3 documents" in said and "1 of the documents contain only a separator" in said
     dataset = IndexedDataset("out")
     assert [list(d) for d in dataset[:]] == [[0, 5, 6, 0], [0, 7, 0], [0, 0]]
     assert dataset.meta is not None
     assert dataset.meta["document_begin_token"] == dataset.meta["document_end_token"] == 0
     assert not verify("out")
     said = import_dataset("both.bin", "end", **how, eod_at="end")
-    assert "6 documents" in said and "4 of the documents are a separator alone" in said
+    assert "6 documents" in said and "4 of the documents contain only a separator" in said
     for tokens in ([0, 5, 0, 6], [0, 5, 0, 6, 0], [5, 0, 0, 6, 0], [0, 5, 0, 0]):
         np.array(tokens, np.uint16).tofile("odd.bin")
         with pytest.raises(DataError, match="do not begin and end with 0"):
@@ -449,7 +449,7 @@ def test_a_loss_mask_becomes_labels(folder: Path) -> None:
         labels = IndexedDataset("out.labels")
         assert labels.tokens.tolist() == [-100, 6, 0, -100, 0]
         assert labels.document_lengths.tolist() == [3, 2]
-        Path("out.labels.idx").unlink()  # written again where it is missing
+        Path("out.labels.idx").unlink()  # a missing file is written again
     assert "nothing to do" in said
     meta = IndexedDataset("out").meta
     assert meta is not None and meta["tokenizer"] == {"name": "gpt2"}
@@ -463,7 +463,7 @@ def test_a_loss_mask_becomes_labels(folder: Path) -> None:
 
 
 def write_overflowed(prefix: str) -> None:
-    """Of 4 GiB and more, of which the disk stores nothing."""
+    """Make sparse files of 4 GiB and more."""
     lengths = np.full(2200, 1 << 20, np.int32)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
     Path(f"{prefix}.idx").write_bytes(
@@ -488,7 +488,7 @@ def test_overflowed_pointers_are_repaired_first(folder: Path) -> None:
     assert read_document_lengths("old").size == 2200
 
 
-def test_bytes_that_no_sequence_holds_are_refused(folder: Path) -> None:
+def test_bytes_outside_all_sequences_are_refused(folder: Path) -> None:
     write_mmididx(folder, [[5, 0], [6, 7, 0]], random.Random(1))
     with Path("corpus.bin").open("ab") as file:
         file.write(bytes(8))

@@ -1,4 +1,4 @@
-"""A merge is what one builder would have written, whoever wrote the parts."""
+"""A merge equals the output of one builder, for inputs of all tools; imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from storage.strategies import SMALL, corpora, errors, files, names, write, writ
 
 @settings(max_examples=15)
 @given(shards=st.lists(corpora, min_size=1, max_size=5), data=st.data())
-def test_a_merge_equals_one_build_of_all_documents(
+def test_merge_equals_one_build(
     tmp_path_factory: pytest.TempPathFactory, shards: list, data: st.DataObject
 ) -> None:
     tmp = tmp_path_factory.mktemp("merge")
@@ -45,7 +45,7 @@ def test_a_merge_equals_one_build_of_all_documents(
         assert merged[key] == whole[key] == IndexedDataset(tmp / "added").meta[key]
 
 
-def test_builders_go_on_after_an_added_index(tmp_path: Path) -> None:
+def test_builder_continues_after_add_index(tmp_path: Path) -> None:
     write(tmp_path / "part", SMALL)
     with IndexedDatasetBuilder(tmp_path / "all", np.uint16) as builder:
         builder.add_document([100])
@@ -68,7 +68,7 @@ def test_modes_are_merged(tmp_path: Path) -> None:
         merge([tmp_path / "a", tmp_path / "plain"], tmp_path / "no", multimodal=True)
 
 
-def test_a_neox_merge_without_documents_gets_one_per_sequence(tmp_path: Path) -> None:
+def test_merge_of_a_neox_dataset_makes_a_document_per_sequence(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1, 2]], [[3]]])
     index = bytearray((tmp_path / "a.idx").read_bytes())
     struct.pack_into("<Q", index, 26, 1)
@@ -87,7 +87,7 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
     merge(inputs, tmp_path / "merged", dtype=np.int32)
     write(tmp_path / "whole", [*SMALL, [[70_000]]], np.int32)
     assert files(tmp_path / "merged") == files(tmp_path / "whole")
-    said = r"document 0 of .*wide, position 0: token id 70000 is outside of \[0, 65535\]"
+    said = r"document 0 of .*wide, position 0: token id 70000 is outside \[0, 65535\]"
     with pytest.raises(DataError, match=said):
         merge(inputs, tmp_path / "no", dtype=np.uint16)
     with pytest.raises(DataError, match="uint16 tokens, this dataset int32"):
@@ -95,12 +95,12 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("no*"))
 
 
-def test_ids_beyond_the_vocabulary_are_found_in_added_datasets(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_of_inputs_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "known", SMALL)
     write_foreign(tmp_path / "unknown", SMALL)
     builder = IndexedDatasetBuilder(tmp_path / "all", np.uint16, vocab_size=10)
     builder.add_document([1])
-    with pytest.raises(DataError, match=r"known has token ids from 1 to 10, outside of \[0, 9\]"):
+    with pytest.raises(DataError, match=r"known has token ids from 1 to 10, outside \[0, 9\]"):
         builder.add_index(tmp_path / "known")
     with pytest.raises(DataError, match=r"document 4 of .*unknown, position 3: token id 10 "):
         builder.add_index(tmp_path / "unknown")
@@ -108,7 +108,7 @@ def test_ids_beyond_the_vocabulary_are_found_in_added_datasets(tmp_path: Path) -
     assert IndexedDataset(tmp_path / "all").num_tokens == 1
 
 
-def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
+def test_mixed_tokenizers_are_refused_by_default(tmp_path: Path) -> None:
     for name, digest, source in (("a", "x", "/one"), ("b", "x", "/two"), ("c", "y", "/one")):
         tokenizer = {"digest": digest, "source": source}
         write(tmp_path / name, SMALL, metadata={"tokenizer": tokenizer, "document_end_token": 0})
@@ -120,7 +120,7 @@ def test_mixed_tokenizers_are_refused_unless_told(tmp_path: Path) -> None:
     assert "tokenizer" not in meta and meta["document_end_token"] == 0
 
 
-def test_documents_that_begin_or_end_with_different_tokens_are_refused_unless_told(
+def test_different_begin_or_end_tokens_are_refused_by_default(
     tmp_path: Path,
 ) -> None:
     tokenizer = {"digest": "x"}
@@ -133,8 +133,8 @@ def test_documents_that_begin_or_end_with_different_tokens_are_refused_unless_to
         merge(inputs, tmp_path / f"allowed-{where}", allow_mixed_tokenizers=True)
 
 
-def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_path: Path) -> None:
-    """The result would name none, and nothing would tell that ids mean different things."""
+def test_inputs_without_a_tokenizer_name_are_refused_by_default(tmp_path: Path) -> None:
+    """The result would name no tokenizer, and hide that ids have different meanings."""
     write(tmp_path / "named", SMALL, metadata={"tokenizer": {"digest": "x"}})
     write(tmp_path / "silent", SMALL)
     write_foreign(tmp_path / "without-meta", SMALL)
@@ -149,15 +149,15 @@ def test_inputs_of_which_only_some_name_a_tokenizer_are_refused_unless_told(tmp_
     merge([tmp_path / "silent", tmp_path / "without-meta"], tmp_path / "nobody")
 
 
-def test_a_wider_type_is_filled_from_blocks_of_a_narrower_one(tmp_path: Path) -> None:
-    """More bytes than one block, and four times as many as it has."""
+def test_conversion_to_a_wider_dtype_in_blocks(tmp_path: Path) -> None:
+    """The input has more bytes than a block, the output four times as many."""
     tokens = np.random.default_rng(0).integers(0, 256, 700_000)
     write(tmp_path / "narrow", [[tokens]], np.uint8)
     merge([tmp_path / "narrow"], tmp_path / "wide", dtype=np.int32)
     np.testing.assert_array_equal(IndexedDataset(tmp_path / "wide").tokens, tokens)
 
 
-def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
+def test_verify_after_a_merge_detects_earlier_damage(tmp_path: Path) -> None:
     write(tmp_path / "a", SMALL)
     write(tmp_path / "b", SMALL)
     content = (tmp_path / "b.bin").read_bytes()
@@ -167,8 +167,8 @@ def test_damage_done_before_a_merge_is_found_after_it(tmp_path: Path) -> None:
     assert found.code == "checksum" and "bytes 20 to 40" in found.message
 
 
-def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
-    """Somebody tokenized again with Megatron under the same prefix."""
+def test_meta_file_of_other_data_is_ignored(tmp_path: Path) -> None:
+    """Megatron wrote another dataset to the same prefix."""
     write(tmp_path / "a", SMALL, vocab_size=11)
     write_foreign(tmp_path / "a", [[[20, 21, 22]], [[1] * 7]])
     merge([tmp_path / "a"], tmp_path / "merged")
@@ -176,7 +176,7 @@ def test_a_meta_file_of_other_data_is_not_trusted(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "merged").vocab_size is None
 
 
-def test_damaged_inputs_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_damaged_inputs_write_no_output(tmp_path: Path) -> None:
     for name in ("good", "short"):
         write(tmp_path / name, SMALL)
     os.truncate(tmp_path / "short.bin", 8)
@@ -200,18 +200,18 @@ def test_inputs_are_removed_on_request_only(tmp_path: Path) -> None:
     assert names(tmp_path) == ["merged.bin", "merged.idx", "merged.meta.json"]
 
 
-@pytest.mark.parametrize("named", ["abc", "bc"])  # one by one; by a directory, which lists the rest
-def test_inputs_of_which_some_were_removed_already_are_no_reason_to_replace_the_result(
-    tmp_path: Path, named: str
-) -> None:
+@pytest.mark.parametrize(
+    "named", ["abc", "bc"]
+)  # named one by one; by a directory, which lists existing ones
+def test_result_stays_after_an_interrupted_removal_of_inputs(tmp_path: Path, named: str) -> None:
     for name, corpus in (("a", SMALL), ("b", SMALL[:2]), ("c", SMALL[1:])):
         write(tmp_path / name, corpus)
     merge([tmp_path / name for name in "abc"], tmp_path / "out")
     before = files(tmp_path / "out")
-    (tmp_path / "a.idx").unlink()  # as a kill leaves it
+    (tmp_path / "a.idx").unlink()  # as after a kill
     for overwrite in (False, True):
         inputs = [tmp_path / name for name in named]
-        with pytest.raises(ConfigError, match=r"it is done\. Remove what is left \(.*b\.idx, "):
+        with pytest.raises(ConfigError, match=r"remove the remaining inputs \(.*b\.idx, "):
             merge(inputs, tmp_path / "out", remove_inputs=True, overwrite=overwrite)
     assert files(tmp_path / "out") == before and IndexedDataset.exists(tmp_path / "b")
 
@@ -226,7 +226,7 @@ print(peak_bytes() - before)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
-    """30 bytes per document are allowed; a merge needs none."""
+    """The limit is 30 bytes per document; a merge needs none."""
     count = 1_000_000
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
         builder.add_documents(np.zeros(count, np.uint16), np.arange(count + 1))
@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "merged").num_documents == 2 * count
 
 
-# ---- What users already have becomes a dataset, without copying tokens where the layout allows
+# ---- Imports: files of other tools become datasets, without copying tokens if possible -----------
 
 
 DOCUMENTS = [[5, 6, 0], [7, 0], [8, 9, 10, 0]]
@@ -246,7 +246,7 @@ FLAT_UINT16 = {"dtype": "uint16", "eod_token": 0}
 
 
 def imported(path: Path, **how: Any) -> str:
-    """What ``import_dataset`` says that makes ``ours`` of it."""
+    """Import a file as ``ours``; return the summary."""
     return import_dataset(path, path.with_name("ours"), **how)
 
 
@@ -263,7 +263,7 @@ def check(prefix: Path, documents: list = DOCUMENTS, dtype: type = np.uint16) ->
     return dataset
 
 
-def test_a_dataset_in_another_order_is_copied_in_order(tmp_path: Path) -> None:
+def test_sequences_in_another_order_are_copied_in_order(tmp_path: Path) -> None:
     write_foreign(tmp_path / "theirs", [[d] for d in DOCUMENTS])
     index, order = bytearray((tmp_path / "theirs.idx").read_bytes()), [2, 0, 1]
     dataset = IndexedDataset(tmp_path / "theirs")
@@ -308,11 +308,11 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
         import_dataset(path, tmp_path / "no")
 
 
-def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
+def test_nanogpt_bin_is_imported_in_place(tmp_path: Path) -> None:
     path = flat_file(tmp_path)
     inode = path.stat().st_ino
     how = {**FLAT_UINT16, "vocab_size": 11}
-    assert ".bin as it was" in import_dataset(path, tmp_path / "train", **how)
+    assert ".bin unchanged" in import_dataset(path, tmp_path / "train", **how)
     dataset = check(tmp_path / "train")
     assert path.stat().st_ino == inode
     assert dataset.vocab_size == 11 and dataset.meta["document_end_token"] == 0
@@ -321,7 +321,7 @@ def test_a_nanogpt_bin_gets_its_index_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "copy"])
-def test_how_the_tokens_come_is_up_to_the_user(tmp_path: Path, link: str) -> None:
+def test_link_option_decides_how_bin_is_made(tmp_path: Path, link: str) -> None:
     path = flat_file(tmp_path)
     imported(path, **FLAT_UINT16, link=link)
     check(tmp_path / "ours")
@@ -329,14 +329,14 @@ def test_how_the_tokens_come_is_up_to_the_user(tmp_path: Path, link: str) -> Non
     assert (tmp_path / "ours.bin").samefile(path) == (link != "copy")
 
 
-def test_an_unfinished_last_document_is_one(tmp_path: Path) -> None:
+def test_unfinished_last_document_is_kept(tmp_path: Path) -> None:
     imported(flat_file(tmp_path, [*FLAT, 3, 4]), **FLAT_UINT16)
     dataset = check(tmp_path / "ours", [*DOCUMENTS, [3, 4]])
     assert "document_end_token" not in dataset.meta
 
 
 def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
-    """There the end-of-text token comes before each document."""
+    """In llm.c the end-of-text token comes before each document."""
     header, path = np.zeros(256, np.int32), tmp_path / "val.bin"
     tokens = np.array([0, 5, 6, 0, 7, 0, 8, 9], np.uint16)
     header[:3] = 20240520, 1, tokens.size
@@ -344,23 +344,27 @@ def test_llm_c_files_lose_their_header(tmp_path: Path) -> None:
     assert "llm.c, .bin copied" in imported(path, eod_token=0)
     dataset = check(tmp_path / "ours", [[0, 5, 6], [0, 7], [0, 8, 9]])
     assert dataset.meta["document_begin_token"] == 0
-    with pytest.raises(ValueError, match="is imported and has a header"):
+    with pytest.raises(ValueError, match="is the input and has a header"):
         import_dataset(path, tmp_path / "val", eod_token=0)
-    for count in (1000, 7):  # cut short; a count that wrapped round would lose the rest
+    for count in (1000, 7):  # truncated; a count that wrapped around
         header[2] = count
         path.write_bytes(header.tobytes() + tokens.tobytes())
         with pytest.raises(FormatError, match=f"1040 bytes, and .* counts {count} tokens of 2"):
             import_dataset(path, tmp_path / "no", eod_token=0)
 
 
-def test_npy_files_know_their_type(tmp_path: Path) -> None:
+def test_npy_files_record_their_dtype(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     np.save(path, np.array(FLAT, np.uint32))
     imported(path, eod_token=0)
     check(tmp_path / "ours", dtype=np.int32)
     for array, error, message in (
         (np.zeros((2, 2), np.uint16), FormatError, r"shape \(2, 2\)"),
-        (np.array(FLAT, ">u4"), ConfigError, "dtype is >u4"),  # once taken as it lay there
+        (
+            np.array(FLAT, ">u4"),
+            ConfigError,
+            "dtype is >u4",
+        ),  # was once read in the wrong byte order
     ):
         np.save(path, array)
         with pytest.raises(error, match=message):
@@ -375,7 +379,7 @@ def test_npy_files_know_their_type(tmp_path: Path) -> None:
         ({"dtype": "uint16", "eod_token": 3}, DataError, "3 never occurs"),
         ({"dtype": "int32", "eod_token": 0}, FormatError, "whole number of int32"),
         ({"dtype": "uint16", "eod_token": 0, "vocab_size": 10}, DataError, "ids from 0 to 10"),
-        ({"dtype": "float32", "eod_token": 0}, ValueError, "stored as one of"),
+        ({"dtype": "float32", "eod_token": 0}, ValueError, "token files have one of"),
         ({"dtype": ">u2", "eod_token": 0}, ValueError, r"dtype is >u2; .*\(little-endian\)"),
         ({"kind": "tiktoken"}, ValueError, "kind is 'tiktoken'"),
         ({"link": "soft"}, ValueError, "link is 'soft'"),
@@ -389,17 +393,15 @@ def test_failed_import_is_clean(tmp_path: Path, options: dict, error: type, mess
 
 
 @pytest.mark.parametrize("options", [{"dtype": "int32"}, {"eod_token": 7}])
-def test_what_an_index_says_is_not_said_otherwise(tmp_path: Path, options: dict) -> None:
+def test_options_that_contradict_an_index_are_refused(tmp_path: Path, options: dict) -> None:
     write(tmp_path / "theirs", SMALL)
     option = f"--{next(iter(options)).replace('_', '-')}"
-    with pytest.raises(
-        ConfigError, match=f"is of kind mmididx, whose files record .*leave out .*{option}"
-    ):
+    with pytest.raises(ConfigError, match=f"of kind mmididx.* record.*leave out .*{option}"):
         imported(tmp_path / "theirs.bin", **options)
     assert not list(tmp_path.glob("ours*"))
 
 
-def test_unsigned_ids_that_are_no_int32_are_refused(tmp_path: Path) -> None:
+def test_unsigned_ids_beyond_int32_are_refused(tmp_path: Path) -> None:
     path = flat_file(tmp_path, [1, 2**31, 0], np.uint32)
     with pytest.raises(DataError, match=r"ids from -2147483648 \(2147483648 as uint32\)"):
         imported(path, dtype="uint32", eod_token=0)
@@ -412,7 +414,7 @@ def test_labels_keep_their_minus_100(tmp_path: Path) -> None:
     check(tmp_path / "ours", [[-100, 7]], np.int32)
 
 
-def test_the_source_stands_in_the_meta_file(tmp_path: Path) -> None:
+def test_meta_file_names_the_source(tmp_path: Path) -> None:
     write(tmp_path / "theirs", [[d] for d in DOCUMENTS])
     imported(tmp_path / "theirs", metadata={"tokenizer": "gpt2"})
     meta = json.loads((tmp_path / "ours.meta.json").read_text())

@@ -1,4 +1,4 @@
-"""An .idx and a .bin are opened as one pair, and written by one writer, whatever others do.
+"""Readers open .idx and .bin of one writer; writers of a prefix exclude each other.
 
 MEGAPACK_ROUNDS=200 runs the longer form.
 """
@@ -31,7 +31,7 @@ from storage.strategies import SMALL, errors, files, names, write
 ROUNDS = int(os.environ.get("MEGAPACK_ROUNDS", "20"))
 
 # Version v of the dataset: v % 7 + 2 documents, document d of (v + d) % 50 + 1 tokens, all equal
-# to v, and v in the meta file: any mixture of two versions shows.
+# to v, and v in the meta file: so a mixture of two versions is detected.
 COMMON = """
 import json, sys, time
 from pathlib import Path
@@ -96,7 +96,7 @@ for i in range(rounds):
 ALL = ["data.bin", "data.idx", "data.meta.json"]
 
 
-def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Path) -> None:
+def test_readers_never_see_files_of_two_writers(tmp_path: Path) -> None:
     writer = started(COMMON + WRITER, tmp_path / "data", ROUNDS)
     tell(writer)
     assert answer(writer) == "1"
@@ -111,7 +111,7 @@ def test_readers_of_a_prefix_that_is_rewritten_never_see_a_mixture(tmp_path: Pat
     assert names(tmp_path) == ALL
 
 
-def test_of_two_writers_of_a_prefix_one_at_a_time_writes(tmp_path: Path) -> None:
+def test_writers_of_a_prefix_exclude_each_other(tmp_path: Path) -> None:
     rivals = [started(COMMON + RIVAL, tmp_path / "data", first, ROUNDS) for first in (1, 2)]
     outcomes: Counter[tuple[str, ...]] = Counter()
     for i in range(ROUNDS):
@@ -142,14 +142,14 @@ def writers(folder: Path) -> list[Callable[[], object]]:
     ]
 
 
-# ---- What stands at a prefix already: left alone when it is the same, replaced only when told
+# ---- Existing datasets: an equal one stays, another one is only replaced on request --------------
 
 
 def stamps(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.glob("out*")}
 
 
-def test_a_builder_replaces_a_dataset_only_when_told(tmp_path: Path) -> None:
+def test_builder_replaces_a_dataset_only_with_overwrite(tmp_path: Path) -> None:
     write(tmp_path / "out", SMALL)
     before = files(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"out\.bin is there already.*overwrite=True"):
@@ -164,7 +164,7 @@ def test_a_builder_replaces_a_dataset_only_when_told(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out.bin", "out.idx", "out.meta.json"]
 
 
-def test_a_bin_without_its_index_is_somebodys_data_too(tmp_path: Path) -> None:
+def test_bin_without_an_index_is_not_replaced(tmp_path: Path) -> None:
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "out.bin")
     with pytest.raises(ConfigError, match="is there already"):
         IndexedDatasetBuilder(tmp_path / "out", np.uint16)
@@ -174,9 +174,7 @@ def test_a_bin_without_its_index_is_somebodys_data_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [[".meta.json"], [".meta.json", ".bin"]])
-def test_what_a_killed_process_left_without_index_is_written_to_its_end(
-    tmp_path: Path, named: list[str]
-) -> None:
+def test_dataset_of_a_killed_process_is_completed(tmp_path: Path, named: list[str]) -> None:
     write(tmp_path / "a", SMALL)
     inputs = [tmp_path / "a"]
     merge(inputs, tmp_path / "out")
@@ -186,11 +184,11 @@ def test_what_a_killed_process_left_without_index_is_written_to_its_end(
     assert merge(inputs, tmp_path / "out") and files(tmp_path / "out") == whole
     (tmp_path / "out.idx").unlink()
     (tmp_path / "out.bin").write_bytes(b"somebody's")
-    with pytest.raises(ConfigError, match=r"its \.bin is not the one its meta file speaks of"):
+    with pytest.raises(ConfigError, match=r"its \.bin does not match its meta file"):
         merge(inputs, tmp_path / "out")
 
 
-def test_a_file_that_cannot_get_its_name_takes_it_from_those_before_it(tmp_path: Path) -> None:
+def test_failed_rename_undoes_earlier_renames(tmp_path: Path) -> None:
     first, second = AtomicFile(tmp_path / "first"), AtomicFile(tmp_path / "second")
     (tmp_path / "second").mkdir()
     with pytest.raises(OSError, match="second"):
@@ -199,7 +197,7 @@ def test_a_file_that_cannot_get_its_name_takes_it_from_those_before_it(tmp_path:
     assert names(tmp_path) == ["second"]
 
 
-def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
+def test_second_equal_merge_does_nothing(tmp_path: Path) -> None:
     for name, corpus in (("a", SMALL), ("b", SMALL[:2]), ("c", SMALL[1:])):
         write(tmp_path / name, corpus, metadata={"tokenizer": {"digest": "x"}})
     inputs = [tmp_path / "a", tmp_path / "b"]
@@ -221,14 +219,14 @@ def test_a_merge_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None
     assert merge(inputs[1:], tmp_path / "out", overwrite=True)
     assert IndexedDataset(tmp_path / "out").num_documents == 2
     (tmp_path / "out.idx").write_bytes((tmp_path / "b.idx").read_bytes()[:-1] + b"\1")
-    with pytest.raises(ConfigError, match=r"its \.idx is not the one its meta file speaks of"):
+    with pytest.raises(ConfigError, match=r"its \.idx does not match its meta file"):
         merge(inputs[1:], tmp_path / "out")
     assert merge(inputs[1:], tmp_path / "out", overwrite=True)
     assert not merge(inputs[1:], tmp_path / "out", remove_inputs=True)
     assert not IndexedDataset.exists(tmp_path / "b"), "a second run did not end what the first left"
 
 
-def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> None:
+def test_second_equal_import_does_nothing(tmp_path: Path) -> None:
     np.array([1, 2, 0, 3, 0], np.uint16).tofile(tmp_path / "flat")
     flat = {"path": tmp_path / "flat", "dtype": "uint16", "output": tmp_path / "out"}
     for link in ("hard", "symbolic", "copy"):
@@ -246,7 +244,7 @@ def test_an_import_done_twice_does_nothing_the_second_time(tmp_path: Path) -> No
 
 
 def test_writing_through_the_link_of_an_import_is_refused(tmp_path: Path) -> None:
-    """What the link leads to is somebody else's data."""
+    """The link's target may belong to someone else."""
     attempts, source = writers(tmp_path)[:3], (tmp_path / "flat").read_bytes()
     how = {"dtype": "uint16", "eod_token": 0, "link": "symbolic"}
     import_dataset(tmp_path / "flat", tmp_path / "out", **how)
@@ -257,7 +255,7 @@ def test_writing_through_the_link_of_an_import_is_refused(tmp_path: Path) -> Non
     assert IndexedDataset(tmp_path / "out").num_tokens == 3
 
 
-def test_every_writer_of_a_prefix_waits_for_nobody(tmp_path: Path) -> None:
+def test_locked_prefix_is_an_error_for_every_writer(tmp_path: Path) -> None:
     attempts = [*writers(tmp_path), lambda: repair(tmp_path / "out")]
     damaged = bytearray((tmp_path / "a.idx").read_bytes())
     damaged[34 + 4 * len(SMALL) + 12] ^= 1  # a pointer
@@ -271,7 +269,7 @@ def test_every_writer_of_a_prefix_waits_for_nobody(tmp_path: Path) -> None:
     assert repair(tmp_path / "out")
 
 
-def test_a_builder_holds_the_prefix_until_it_is_done_with(tmp_path: Path) -> None:
+def test_builder_locks_the_prefix_until_it_is_released(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "out")
     with pytest.raises(LockedError, match="a builder"):
         IndexedDatasetBuilder(tmp_path / "out")
@@ -281,7 +279,7 @@ def test_a_builder_holds_the_prefix_until_it_is_done_with(tmp_path: Path) -> Non
     with pytest.raises(ConfigError), IndexedDatasetBuilder(tmp_path / "no" / "out"):
         pass
     write(tmp_path / "out", SMALL)
-    with pytest.raises(ConfigError) as kept:  # as long as the error is looked at, its frames live
+    with pytest.raises(ConfigError) as kept:  # its frames live as long as the error
         IndexedDatasetBuilder(tmp_path / "out")
     write(tmp_path / "out", SMALL, overwrite=True)
     assert "is there already" in str(kept.value)
@@ -297,7 +295,7 @@ def test_special_files_at_a_prefix_are_refused_at_once(tmp_path: Path, suffix: s
     assert os.path.samestat(device, Path("/dev/full").stat())
 
 
-def test_prefixes_without_room_for_every_companion_are_refused_at_once(tmp_path: Path) -> None:
+def test_prefixes_too_long_for_all_files_are_refused_at_once(tmp_path: Path) -> None:
     longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".meta.json.tmp-01234567")
     write(tmp_path / ("n" * longest), SMALL)
     for extra in range(1, 12):
@@ -308,7 +306,7 @@ def test_prefixes_without_room_for_every_companion_are_refused_at_once(tmp_path:
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 @pytest.mark.parametrize("make", ["fifo", "directory", "device"])
-def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str, make: str) -> None:
+def test_special_file_is_refused_without_hanging(tmp_path: Path, suffix: str, make: str) -> None:
     prefix = tmp_path / "data"
     write(prefix, SMALL)
     path = tmp_path / f"data{suffix}"
@@ -325,16 +323,16 @@ def test_special_file_is_no_dataset_and_never_hangs(tmp_path: Path, suffix: str,
         lambda: repair(prefix),
         lambda: import_dataset(prefix, tmp_path / "out", kind="mmididx"),
     ):
-        with pytest.raises(FormatError, match=rf"data{suffix} is no regular file"):
+        with pytest.raises(FormatError, match=rf"data{suffix} is not a regular file"):
             read()
     assert [found.code for found in errors(prefix)] == ["index"]
     assert find_duplicates([prefix, str(prefix)]) == {}
     done = build("verify", prefix)
-    assert done.returncode == 1 and "no regular file" in done.stdout
+    assert done.returncode == 1 and "not a regular file" in done.stdout
 
 
-def test_metadata_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    """A command line that is no UTF-8 comes to Python with surrogates."""
+def test_invalid_metadata_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Python decodes a command line that is not UTF-8 with surrogates."""
     bad = {"command": ["tokenize", "caf\udce9.jsonl"]}
     write(tmp_path / "a", SMALL)
     for attempt in (
@@ -342,32 +340,32 @@ def test_metadata_that_cannot_be_written_is_refused_before_the_work(tmp_path: Pa
         lambda: merge([tmp_path / "a"], tmp_path / "out", metadata=bad),
         lambda: import_dataset(tmp_path / "a", tmp_path / "out", metadata=bad),
     ):
-        with pytest.raises(ValueError, match=r"caf.udce9.*is no valid Unicode"):
+        with pytest.raises(ValueError, match=r"caf.udce9.*is not valid Unicode"):
             attempt()
     assert not stamps(tmp_path)
 
 
-def test_a_meta_file_of_other_files_is_not_believed(tmp_path: Path) -> None:
+def test_meta_file_of_other_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL, vocab_size=11)
     dataset = IndexedDataset(tmp_path / "data")
     write(tmp_path / "data", SMALL[:2], vocab_size=12, overwrite=True)
-    with pytest.raises(FormatError, match="data was replaced since it was opened; open it again"):
+    with pytest.raises(FormatError, match="data was replaced after it was opened; open it again"):
         _ = dataset.meta
     assert IndexedDataset(tmp_path / "data").vocab_size == 12
     write(tmp_path / "other", SMALL)
-    for suffix in (".bin", ".idx"):  # another tool's builder leaves the meta file where it is
+    for suffix in (".bin", ".idx"):  # another tool's builder does not touch the meta file
         (tmp_path / f"other{suffix}").replace(tmp_path / f"data{suffix}")
-    with pytest.raises(FormatError, match="meta file is about other files: it says num_seq"):
+    with pytest.raises(FormatError, match="meta file describes other files: its num_seq"):
         _ = IndexedDataset(tmp_path / "data").meta
 
 
-def test_a_worker_refuses_another_dataset_than_its_parent_read(tmp_path: Path) -> None:
+def test_worker_refuses_a_replaced_dataset(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
     dataset = IndexedDataset(tmp_path / "data")
     state = dataset.__getstate__()
     IndexedDataset.__new__(IndexedDataset).__setstate__(state)
     write(tmp_path / "data", SMALL[:2], overwrite=True)
-    with pytest.raises(FormatError, match="was replaced since it was pickled"):
+    with pytest.raises(FormatError, match="was replaced after it was pickled"):
         IndexedDataset.__new__(IndexedDataset).__setstate__(state)
 
 

@@ -1,4 +1,4 @@
-"""merge, verify, repair and import as a person types them."""
+"""Commands merge, verify, repair and import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_merge_then_verify(tmp_path: Path) -> None:
     assert said.startswith(f"{tmp_path}/all: sound\n")
 
 
-def test_verify_says_what_is_wrong_and_repair_mends_it(tmp_path: Path) -> None:
+def test_verify_reports_damage_and_repair_repairs_it(tmp_path: Path) -> None:
     write(tmp_path / "data", SMALL)
     whole = files(tmp_path / "data")
     (tmp_path / "data.meta.json").unlink()
@@ -69,7 +69,7 @@ def test_import_then_verify(tmp_path: Path) -> None:
     assert "never occurs" in said
 
 
-def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
+def test_repair_reports_remaining_damage(tmp_path: Path) -> None:
     """Once it said "nothing to repair" and exited with 0 where verify had said DAMAGED."""
     write(tmp_path / "data", SMALL)
     with (tmp_path / "data.bin").open("r+b") as file:
@@ -84,7 +84,7 @@ def test_repair_says_what_damage_remains(tmp_path: Path) -> None:
     assert "nothing to repair (.bin was not read)" in said
 
 
-def test_what_cannot_be_mended_does_not_keep_the_rest_from_it(tmp_path: Path) -> None:
+def test_repair_continues_after_an_unrepairable_dataset(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_foreign(tmp_path / name, SMALL)
     os.truncate(tmp_path / "a.bin", 3)
@@ -120,8 +120,8 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
     assert [f["code"] for f in json.loads(done.stdout)[str(path)]] == ["samples"]
 
 
-def test_a_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
-    """Who names one twice wants its documents twice; they came once, without a word."""
+def test_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
+    """A dataset that is named twice was once merged only once, without a message."""
     (tmp_path / "shards").mkdir()
     for name in ("a", "b"):
         write(tmp_path / "shards" / name, SMALL)

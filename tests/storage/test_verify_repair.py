@@ -1,4 +1,4 @@
-"""Every known kind of damage is named by verify, and mended by repair where it can be."""
+"""verify reports every known kind of damage; repair repairs it if possible."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def foreign(prefix: Path, dtype: type = np.uint16, corpus: Corpus = CORPUS) -> P
 
 
 @given(corpus=corpora)
-def test_built_files_are_left_alone(tmp_path_factory: pytest.TempPathFactory, corpus: list) -> None:
+def test_sound_files_stay_unchanged(tmp_path_factory: pytest.TempPathFactory, corpus: list) -> None:
     prefix = tmp_path_factory.mktemp("verify") / "data"
     write(prefix, corpus, vocab_size=128)
     before = files(prefix)
@@ -69,7 +69,7 @@ def cut(at: int) -> Damage:
 
 
 def keep_documents(count: int) -> Damage:
-    """So many document indices; GPT-NeoX's merge writes one, [0]."""
+    """Set the document indices; GPT-NeoX's merge writes one, [0]."""
 
     def change(content: bytearray) -> None:
         struct.pack_into("<Q", content, 26, count)
@@ -86,8 +86,8 @@ WRONG_POINTER = set_number(POINTERS + 8 * 5, 1000)
 class Case:
     name: str
     damage: Damage
-    code: str  # what verify calls it
-    said: str  # what repair says it did
+    code: str  # of verify's finding
+    said: str  # repair's message
     documents: str = "kept"  # or "sequences": every sequence became a document
 
 
@@ -100,16 +100,16 @@ CASES = [
     Case("deepspeed", set_code(6), "dtype", "code 6 means uint16 in DeepSpeed's table: now uint16"),
     Case("unknown code", set_code(77), "dtype", "dtype code 77"),
     Case("pointer", WRONG_POINTER, "pointers", "recomputed the pointers of 12 sequences"),
-    # Once verify itself ended with an error here, where it was to return a finding.
+    # verify once raised here instead of returning a finding.
     Case("late", set_number(DOCUMENTS, 1), "documents", "document 0 began at sequence 1: now at 0"),
-    Case("longer", LONGER, "trailing-idx", "dropped 3 bytes behind the end of the index"),
+    Case("longer", LONGER, "trailing-idx", "dropped 3 bytes after the end of the index"),
     Case("in pointers", cut(POINTERS + 17), "index", CUT, "sequences"),
     Case("in documents", cut(DOCUMENTS + 8 * 4 + 3), "index", CUT, "sequences"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> None:
+def test_damage_is_named_and_repaired_to_the_byte(tmp_path: Path, case: Case) -> None:
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
     edit_index(prefix, case.damage)
@@ -133,7 +133,7 @@ def test_damage_is_named_and_mended_to_the_byte(tmp_path: Path, case: Case) -> N
     ("code", "raw", "becomes"),
     [(7, np.uint32, np.int32), (8, np.uint64, np.int64), (6, np.uint16, np.uint16)],
 )
-def test_deepspeeds_types_are_recognised(
+def test_dtype_codes_of_deepspeed_are_recognized(
     tmp_path: Path, code: int, raw: type, becomes: type
 ) -> None:
     prefix = foreign(tmp_path / "data", becomes)
@@ -146,15 +146,15 @@ def test_deepspeeds_types_are_recognised(
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(6, np.float64), (7, np.float32), (6, np.float32)])
-def test_floats_are_no_tokens(tmp_path: Path, code: int, dtype: type) -> None:
+def test_floats_are_not_tokens(tmp_path: Path, code: int, dtype: type) -> None:
     width = np.dtype(dtype).itemsize
     prefix = foreign(tmp_path / "data", {4: np.int32, 8: np.int64}[width])
     values = np.fromfile(f"{prefix}.bin", f"i{width}").astype(dtype) + 1
     values.tofile(f"{prefix}.bin")
     edit_index(prefix, set_code(code))
     [finding] = errors(prefix)
-    assert finding.code == "dtype" and "no token ids" in finding.remedy
-    with pytest.raises(FormatError, match="cannot be mended"):
+    assert finding.code == "dtype" and "a file of token ids" in finding.remedy
+    with pytest.raises(FormatError, match="cannot be repaired"):
         repair(prefix)
 
 
@@ -173,7 +173,7 @@ def test_overflowed_pointers_are_recomputed(tmp_path: Path) -> None:
     assert pointers.tolist() == [2 * n * i for i in range(5)]
 
 
-def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
+def test_pointers_in_another_order_are_not_recomputed(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data", corpus=[[[1, 2]], [[]], [[3]], [[4, 5, 6]]])
     order = [3, 1, 0, 2]
     dataset = IndexedDataset(prefix)
@@ -188,7 +188,7 @@ def test_another_order_of_sequences_is_not_scrambled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 6, 7, 13, 60])
-def test_a_truncated_bin_keeps_its_whole_documents_on_demand(tmp_path: Path, cut: int) -> None:
+def test_drop_truncated_keeps_complete_documents(tmp_path: Path, cut: int) -> None:
     prefix = tmp_path / "data"
     write(prefix, CORPUS, vocab_size=100, metadata={"tokenizer": "t"})
     os.truncate(f"{prefix}.bin", 66 - cut)
@@ -204,7 +204,7 @@ def test_a_truncated_bin_keeps_its_whole_documents_on_demand(tmp_path: Path, cut
     assert (meta["tokenizer"], meta["vocab_size"], meta["num_documents"]) == ("t", 100, left)
 
 
-def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
+def test_drop_trailing_removes_bytes_after_the_tokens(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
     whole = files(prefix)
     with Path(f"{prefix}.bin").open("ab") as file:
@@ -212,15 +212,15 @@ def test_bytes_behind_the_tokens_are_cut_on_demand(tmp_path: Path) -> None:
     assert codes(prefix, "warning") == ["trailing-bin"]
     assert repair(prefix) == []
     (tmp_path / "other").hardlink_to(tmp_path / "data.bin")
-    with pytest.raises(FormatError, match="another name"):
+    with pytest.raises(FormatError, match="has hard links"):
         repair(prefix, drop_trailing=True)
     (tmp_path / "other").unlink()
     said = repair(prefix, drop_trailing=True)
-    assert said == ["cut 5 bytes of .bin that belonged to no sequence"]
+    assert said == ["removed 5 bytes of .bin that belong to no sequence"]
     assert files(prefix) == whole
 
 
-def test_documents_that_make_no_sense_are_given_up_on_demand(tmp_path: Path) -> None:
+def test_invalid_documents_are_discarded_on_request(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
     edit_index(prefix, set_number(DOCUMENTS + 8 * 3, -5))
     assert codes(prefix) == ["documents"]
@@ -241,7 +241,7 @@ def test_modes_survive_a_repair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"TNTIDX\0\0" + bytes(64), b"garbage" * 20])
-def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> None:
+def test_files_of_other_formats_cannot_be_repaired(tmp_path: Path, content: bytes) -> None:
     prefix = foreign(tmp_path / "data")
     Path(f"{prefix}.idx").write_bytes(content)
     assert codes(prefix) == ["index"]
@@ -250,7 +250,7 @@ def test_what_is_no_index_cannot_be_mended(tmp_path: Path, content: bytes) -> No
     assert Path(f"{prefix}.idx").read_bytes() == content
 
 
-def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None:
+def test_negative_lengths_cannot_be_repaired(tmp_path: Path) -> None:
     prefix = foreign(tmp_path / "data")
     edit_index(prefix, set_number(LENGTHS + 4 * 7, -3, "<i"))
     [finding] = errors(prefix)
@@ -259,7 +259,7 @@ def test_negative_lengths_are_named_and_cannot_be_mended(tmp_path: Path) -> None
         repair(prefix)
 
 
-def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
+def test_changed_index_is_detected_by_its_checksum(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     write(prefix, [[[1, 2]], [[3]]])
     other = files(foreign(tmp_path / "other", corpus=[[[1]], [[2, 3]]]))
@@ -267,7 +267,7 @@ def test_a_changed_index_is_found_by_its_checksum(tmp_path: Path) -> None:
     assert codes(prefix) == ["checksum"]
 
 
-def test_ids_and_ends_of_documents_are_checked_as_promised(tmp_path: Path) -> None:
+def test_ids_and_document_ends_are_checked_against_the_meta_file(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[5, 1, 0]], [], [[2, 0]]], metadata={"document_end_token": 0})
     assert codes(tmp_path / "a") == []
     assert codes(tmp_path / "a", vocab_size=5) == ["id-beyond-vocabulary"]
@@ -279,14 +279,14 @@ def test_ids_and_ends_of_documents_are_checked_as_promised(tmp_path: Path) -> No
     assert codes(tmp_path / "c") == ["document-begin"]
 
 
-def test_negative_ids_are_labels_only_where_the_builder_said_so(tmp_path: Path) -> None:
+def test_negative_ids_need_allow_negative(tmp_path: Path) -> None:
     write(tmp_path / "labels", [[[-100, 5]]], np.int32, allow_negative=True)
     assert codes(tmp_path / "labels") == []
     (tmp_path / "labels.meta.json").unlink()
     assert codes(tmp_path / "labels") == ["negative-id"]
 
 
-def test_the_same_data_under_two_names_is_found(tmp_path: Path) -> None:
+def test_duplicates_are_found(tmp_path: Path) -> None:
     for name, corpus in (("a", CORPUS), ("b", CORPUS), ("c", CORPUS[1:])):
         write(tmp_path / name, corpus)
     (tmp_path / "d.bin").hardlink_to(tmp_path / "c.bin")

@@ -1,24 +1,24 @@
-"""The local cache of what lies far away, shared by all processes of a node.
+"""Local cache of remote objects, shared by all processes of a node.
 
-- ``open_cache``: the one that the environment names; ``Cache``: its entries and whole files
-- ``Chunks``: the blocks of one .bin that are here; ``make_room``: which of them go
-- ``RangeLocks``: between processes; ``wait_for``, ``Patience``: waiting that is said and ends
+- ``open_cache``: the cache named by the environment; ``Cache``: its entries and whole files
+- ``Chunks``: the cached blocks of one .bin; ``make_room``: evicts some of them
+- ``RangeLocks``: locks between processes; ``wait_for``, ``Patience``: waits with a timeout
 
-Every version of a dataset or file has an entry, a directory that its address and the versions of
-its objects name: what was replaced far away is never taken for what stands there now::
+Every version of a dataset or file has its own entry, a directory named by the address and the
+versions of its objects. So a replaced object is never confused with its successor::
 
     ~/.cache/megapack/                 MEGAPACK_CACHE: on a disk of this node, or in /dev/shm
-      locks  in_use                    empty: ranges of them are locked
+      locks  in_use                    empty files; processes lock ranges of them
       web-9e3779b97f4a7c15/web.idx     a whole file
-      web-9e3779b97f4a7c15/web.bin.6b1d0f2e/     of this start of the machine
+      web-9e3779b97f4a7c15/web.bin.6b1d0f2e/     since this boot of the machine
         0                              blocks 0 to 255 (16 KiB each, 4 MiB together), then 256
-        17                             bytes: 1 where the block is here. Blocks 4352 to 4607
+        17                             bytes: 1 for each cached block. Blocks 4352 to 4607
 
-A block is added to a chunk when it is complete and checked. Eviction unlinks whole chunks, without
-asking: a reader copies a batch's blocks into its own memory and fetches missing blocks again. Whole
-files of 4 MiB would be simpler, but an unarranged source would read 500 bytes per byte used, not 4.
+A block is added to a chunk after it was checked. Eviction unlinks whole chunks at any time: readers
+copy the blocks of a batch into their own memory and fetch missing blocks again. Whole files of
+4 MiB would be simpler, but an unarranged source would fetch 500 bytes per byte used instead of 4.
 
-``MEGAPACK_CACHE_SIZE`` says what the cache may hold (``megapack.units``); all by default.
+``MEGAPACK_CACHE_SIZE`` limits the cache (``megapack.units``); unlimited by default.
 """
 
 from __future__ import annotations
@@ -57,29 +57,27 @@ from megapack.storage.remote.client import (
     raise_if_ending,
     refuse_fork,
     retry_seconds,
-    until_right,
+    retry_wrong_bytes,
 )
 from megapack.units import parse_size, size
 
 log = logging.getLogger(__name__)
 
-# ---- Locks between the processes of a node: the kernel's, so a process that dies holds none -----
+# ---- Locks between the processes of a node; the kernel releases them when a process exits --------
 
 _POLL_SECONDS = 0.005
 _FLOCK = struct.Struct("hhqqi4x")  # Linux: type, whence, begin, length, process
 
 
 class RangeLocks:
-    """Locks on ranges of numbers under a name, all in one file of which no byte is ever written.
-
-    A name is a part of the file that its hash chooses; two names of one hash wait for each other
-    now and then. The file is opened once and stays open: closing it anywhere would give all locks
-    of the process back (POSIX). Nobody waits in the kernel: who waits can be told to stop.
-    """
+    """Locks on ranges of numbers under a name, all in one empty file. The hash of a name chooses
+    its part of the file; names with equal hashes occasionally wait for each other."""
 
     def __init__(self, path: Path) -> None:
+        # POSIX locks: only they report their owner's process id. Closing any descriptor of the file
+        # would release all locks of the process, so one stays open.
         self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        # The kernel knows processes only; what threads of this one hold stands here.
+        # The kernel does not distinguish the threads of a process: record their locks here.
         self._ours: list[range] = []
         self._shared: Counter[int] = Counter()
         self._mutex = threading.Lock()
@@ -93,11 +91,8 @@ class RangeLocks:
         *,
         waiting: Callable[[], object] = raise_if_ending,
     ) -> Iterator[None]:
-        """Wait for numbers ``[first, first + count)`` of a name and keep everybody else away.
-
-        Args:
-            waiting: called again and again until they are free; what it raises ends it.
-        """
+        """Wait for numbers ``[first, first + count)`` of a name, then hold them exclusively.
+        ``waiting`` is called repeatedly meanwhile and cancels the wait by raising."""
         while True:
             with self.if_free(name, first, count) as free:
                 if free:
@@ -108,7 +103,7 @@ class RangeLocks:
 
     @contextlib.contextmanager
     def if_free(self, name: str, first: int = 0, count: int = 1) -> Iterator[bool]:
-        """The same without waiting: whether they were free, and are held now."""
+        """Do the same without waiting; yield whether the numbers were free."""
         begin = _begin(name) + first
         wanted = range(begin, begin + count)
         with self._mutex:
@@ -124,20 +119,22 @@ class RangeLocks:
                     fcntl.lockf(self._file, fcntl.LOCK_UN, count, begin)
 
     def share(self, name: str) -> None:
-        """Wait until nobody has a name for himself, and keep it so until it is given back as often
-        as it was shared, or this process ends."""
-        only = range(_begin(name), _begin(name) + 1)
+        """Wait until no process holds a name exclusively, then share it until ``give_back``, called
+        once per ``share``, or the end of this process."""
+        numbers = range(_begin(name), _begin(name) + 1)
         while True:
             with self._mutex:
-                free = not self._is_ours(only)
-                if only[0] in self._shared or (free and self._from_kernel(fcntl.LOCK_SH, only)):
-                    self._shared[only[0]] += 1
+                free = not self._is_ours(numbers)
+                if numbers[0] in self._shared or (
+                    free and self._from_kernel(fcntl.LOCK_SH, numbers)
+                ):
+                    self._shared[numbers[0]] += 1
                     return
             raise_if_ending()
             time.sleep(_POLL_SECONDS)
 
     def give_back(self, name: str) -> None:
-        """What ``share`` took."""
+        """Undo one ``share``."""
         begin = _begin(name)
         with self._mutex:
             self._shared[begin] -= 1
@@ -146,7 +143,7 @@ class RangeLocks:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, begin)
 
     def owner(self, name: str, first: int = 0) -> int | None:
-        """The id of another process that holds a number of a name, if one does."""
+        """Return the id of another process that holds a number of a name, or None."""
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _begin(name) + first, 1, 0)
         kind, *_, process = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))
         return None if kind == fcntl.F_UNLCK else int(process)
@@ -160,7 +157,7 @@ class RangeLocks:
         except (BlockingIOError, PermissionError):  # POSIX allows either
             return False
         except OSError as error:
-            why = f"{error.strerror}: let MEGAPACK_CACHE name a directory on a disk with file locks"
+            why = f"{error.strerror}: set MEGAPACK_CACHE to a directory on a disk with file locks"
             raise OSError(error.errno, why, str(self._path)) from error
         return True
 
@@ -169,50 +166,45 @@ def _begin(name: str) -> int:
     return (xxhash.xxh3_64_intdigest(name.encode()) & 0x3FFF_FFFF) << 32
 
 
-# ---- Waiting for what is fetched: said aloud, never for ever, and not when the program ends -----
-# Whoever waits for a request has no lock that a request takes, and nothing is called back: a
-# request that is done has done all its work in its own thread.
+# ---- Waiting for requests: logged, limited, and cancelled when the program ends ------------------
+# A reader that waits for a request holds no lock that requests need. Requests have no callbacks: a
+# finished request has done all its work in its own thread.
 
-WARN_SECONDS = 30.0  # between lines of what is waited for
-STALLED_RETRIES = 5  # times the longest that a request is tried: by then it has come or failed
+WARN_SECONDS = 30.0  # between two log lines of one wait
+STALLED_RETRIES = 5  # timeout, in multiples of the longest time that a request can take
 
 _FETCH_POLL_SECONDS = 1.0
 
 
 class Patience:
-    """Patience of a waiting reader: says now and then what it waits for, and gives up in the end.
+    """Timeout and log lines of a waiting reader.
 
-    Args:
-        what: what is waited for now, as "block 7 (bytes [...)) of s3://...".
-        moved: differs after every progress.
+    ``what`` returns the awaited data, such as "block 7 (bytes [...)) of s3://..."; ``moved``
+    returns a value that changes with every progress.
     """
 
     def __init__(self, what: Callable[[], str], moved: Callable[[], object]) -> None:
         self._what, self._moved = what, moved
-        self._seen = moved()
+        self._progress = moved()
         self._begin = self._moved_at = time.monotonic()
         self._next_line = self._begin + WARN_SECONDS
 
     def check(self) -> None:
-        """Called about once a second while one waits.
-
-        Raises:
-            TimeoutError: nothing has moved for ``STALLED_RETRIES`` times as long as the client
-                tries a request again and its last attempt may take.
-            RuntimeError: the program ends.
-        """
+        """Check the timeout, about once a second. Raises TimeoutError: no progress for
+        ``STALLED_RETRIES`` times the longest time of a request with retries; RuntimeError: the
+        program ends."""
         if ending.is_set():
-            raise RuntimeError(f"not waiting any more for {self._what()}: the program ends")
-        now, seen = time.monotonic(), self._moved()
-        if seen != self._seen:
-            self._seen, self._moved_at = seen, now
+            raise RuntimeError(f"stopped waiting for {self._what()}: the program ends")
+        now, progress = time.monotonic(), self._moved()
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, now
         limit = STALLED_RETRIES * (retry_seconds() + REQUEST_TIMEOUT.total_seconds())
         if now - self._moved_at > limit:
             raise TimeoutError(
-                f"nothing came for {now - self._moved_at:,.0f} seconds (limit {limit:,.0f}, "
-                f"{STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS and a request's "
-                f"{REQUEST_TIMEOUT.total_seconds():.0f}) of {self._what()}: start the run again, "
-                "and look whether the store answers and other processes of this node live"
+                f"received nothing for {now - self._moved_at:,.0f} seconds (limit {limit:,.0f}, "
+                f"{STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS plus a request's "
+                f"{REQUEST_TIMEOUT.total_seconds():.0f}) of {self._what()}: check that the store "
+                "answers and that other processes of this node run, then start the run again"
             )
         if now > self._next_line:
             self._next_line += WARN_SECONDS
@@ -220,7 +212,7 @@ class Patience:
 
 
 def wait_for(requests: Iterable[Future[Any]], patience: Patience) -> None:
-    """Wait until requests are done. Raises what the first that fails raises, and as ``check``."""
+    """Wait for all requests. Raises the first error of a request, and as ``Patience.check``."""
     pending = set(requests)
     while pending:
         done, pending = wait(pending, min(_FETCH_POLL_SECONDS, WARN_SECONDS), FIRST_EXCEPTION)
@@ -230,26 +222,26 @@ def wait_for(requests: Iterable[Future[Any]], patience: Patience) -> None:
             patience.check()
 
 
-# ---- The blocks of one .bin that are here -------------------------------------------------------
+# ---- Cached blocks of one .bin ------------------------------------------------------------------
 
-CHUNK_BLOCKS = 256  # of a file, 4 MiB; a request is of one: its latency does not count then
+CHUNK_BLOCKS = 256  # per file, 4 MiB; a request is for one file: its latency is negligible
 
-Blocks: TypeAlias = NDArray[np.int64]  # numbers of blocks, ascending, each once
+Blocks: TypeAlias = NDArray[np.int64]  # block numbers, sorted and unique
 
 
 class Chunks:
-    """Files of ``CHUNK_BLOCKS`` blocks each, in a folder beside where the .bin would lie.
+    """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to the path of the .bin.
 
-    What was written before the machine's last start may never have reached the disk: it is not
-    looked at, and removed with the entry's next use.
+    Chunks written before the last boot may be incomplete on the disk: they are ignored, and removed
+    when the entry is used again.
     """
 
     def __init__(self, bin_path: Path) -> None:
         self.folder = bin_path.with_name(f"{bin_path.name}.{_boot()}")
 
     def copy(self, blocks: Blocks, data: NDArray[np.uint8] | None) -> Blocks:
-        """Copy the blocks that are here to their places in ``data``, all of the .bin's bytes (None:
-        only look); returns the others."""
+        """Copy cached blocks to their positions in ``data``, which has the bytes of the whole .bin
+        (None: only check); return the missing blocks."""
         absent = [np.zeros(0, np.int64)]
         for part in np.split(blocks, np.flatnonzero(np.diff(blocks // CHUNK_BLOCKS)) + 1):
             if not part.size:
@@ -261,29 +253,28 @@ class Chunks:
                 absent.append(part)
                 continue
             try:
-                os.utime(file)  # which ``make_room`` goes by
-                here = _marks(file)[part % CHUNK_BLOCKS] == 1
-                absent.append(part[~here])
-                for begin, end in runs_of(part[here]) if data is not None else ():
+                os.utime(file)  # for ``make_room``
+                marks = os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES)
+                marks = marks.ljust(CHUNK_BLOCKS, b"\0")
+                is_cached = np.frombuffer(marks, np.uint8)[part % CHUNK_BLOCKS] == 1
+                absent.append(part[~is_cached])
+                for begin, end in runs_of(part[is_cached]) if data is not None else ():
                     assert data is not None
                     into = data[begin * BLOCK_BYTES : end * BLOCK_BYTES].data
                     if os.preadv(file, [into], begin % CHUNK_BLOCKS * BLOCK_BYTES) != into.nbytes:
-                        why = "became shorter: something else writes into the cache"
+                        why = "was truncated: another program writes into the cache"
                         raise OSError(errno.EIO, why, str(path))
             finally:
                 os.close(file)
         return np.concatenate(absent)
 
     def write(self, first: int, data: memoryview) -> None:
-        """Add blocks of one chunk, from block ``first`` on. The caller holds their lock.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write blocks of one chunk, beginning with block ``first``. The caller holds their lock.
+        Raises OSError: the disk is full."""
         chunk, at = divmod(first, CHUNK_BLOCKS)
         path, flags = self.folder / str(chunk), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         while True:
-            with contextlib.suppress(FileNotFoundError):  # removed by whoever wants room
+            with contextlib.suppress(FileNotFoundError):  # eviction removed the folder
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = os.open(path, flags, 0o666)
                 break
@@ -296,23 +287,17 @@ class Chunks:
 
 
 def runs_of(numbers: Blocks, gap: int = 0) -> Iterator[tuple[int, int]]:
-    """Half-open ranges that hold ascending numbers, over gaps of up to so many others."""
+    """Yield half-open ranges of sorted numbers, including gaps of up to ``gap`` numbers."""
     for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > gap + 1) + 1):
         if run.size:
             yield int(run[0]), int(run[-1]) + 1
 
 
 def requests_of(blocks: Blocks, gap: int) -> Iterator[tuple[int, int]]:
-    """Requests that bring blocks: their runs, cut where a chunk ends."""
+    """Yield the ranges of blocks to request: runs, split at chunk boundaries."""
     for begin, end in runs_of(blocks, gap):
-        ends_of_chunks = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
-        yield from pairwise([begin, *ends_of_chunks, end])
-
-
-def _marks(file: int) -> NDArray[np.uint8]:
-    """A byte for each block of a chunk's file: 1, it is here."""
-    marks = os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES)
-    return np.frombuffer(marks.ljust(CHUNK_BLOCKS, b"\0"), np.uint8)
+        boundaries = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
+        yield from pairwise([begin, *boundaries, end])
 
 
 def _write_at(file: int, data: memoryview, at: int) -> None:
@@ -322,27 +307,22 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
 
 
 def _boot() -> str:
-    """Of this start of the machine, 8 hexadecimal digits."""
+    """Return 8 hexadecimal digits that identify this boot of the machine."""
     number = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     return xxhash.xxh3_64_hexdigest(number)[:8]
 
 
 # ---- The cache: a directory, its entries, and the threads that fetch ----------------------------
 
-NUM_REQUESTS = 64  # at a time, of a process: at most 256 MiB wait for their disk
+NUM_REQUESTS = 64  # at a time, per process: at most 256 MiB wait for the disk
 SMALLEST_SIZE = 1 << 28
-FREE_PART = 8  # one in so many bytes is freed at once
-READ_SECONDS = 600  # after which what was asked for has been read
-_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # name of a folder of chunks in an entry
+FREE_PART = 8  # eviction frees 1/8 of the cache
+READ_SECONDS = 600  # requested blocks were read by then
+_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # a folder of chunks in an entry
 
 
 def open_cache() -> Cache:
-    """The one that the environment names.
-
-    Raises:
-        ConfigError: a variable cannot be what it is.
-        OSError: the directory cannot be made.
-    """
+    """Return the cache named by the environment. Raises ConfigError: a variable is invalid."""
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
     limit = _limit()
     opened = _open_cache(os.path.realpath(directory), os.getpid())
@@ -352,7 +332,7 @@ def open_cache() -> Cache:
 
 @cache
 def _open_cache(directory: str, _pid: int) -> Cache:
-    """One per process: its locks are the process's."""
+    """Return one cache per process, since locks belong to processes."""
     return Cache(Path(directory))
 
 
@@ -375,8 +355,8 @@ class Cache:
     """Cache in one directory.
 
     Attributes:
-        limit: bytes it may hold, or None.
-        locks: between the processes that use it; in_use: shared ones, on entries.
+        limit: maximal size in bytes, or None.
+        locks: exclusive locks of processes; in_use: shared locks on entries.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -387,46 +367,42 @@ class Cache:
             self.locks = RangeLocks(directory / "locks")
             self.in_use = RangeLocks(directory / "in_use")
         except OSError as error:
-            why = f"{error.strerror}: let MEGAPACK_CACHE name a directory where this user may write"
+            why = f"{error.strerror}: set MEGAPACK_CACHE to a directory where this user may write"
             raise OSError(error.errno, why, str(directory)) from error
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, "megapack-fetch")
-        # Before the interpreter waits for the pool's threads: else all that is queued was fetched.
+        # Without this, the interpreter would fetch all queued blocks before it exits.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
-        self._written = SMALLEST_SIZE  # since the last look at all of it; at first look at once
+        self._written = SMALLEST_SIZE  # bytes since the last check of the size; large: check soon
 
     def _end(self) -> None:
         ending.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have ``function(*arguments)`` called by one of the threads that fetch.
-
-        Raises:
-            ConfigError: this process was forked from one that fetches.
-            RuntimeError: the program ends.
-        """
+        """Call ``function(*arguments)`` in a fetching thread. Raises ConfigError: this process was
+        forked from one that fetches; RuntimeError: the program ends."""
         refuse_fork()
         return self._pool.submit(function, *arguments)
 
     def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
-        """The directory of these versions of objects, which stays as long as this process."""
-        versions = [found.version if found else "none" for found in objects]
+        """Return the directory for these versions of objects; it exists as long as this process."""
+        versions = [each.version if each else "none" for each in objects]
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
             make_own_folder(entry)
             with self.in_use.if_free(str(entry)) as unused:
-                if unused:  # also by other machines: home directories are shared
+                if unused:  # by other machines, too, which may share a home directory
                     _remove_earlier_chunks(entry)
             self.in_use.share(str(entry))
             if entry.exists():
                 return entry
-            self.in_use.give_back(str(entry))  # it was removed in between, to make room
+            self.in_use.give_back(str(entry))  # eviction removed it in between
 
     def give_back(self, entry: Path) -> None:
-        """Remove an entry, unless others have it open as well."""
+        """Remove an entry unless another process or thread uses it."""
         self.in_use.give_back(str(entry))
         with self.in_use.if_free(str(entry)) as free:
             if free:
@@ -434,40 +410,33 @@ class Cache:
 
     def fetch(
         self,
-        found: RemoteObject,
+        remote_object: RemoteObject,
         path: Path,
         check: Callable[[Path], object] = lambda _: None,
         progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Have a whole object at a path, complete or not at all, fetched by one process.
+        """Fetch a whole object to a path, complete or not at all; one process fetches it for all.
 
-        Args:
-            found: the object.
-            path: in an entry, or any other; its directory is created.
-            check: raises FormatError or WrongBytesError where the file that it is given is not what
-                it should be.
-            progress: called for every part that came, by any thread.
-
-        Raises:
-            FormatError: what came is wrong again and again.
-            OSError: as of ``RemoteObject.read``, or the disk is full.
+        ``check`` is called with the file and raises FormatError or WrongBytesError if it is
+        damaged; any thread calls ``progress`` for every received part. Raises FormatError: the
+        received bytes are repeatedly wrong; OSError: see ``RemoteObject.read``, or a full disk.
         """
 
         def attempt() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = AtomicFile(path)
             try:
-                self._download(found, file, progress)
+                self._download(remote_object, file, progress)
                 try:
                     check(file.temporary)
                 except FormatError as error:
-                    text = str(error).replace(str(file.temporary), found.url)
+                    text = str(error).replace(str(file.temporary), remote_object.url)
                     raise WrongBytesError(text.replace(file.temporary.name, path.name)) from error
                 file.take_name()
-            except FileNotFoundError as error:  # of the object, or of the folder
+            except FileNotFoundError as error:  # the object or the folder is missing
                 if error.filename is None or Path(error.filename) != file.temporary:
                     raise
-                why = f"something else empties the cache {self.directory} (see MEGAPACK_CACHE)"
+                why = f"another program empties the cache {self.directory} (see MEGAPACK_CACHE)"
                 raise WrongBytesError(why) from error
             finally:
                 file.discard()
@@ -480,39 +449,41 @@ class Cache:
             return 0
 
         def awaited() -> str:
-            return f"{found.url}, which process {self.locks.owner(str(path))} of this node fetches"
+            owner = self.locks.owner(str(path))
+            return f"{remote_object.url}, which process {owner} of this node fetches"
 
         patience = Patience(awaited, bytes_here)
         with self.locks.held(str(path), waiting=patience.check):
             if not path.exists():
-                until_right(found.url, attempt)
+                retry_wrong_bytes(remote_object.url, attempt)
 
     def _download(
-        self, found: RemoteObject, file: AtomicFile, progress: Callable[[], object]
+        self, remote_object: RemoteObject, file: AtomicFile, progress: Callable[[], object]
     ) -> None:
         request_bytes, path = CHUNK_BLOCKS * BLOCK_BYTES, file.temporary
         with self.naming_full_disk():
 
             def fetch(begin: int) -> None:
-                end = min(begin + request_bytes, found.num_bytes)
-                _write_at(file.file.fileno(), found.read(begin, end), begin)
+                end = min(begin + request_bytes, remote_object.num_bytes)
+                _write_at(file.file.fileno(), remote_object.read(begin, end), begin)
                 progress()
 
             def awaited() -> str:
-                return f"{found.url} ({size(bytes_on_disk(path))} of {size(found.num_bytes)} came)"
+                received = f"{size(bytes_on_disk(path))} of {size(remote_object.num_bytes)}"
+                return f"{remote_object.url} ({received} received)"
 
-            begins = range(0, found.num_bytes, request_bytes)
+            begins = range(0, remote_object.num_bytes, request_bytes)
             requests = [self.submit(fetch, begin) for begin in begins]
             try:
                 wait_for(requests, Patience(awaited, lambda: bytes_on_disk(path)))
-            finally:  # none may write when the file is closed
+            finally:  # no request may write after the file is closed
                 for request in requests:
                     request.cancel()
                 wait(request for request in requests if not request.cancelled())
             file.sync()
 
     def will_write(self, num_bytes: int) -> None:
-        """Make room, if so much was written since the last time that somebody should look."""
+        """Announce a write; evict blocks if much was written since the last check."""
         if self.limit is None:
             return
         with self._lock:
@@ -524,7 +495,7 @@ class Cache:
 
     @contextlib.contextmanager
     def naming_full_disk(self) -> Iterator[None]:
-        """An error of a full disk says which, and what to do."""
+        """Add the directory and a remedy to errors of a full disk."""
         try:
             yield
         except OSError as error:
@@ -532,8 +503,8 @@ class Cache:
                 raise
             raise OSError(
                 error.errno,
-                f"the disk of the cache is full ({os.strerror(error.errno)}): free some, let "
-                "MEGAPACK_CACHE name another, or set MEGAPACK_CACHE_SIZE to less than it has",
+                f"the disk of the cache is full ({os.strerror(error.errno)}): free space, set "
+                "MEGAPACK_CACHE to another disk, or set MEGAPACK_CACHE_SIZE to less than its size",
                 str(self.directory),
             ) from error
 
@@ -541,9 +512,9 @@ class Cache:
 def make_room(cache: Cache) -> int:
     """Free an eighth of a cache with a limit if it is nearly full; return the bytes freed.
 
-    Entries that no process uses go first, oldest first. Then chunks that were not requested or read
-    in the last ten minutes, newest first: the schedule needs those last, an epoch later. Then the
-    other chunks, some of which are still to be read, in the order of their requests.
+    Unused entries are removed first, oldest first. Then chunks that were not requested or read for
+    ten minutes, newest first: the schedule needs those last, an epoch later. Then the other chunks,
+    which may still be needed, in the order of their requests.
     """
     assert cache.limit is not None
     freed = 0
@@ -553,7 +524,7 @@ def make_room(cache: Cache) -> int:
         # Other files in the directory are neither counted nor removed.
         entries = [path for path in cache.directory.glob("*") if is_own_folder(path)]
         files = {entry: list(files_below(entry)) for entry in entries}
-        used = sum(file.num_bytes for found in files.values() for file in found)
+        used = sum(file.num_bytes for files_of_entry in files.values() for file in files_of_entry)
         excess = used - cache.limit * (FREE_PART - 1) // FREE_PART
         if excess <= cache.limit // (2 * FREE_PART):
             return 0
@@ -566,12 +537,12 @@ def make_room(cache: Cache) -> int:
                     remove_own_folder(entry)
         long_ago = time.time() - READ_SECONDS
 
-        def turn(chunk: FileOnDisk) -> tuple[bool, float]:
+        def eviction_order(chunk: FileOnDisk) -> tuple[bool, float]:
             at = chunk.touched_at
             return (False, -at) if at < long_ago else (True, at)
 
-        chunks = (f for e in files for f in files[e] if _is_chunk(f, e))
-        for chunk in sorted(chunks, key=turn):
+        chunks = (f for e in files for f in files[e] if _CHUNKS.fullmatch(f.path.parent.name))
+        for chunk in sorted(chunks, key=eviction_order):
             if freed >= excess:
                 break
             freed += chunk.num_bytes
@@ -579,13 +550,8 @@ def make_room(cache: Cache) -> int:
     return freed
 
 
-def _is_chunk(file: FileOnDisk, entry: Path) -> bool:
-    folder = file.path.parent
-    return folder.parent == entry and _CHUNKS.fullmatch(folder.name) is not None
-
-
 def _remove_earlier_chunks(entry: Path) -> None:
-    """Those of earlier starts of the machine."""
+    """Remove the chunks of earlier boots of the machine."""
     with contextlib.suppress(FileNotFoundError):
         for folder in entry.iterdir():
             if _CHUNKS.fullmatch(folder.name) and not folder.name.endswith(f".{_boot()}"):

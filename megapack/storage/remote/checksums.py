@@ -1,15 +1,15 @@
-"""``<prefix>.checksums``: what tells, range by range, that bytes from far away are right.
+"""``<prefix>.checksums``: a checksum for every block of a remote .bin.
 
-The checksums of a meta file are of gigabytes; a range read needs some of its own::
+The checksums in a meta file are for gigabytes; reads of ranges need smaller ones::
 
     8 bytes    magic "MEGASUMS"
     4 bytes    size of the header, little-endian
-    header     JSON, UTF-8: version, block_bytes, bin_bytes, and of the small files beside it
+    header     JSON, UTF-8: version, block_bytes, bin_bytes, and for the small files next to it
                {suffix: {bytes, xxh3_128}}
     8 bytes    for every block of .bin (the last may be shorter): xxh3_64, little-endian
     16 bytes   xxh3_128 of all of the above
 
-Reading works without it; only lengths and versions of objects are then compared.
+Reading works without it; then only lengths and versions of objects are compared.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megapack.storage.metadata import file_checksum, has_its_checksums, read_met
 from megapack.storage.remote.client import WrongBytesError
 
 SUFFIX = ".checksums"
-# Small enough that a document of a few kilobytes does not fetch much else, large enough that the
-# checksums are 0.05 % of the tokens.
+# Small, so that a document of a few kilobytes fetches little else; large enough that the checksums
+# are 0.05 % of the tokens.
 BLOCK_BYTES = 1 << 14
 
 _MAGIC = b"MEGASUMS"
@@ -45,11 +45,11 @@ _SMALL = (".idx", ".meta.json")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChecksums:
-    """Of one dataset.
+    """Checksums of one dataset.
 
     Attributes:
         bin_bytes: size of .bin.
-        blocks: uint64 (num_blocks,), xxh3_64 of every block of it.
+        blocks: uint64 (num_blocks,), xxh3_64 of every block of .bin.
         files: suffix -> (bytes, xxh3_128) of the small files.
     """
 
@@ -59,11 +59,11 @@ class BlockChecksums:
 
     @staticmethod
     def read(path: Path) -> BlockChecksums:
-        """Read checksums from a local file. Raises FormatError: damaged, or of a newer version."""
+        """Read a local file. Raises FormatError: it is damaged, or has another version."""
         data = path.read_bytes()
         body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not data.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != digest:
-            raise FormatError(f"{path} is damaged: it does not have its own checksum")
+            raise FormatError(f"{path} is damaged: its checksum differs; upload the dataset again")
         begin = len(_MAGIC) + _SIZE.size
         end = begin + _SIZE.unpack_from(body, len(_MAGIC))[0]
         header: dict[str, Any] = json.loads(body[begin:end])
@@ -75,31 +75,27 @@ class BlockChecksums:
         return BlockChecksums(
             bin_bytes=header["bin_bytes"],
             blocks=np.frombuffer(body[end:], "<u8"),
-            files={name: (of["bytes"], of["xxh3_128"]) for name, of in header["files"].items()},
+            files={name: (f["bytes"], f["xxh3_128"]) for name, f in header["files"].items()},
         )
 
     def check(self, first: int, data: memoryview) -> None:
-        """Refuse bytes that begin with block ``first``. Raises WrongBytesError."""
-        for at, block in enumerate(range(0, len(data), BLOCK_BYTES), first):
-            found = xxhash.xxh3_64_intdigest(data[block : block + BLOCK_BYTES])
-            if found != self.blocks[at]:
+        """Check bytes from block ``first`` on. Raises WrongBytesError: a checksum differs."""
+        for block, begin in enumerate(range(0, len(data), BLOCK_BYTES), first):
+            digest = xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK_BYTES])
+            if digest != self.blocks[block]:
                 raise WrongBytesError(
-                    f"bytes [{at * BLOCK_BYTES}, {at * BLOCK_BYTES + BLOCK_BYTES}) do not have "
-                    f"their checksum in {SUFFIX}"
+                    f"bytes [{block * BLOCK_BYTES}, {(block + 1) * BLOCK_BYTES}) differ from "
+                    f"{SUFFIX}"
                 )
 
 
 def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
-    """Write the checksums of the dataset at a local prefix; all of .bin is read.
-
-    Raises:
-        FormatError: the files do not have the checksums of their meta file, where there is one.
-        OSError: a file is missing or cannot be read, or ``path`` not be written.
-    """
+    """Write the checksums of a local dataset; reads all of .bin. Raises FormatError: the files do
+    not match their meta file, if there is one."""
     if read_meta(prefix) is not None and not has_its_checksums(prefix):
         raise FormatError(
-            f"{prefix}: .bin or .idx do not have the checksums of the meta file; "
-            "`megapack-build verify` tells which"
+            f"{prefix}: .bin or .idx do not have the checksums of the meta file; run "
+            "`megapack-build verify` for the details"
         )
     files = {}
     for suffix in _SMALL:
@@ -108,8 +104,8 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
             files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": file_checksum(small)}
     with open_regular(path_of(prefix, ".bin")) as file:
         num_bytes = file_identity(file).num_bytes
-        each = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
-        blocks = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in each), "<u8")
+        file_blocks = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+        blocks = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in file_blocks), "<u8")
     sizes = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "bin_bytes": num_bytes}
     header = json.dumps({**sizes, "files": files}).encode()
     body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, blocks.tobytes()))

@@ -1,8 +1,8 @@
-"""The client of object stores (obstore): one version of an object, read by ranges.
+"""Client of object stores (obstore): reads one version of an object by ranges.
 
-What may pass is tried again with growing, random pauses, and said after the first time; what cannot
-(a certificate, a name, credentials, ranges) is an error at once. Bytes that are wrong are asked for
-again a few times. Credentials and endpoints come from the client's usual places.
+Temporary errors are retried with growing, random pauses and logged; permanent ones (certificate,
+host name, credentials, ranges) raise at once. Damaged bytes are requested again a few times.
+Credentials and endpoints come from the client's usual places.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 180.0  # after these, what still fails is an error; MEGAPACK_RETRY_SECONDS
-WRONG_ATTEMPTS = 5  # to read what comes with wrong bytes: a range, or a small file
+RETRY_SECONDS = 180.0  # default of MEGAPACK_RETRY_SECONDS: time limit of all retries
+WRONG_ATTEMPTS = 5  # to read a range or a small file whose checksum is wrong
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
-REQUEST_TIMEOUT = timedelta(seconds=30)  # without a byte of an answer; of all: ``_open_store``
-PART_BYTES = 5 << 20  # of an upload in parts: the least that stores take
-MOST_PARTS = 10_000  # that S3 and Google take
-SAY_SECONDS = 30.0  # between lines of failed attempts, of one folder
+REQUEST_TIMEOUT = timedelta(seconds=30)  # without a received byte; see also ``_open_store``
+PART_BYTES = 5 << 20  # of an upload in parts: the stores' minimum
+MAX_PARTS = 10_000  # limit of S3 and Google
+LOG_SECONDS = 30.0  # between two log lines about failed attempts in one folder
 
-ending = threading.Event()  # the program ends: nothing is tried again
+ending = threading.Event()  # set when the program ends: no more retries
 
-# What will fail as it failed: in the client's error, and what to say of it.
+# Permanent errors: pattern in the client's error, and the message.
 _PERMANENT = (
     (
         r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)",
-        "the server's certificate is not trusted ({}): let SSL_CERT_FILE name a file with the "
+        "the server's certificate is not trusted ({}): set SSL_CERT_FILE to a file with the "
         "certificate of its authority (PEM)",
     ),
     (r"InvalidContentType", "the server does not speak TLS: write http:// instead of https://"),
     (
         r"(Name or service not known|No address associated with hostname)",
-        "the server's name does not resolve ({}): is it, or the endpoint, spelled right?",
+        "the server's name does not resolve ({}): check its spelling and the endpoint's",
     ),
     (
         r"NotPartial|RangeNotSupported",
-        "the server ignores ranges (it answers with the whole object): use one that serves ranges, "
-        "or copy the dataset to this machine",
+        "the server ignores ranges (it returns the whole object): use one that supports ranges, or "
+        "copy the dataset to this machine",
     ),
     (
         r"^(?:PermissionDenied|PermissionError|Unauthenticated)|BareRedirect|"
         r"status code: (?:4(?!08|29)\d\d (?!.*RequestTimeout)|501|505)",
-        "the store refuses the request. Are the credentials there, not expired and sufficient, the "
-        "region, the endpoint and this machine's clock right?",
+        "the store refuses the request: check that credentials are set, sufficient and not "
+        "expired, and check the region, the endpoint and this machine's clock",
     ),
 )
 _WRONG_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
@@ -71,7 +71,7 @@ _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimi
 
 
 def retry_seconds() -> float:
-    """For how long what fails is tried again. Raises ConfigError: it is set to no such number."""
+    """Return MEGAPACK_RETRY_SECONDS, the time limit of all retries. Raises ConfigError."""
     text = os.environ.get("MEGAPACK_RETRY_SECONDS")
     if not text:
         return RETRY_SECONDS
@@ -81,24 +81,24 @@ def retry_seconds() -> float:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(
-            f"MEGAPACK_RETRY_SECONDS is {text!r}; it must be a number of seconds above 0, as 180"
+            f"MEGAPACK_RETRY_SECONDS is {text!r}; it must be a positive number of seconds, as 180"
         )
     return seconds
 
 
 def raise_if_ending() -> None:
-    """Raises RuntimeError: the program ends, and nobody is to wait any more."""
+    """Raise RuntimeError if the program ends."""
     if ending.is_set():
         raise RuntimeError("the program ends")
 
 
 class WrongBytesError(Exception):
-    """An answer that is not what was asked for; asking again may help."""
+    """The received bytes are wrong; another attempt may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteObject:
-    """One version of an object; another that takes its name is never read in its place."""
+    """One version of an object; reading never returns bytes of another version."""
 
     url: str
     num_bytes: int
@@ -113,29 +113,25 @@ class RemoteObject:
     def read(
         self, begin: int, end: int, check: Callable[[memoryview], object] = lambda _: None
     ) -> memoryview:
-        """Bytes ``[begin, end)``, tried again until they are there and right.
+        """Return bytes ``[begin, end)``, with retries; ``check`` raises WrongBytesError if they are
+        damaged.
 
-        Args:
-            check: raises WrongBytesError where they are not what they should be.
-
-        Raises:
-            FormatError: the object was replaced, or its bytes stay wrong.
-            ConfigError: credentials are missing, expired or not sufficient.
-            FileNotFoundError: the object is gone.
-            ConnectionError: the store cannot be reached, or throttles all the time.
+        Raises FormatError: the object was replaced, or its bytes are repeatedly wrong; ConfigError:
+        credentials are missing, expired or not sufficient; FileNotFoundError: the object was
+        removed; ConnectionError: the store cannot be reached, or keeps throttling.
         """
 
         def attempt() -> memoryview:
-            data = _until_it_works(self.url, lambda: self._get(begin, end))
+            data = _retry(self.url, lambda: self._get(begin, end))
             check(data)
             return data
 
-        return until_right(self.url, attempt)
+        return retry_wrong_bytes(self.url, attempt)
 
     def _get(self, begin: int, end: int) -> memoryview:
         store, name = _store_of(self.url)
         options: dict[str, Any] = {"range": (begin, end)}
-        if self.etag is not None and not self.etag.startswith("W/"):  # which never match
+        if self.etag is not None and not self.etag.startswith("W/"):  # weak tags never match
             options["if_match"] = self.etag
         answer = _client().get(store, name, options=options)
         if _object(self.url, answer.meta).version != self.version:
@@ -143,22 +139,22 @@ class RemoteObject:
         data = memoryview(answer.bytes())
         if answer.range != (begin, end) or len(data) != end - begin:
             raise WrongBytesError(
-                f"asked for bytes [{begin}, {end}), answered with {len(data)} of {answer.range}"
+                f"requested bytes [{begin}, {end}), received {len(data)} of {answer.range}"
             )
         return data
 
 
 def find_object(url: str) -> RemoteObject | None:
-    """The object at an address, None where there is none. Raises as ``RemoteObject.read``."""
+    """Return the object at an address, or None. Raises as ``RemoteObject.read``."""
     try:
         store, name = _store_of(url)
-        return _object(url, _until_it_works(url, lambda: _client().head(store, name)))
+        return _object(url, _retry(url, lambda: _client().head(store, name)))
     except FileNotFoundError:
         return None
 
 
 class _Upload(io.FileIO):
-    """A file, and what is called whenever some of it is read."""
+    """File that calls ``progress`` at every read."""
 
     def __init__(self, path: str | os.PathLike[str], progress: Callable[[], object]) -> None:
         super().__init__(path)
@@ -172,50 +168,43 @@ class _Upload(io.FileIO):
 def put_object(
     url: str, path: str | os.PathLike[str], progress: Callable[[], object] = lambda: None
 ) -> None:
-    """Upload a file. The object appears when it is complete.
-
-    Args:
-        progress: called for every part that is sent.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ConfigError, ConnectionError: as of ``RemoteObject.read``.
-    """
-    if url.startswith("file:"):  # stores of other kinds have no directories
+    """Upload a file; the object appears when it is complete. ``progress`` is called for every part.
+    Raises as ``RemoteObject.read``."""
+    if url.startswith("file:"):  # other stores have no directories
         folder = unquote(urlsplit(split_address(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     with _Upload(path, progress) as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        part = max(PART_BYTES, -(-num_bytes // MOST_PARTS))
+        part = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
 
         def attempt() -> None:
             file.seek(0)
-            # A part that fails is sent again by the client, not all of them by us.
+            # The client itself retries single parts.
             store, name = _store_of(url, part / PART_BYTES if num_bytes > part else 0)
             _client().put(store, name, file, chunk_size=part)
 
-        _until_it_works(url, attempt)
+        _retry(url, attempt)
 
 
 def remove_object(url: str) -> None:
-    """Delete an object, if it is there. Raises as ``RemoteObject.read``."""
+    """Delete an object if it exists. Raises as ``RemoteObject.read``."""
     try:
         store, name = _store_of(url)
-        _until_it_works(url, lambda: _client().delete(store, name))
+        _retry(url, lambda: _client().delete(store, name))
     except FileNotFoundError:
         return
 
 
 def names_in(folder: str) -> list[str]:
-    """Names of the objects directly in a folder, sorted. Raises as ``RemoteObject.read``."""
+    """Return the sorted names of the objects in a folder. Raises as ``RemoteObject.read``."""
     refuse_fork()
 
     def attempt() -> list[str]:
-        found = _client().list_with_delimiter(_open_store(folder, retry_seconds(), 0))
-        return sorted(each["path"] for each in found["objects"])
+        listing = _client().list_with_delimiter(_open_store(folder, retry_seconds(), 0))
+        return sorted(entry["path"] for entry in listing["objects"])
 
-    return _until_it_works(folder, attempt)
+    return _retry(folder, attempt)
 
 
 def _object(url: str, meta: Any) -> RemoteObject:
@@ -224,16 +213,9 @@ def _object(url: str, meta: Any) -> RemoteObject:
     )
 
 
-def until_right(url: str, attempt: Callable[[], T]) -> T:
-    """Ask again for what comes with wrong bytes, whole files and ranges alike.
-
-    Args:
-        url: of the object.
-        attempt: raises WrongBytesError where they are.
-
-    Raises:
-        FormatError: they are wrong again and again.
-    """
+def retry_wrong_bytes(url: str, attempt: Callable[[], T]) -> T:
+    """Call ``attempt`` until it returns without WrongBytesError. Raises FormatError:
+    ``WRONG_ATTEMPTS`` attempts failed."""
     number = 1
     while True:
         try:
@@ -241,48 +223,51 @@ def until_right(url: str, attempt: Callable[[], T]) -> T:
         except WrongBytesError as error:
             if number == WRONG_ATTEMPTS:
                 raise FormatError(
-                    f"{url} is damaged, or changed on the way {number} times: {error}; upload it "
-                    "again from a sound copy (`megapack-build verify` tells)"
+                    f"{url} is damaged, or was damaged in transit {number} times: {error}; check a "
+                    "copy with `megapack-build verify`, and upload it again"
                 ) from error
-            _say(url, number, str(error), f"at most {WRONG_ATTEMPTS} times")
+            _log_attempt(url, number, str(error), f"at most {WRONG_ATTEMPTS} times")
             number += 1
 
 
-def _until_it_works(url: str, attempt: Callable[[], T]) -> T:
+def _retry(url: str, attempt: Callable[[], T]) -> T:
+    """Call ``attempt`` until it returns, within ``retry_seconds()``; translate its errors."""
     limit = retry_seconds()
-    until = time.monotonic() + limit
+    deadline = time.monotonic() + limit
     pause, number = FIRST_PAUSE, 1
     while True:
         try:
             return attempt()
         except FileNotFoundError as error:
             raise missing(url) from error
-        except _client().exceptions.PreconditionError as error:  # Azure: also of what is gone
+        except _client().exceptions.PreconditionError as error:  # Azure: also for removed objects
             raise (_replaced(url) if find_object(url) else missing(url)) from error
         except (_client().exceptions.BaseError, OSError) as error:
             _raise_if_permanent(url, error)
-            # A request that only trickles takes longer than the limit: there is always a second.
-            if (time.monotonic() > until and number > 1) or ending.is_set():
+            # A slow transfer may exceed the limit at the first attempt: always try twice.
+            if (time.monotonic() > deadline and number > 1) or ending.is_set():
                 raise _unreachable(url, error, limit) from error
-            _say(url, number, _summary(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)")
-        # Random: not all readers at once. The last attempt comes when the time is up, not later.
-        ending.wait(min(random.uniform(0, pause), max(0.0, until - time.monotonic())))
+            _log_attempt(
+                url, number, _summary(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)"
+            )
+        # Random pauses, so that readers do not retry all at once; the last ends at the deadline.
+        ending.wait(min(random.uniform(0, pause), max(0.0, deadline - time.monotonic())))
         pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
 
 
-_said: dict[str, float] = {}  # folder -> when an attempt in it was last spoken of
-_saying = threading.Lock()
+_logged_at: dict[str, float] = {}  # folder -> time of the last log line about it
+_logging = threading.Lock()
 
 
-def _say(url: str, number: int, why: str, limit: str) -> None:
-    """One line for all that fails in a folder within some time: whole pools fail at once."""
-    folder = url.rpartition("/")[0]  # a bucket that is listed is in none
-    with _saying:
+def _log_attempt(url: str, number: int, why: str, limit: str) -> None:
+    """Log a failed attempt, once per folder and interval: often all requests fail at once."""
+    folder = url.rpartition("/")[0]
+    with _logging:
         now = time.monotonic()
-        if now < _said.get(folder, -math.inf) + SAY_SECONDS:
+        if now < _logged_at.get(folder, -math.inf) + LOG_SECONDS:
             return
-        _said[folder] = now
-    log.warning("%s: attempt %d failed (%s); it is tried again, %s", url, number, why, limit)
+        _logged_at[folder] = now
+    log.warning("%s: attempt %d failed (%s); retrying %s", url, number, why, limit)
 
 
 def missing(url: str) -> FileNotFoundError:
@@ -291,8 +276,8 @@ def missing(url: str) -> FileNotFoundError:
 
 def _replaced(url: str) -> FormatError:
     return FormatError(
-        f"{url} was replaced since it was opened (another size or ETag); start the run again with "
-        "what stands there now, or restore it"
+        f"{url} was replaced after it was opened (another size or ETag); start the run again with "
+        "the new object, or restore the old one"
     )
 
 
@@ -315,30 +300,30 @@ def _unreachable(url: str, error: Exception, limit: float) -> Exception:
         return _no_credentials(url, error)
     if _THROTTLED.search(str(error)):
         return ConnectionError(
-            f'{url}: the store throttles (it answered "slow down" for {limit:.0f} seconds): spread '
+            f'{url}: the store throttles (it replied "slow down" for {limit:.0f} seconds): spread '
             f"the data over more prefixes, or read with fewer nodes ({why})"
         )
     return ConnectionError(
         f"{url} could not be read or written for {limit:.0f} seconds "
-        f"(MEGAPACK_RETRY_SECONDS; more of them over a slow line): {why}"
+        f"(MEGAPACK_RETRY_SECONDS; raise it for a slow connection): {why}"
     )
 
 
 def _no_credentials(url: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{url}: no credentials are set, and the service that gives them to machines in a cloud "
-        f"gave none: set those that docs/guides/object_storage.md names ({_summary(error)})"
+        f"{url}: no credentials are set, and the cloud's metadata service returned none: set them "
+        f"as docs/guides/object_storage.md describes ({_summary(error)})"
     )
 
 
 def _summary(error: Exception) -> str:
-    """The first line, and a store's code and message; what follows those may hold a token."""
+    """Return first line, code and message of a store's error; the rest may contain a token."""
     line, _, more = str(error).partition("\n\nDebug source")[0].partition("\n")
     code = "".join(re.findall(r"^<Error>.*?</Message>", more, re.DOTALL))
     return redacted(line)[:300] + redacted(code)[:300]
 
 
-# --- the client ---------------------------------------------------------------------------------
+# ---- The client --------------------------------------------------------------------------------
 
 
 @cache
@@ -360,58 +345,51 @@ def _store_of(url: str, parts: float = 0) -> tuple[Any, str]:
 
 @cache
 def _open_store(folder: str, limit: float, parts: float) -> Any:
-    """One per folder, whose connections all its objects share.
+    """Return the client of a folder; all objects in it share its connections.
 
-    A slow line is no failure: requests that share it take long, 64 of 4 MiB or 12 parts at a time.
-    So silence ends one early, a trickle late. Silence cannot be told while a part is sent: what
-    ends one is half of the time for which the client tries it again, more of a larger part.
+    Concurrent requests (64 of 4 MiB, or 12 parts) share the bandwidth, so on a slow connection they
+    take long without failing. So a request that receives nothing times out early, a slow one late.
+    An upload of a part gives no such signal: its timeout is half of the client's retry time, longer
+    for larger parts.
 
-    Args:
-        folder: its address.
-        limit: ``retry_seconds()``.
-        parts: of an upload in parts, the size of one in ``PART_BYTES``, which the client itself
-            tries again; 0: it does not, since that hides what fails and knows no wrong bytes.
-
-    Raises:
-        ConfigError: it is no address of a store, or the store's settings cannot be what they are.
+    With ``parts``, the size of an upload's part in ``PART_BYTES``, the client itself retries parts;
+    otherwise it does not, since it would hide errors and cannot check bytes. Raises ConfigError:
+    the address or the store's settings are invalid.
     """
     if folder.startswith("file:"):
         try:
             return _client().store.from_url(folder)
         except _client().exceptions.BaseError as error:
             raise missing(folder) from error
-    tried = timedelta(seconds=limit)
+    retry_time = timedelta(seconds=limit)
     if parts:
-        timeouts = {"timeout": parts * max(REQUEST_TIMEOUT, tried / 2)}
+        timeouts = {"timeout": parts * max(REQUEST_TIMEOUT, retry_time / 2)}
     else:
-        timeouts = {"timeout": REQUEST_TIMEOUT + tried, "read_timeout": REQUEST_TIMEOUT}
-    options = {**timeouts, "allow_http": True}  # where the endpoint says so
-    first, longest = timedelta(seconds=FIRST_PAUSE), timedelta(seconds=LONGEST_PAUSE)
+        timeouts = {"timeout": REQUEST_TIMEOUT + retry_time, "read_timeout": REQUEST_TIMEOUT}
+    options = {**timeouts, "allow_http": True}  # for endpoints with http://
+    first_pause, max_pause = timedelta(seconds=FIRST_PAUSE), timedelta(seconds=LONGEST_PAUSE)
     retries = {
         "max_retries": 1000 if parts else 0,
-        "retry_timeout": max(1, parts) * tried,
-        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
+        "retry_timeout": max(1, parts) * retry_time,
+        "backoff": {"init_backoff": first_pause, "max_backoff": max_pause, "base": 2},
     }
-    if not folder.startswith("http"):  # keys are no URLs: %20 in one is three signs, as in names
+    if not folder.startswith("http"):  # keys are not URLs: %20 is three characters
         folder = folder.replace("%", "%25")
     try:
         return _client().store.from_url(folder, client_options=options, retry_config=retries)
     except (_client().exceptions.BaseError, ValueError) as error:
         raise ConfigError(
-            f"{folder}: {_summary(error)}; docs/guides/object_storage.md tells how addresses "
-            "are written and which settings a store needs"
+            f"{folder}: {_summary(error)}; docs/guides/object_storage.md describes addresses and "
+            "the settings of each store"
         ) from error
 
 
-_users: list[int] = []  # the process that uses it first, in its children, too
+_users: list[int] = []  # id of the first process that used the client; inherited by forks
 
 
 def refuse_fork() -> None:
-    """The client's threads do not survive a fork: a child that used it would wait for ever.
-
-    Raises:
-        ConfigError: this process was forked from one that has used it.
-    """
+    """Raise ConfigError if this process was forked from one that has used the client: its threads
+    do not survive a fork, so a child would wait forever."""
     if not _users:
         _users.append(os.getpid())
     if _users[0] != os.getpid():

@@ -1,10 +1,10 @@
-"""Whole datasets and files between addresses and this machine, for what works on local files.
+"""Copy whole datasets and files between addresses and this machine, for code on local files.
 
-- ``local_copy``: a dataset to read; ``local_output``, ``local_output_file``: where to write
-- ``upload_dataset``: a finished dataset, copied to an address
+- ``local_copy``: a dataset to read; ``local_output``, ``local_output_file``: outputs to write
+- ``upload_dataset``: copies a finished dataset to an address
 
-Both ways lead through the cache: what is read is fetched there whole, what is to stand at an
-address is written there first. Local prefixes and paths pass as they are.
+Both directions use the cache: inputs are fetched into it whole, outputs are written there before
+the upload. Local prefixes and paths are used directly.
 """
 
 from __future__ import annotations
@@ -24,22 +24,16 @@ from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksum
 from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
 
-_CHECKED_BLOCKS = 256  # at once
+_CHECKED_BLOCKS = 256  # read and checked at a time
 
 
 @contextlib.contextmanager
 def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterator[str]:
-    """Where the files of a dataset lie on this machine while the block runs.
+    """Yield the local prefix of a dataset while the block runs.
 
-    Those of an address are fetched, compared with its checksums, and removed at the end.
-
-    Args:
-        prefix: of the dataset.
-        tokens: False: a .bin of an address has its size and no tokens.
-
-    Raises:
-        FileNotFoundError: there is no .idx or no .bin.
-        FormatError, ConfigError, OSError: as of ``open_remote_pair`` and ``Cache.fetch``.
+    A remote dataset is fetched, checked against its checksums, and removed at the end. Without
+    ``tokens``, an empty file of its size replaces a remote .bin. Raises FileNotFoundError: .idx or
+    .bin does not exist; others: see ``open_remote_pair`` and ``Cache.fetch``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -48,7 +42,7 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
     pair = open_remote_pair(prefix)
     cache, sums = pair.cache, pair.checksums
     name = Path(pair.local_prefix).name
-    # Of this version of all objects: what a killed process left of another is not taken for it.
+    # The entry belongs to this version of all objects, so leftovers of another are never used.
     local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", pair.local_prefix)
     files = str(local / name)
     try:
@@ -82,21 +76,16 @@ def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
 def local_output(
     prefix: str | os.PathLike[str], outputs: Iterable[str] | None = None, *, overwrite: bool
 ) -> Iterator[str]:
-    """The prefix to look at and write to while the block runs, of what shall stand at a prefix.
+    """Yield the local prefix at which to write a dataset while the block runs.
 
-    Of an address the files by which a dataset is known are copied there first, unless it is to be
-    replaced: so what stands far away is treated as what stands here, the same left alone and
-    anything else refused. Its .bin has its size and no tokens. What is written in the block is
-    uploaded at the end: every dataset, complete or absent, and the manifest of a build. Where the
-    block or the upload fails, all of it stays in the cache, and the next run finds it there.
-    Another process of this node that wants to write there waits.
+    For an address, first copy the existing .idx and meta file, and an empty .bin of the right size,
+    unless ``overwrite``: so the block detects an equal or another dataset as it does locally. After
+    the block, upload every new dataset, complete or absent, and the manifest of a build. If the
+    block or the upload fails, the files stay in the cache for the next run. Another process of this
+    node with the same output waits.
 
-    Args:
-        outputs: prefixes of all datasets that are written; by default the one.
-        overwrite: replace what stands there.
-
-    Raises:
-        ConfigError, FormatError, OSError: as of ``open_remote_pair`` and ``upload_dataset``.
+    ``outputs`` are the prefixes of all datasets that the block writes; by default ``prefix``.
+    Raises as ``open_remote_pair`` and ``upload_dataset``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -107,30 +96,27 @@ def local_output(
     with cache.locks.held(prefix):
         local = cache.entry(f"{name}.output", prefix)
         try:
-            there = [] if overwrite else _copy_what_is_there(local, [prefix, *(outputs or ())])
+            copied = [] if overwrite else _copy_existing(local, [prefix, *(outputs or ())])
             yield str(local / name)
-            for idx in sorted(_written(local.glob("*.idx"), there)):
+            for idx in sorted(_written(local.glob("*.idx"), copied)):
                 upload_dataset(prefix_of(idx), f"{folder}/{idx.stem}")
-            for plan in _written(local.glob("*.manifest.json"), there):
-                put_object(f"{folder}/{plan.name}", plan)
+            for manifest in _written(local.glob("*.manifest.json"), copied):
+                put_object(f"{folder}/{manifest.name}", manifest)
         except BaseException as error:
-            if isinstance(error, MegapackError):  # which names what stands here for what is there
+            if isinstance(error, MegapackError):  # it names the local file: name the object
                 error.args = (str(error).replace(str(local), folder),)
-            cache.in_use.give_back(str(local))  # and leave what is in it
+            cache.in_use.give_back(str(local))  # without removing its files
             raise
         cache.give_back(local)
 
 
 @contextlib.contextmanager
 def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to look at and write to, while the block runs, one file that shall stand at a path.
+    """Yield the local path at which to write one file while the block runs.
 
-    Of an address that is a copy of what stands there, if anything does; a file that takes its place
-    is uploaded at the end, complete or absent. Where the block or the upload fails, nothing of it
-    stays. Another process that wants to write there waits, as for ``local_output``.
-
-    Raises:
-        ConfigError, FormatError, OSError: as of ``Cache.fetch`` and ``put_object``.
+    For an address, first copy the existing object; after the block, upload a new file, complete or
+    absent. If the block or the upload fails, remove it. Another process with the same output waits.
+    Raises as ``Cache.fetch`` and ``put_object``.
     """
     if not is_remote(path):
         yield Path(path)
@@ -139,24 +125,24 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     _, name = split_address(url)
     cache = open_cache()
     with cache.locks.held(url):
-        found = find_object(url)
+        existing = find_object(url)
         entry = cache.entry(f"{name}.output", url)
         try:
             local = entry / name
-            local.unlink(missing_ok=True)  # whoever was killed here left it
-            if found is not None:
-                cache.fetch(found, local)
-            before = found and local.stat()
+            local.unlink(missing_ok=True)  # left by a killed process
+            if existing is not None:
+                cache.fetch(existing, local)
+            status = existing and local.stat()
             yield local
-            if local.exists() and not (before and os.path.samestat(before, local.stat())):
+            if local.exists() and not (status and os.path.samestat(status, local.stat())):
                 put_object(url, local)
         finally:
             cache.give_back(entry)
 
 
-def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]:
-    """Copy complete datasets and a build's manifest over what an earlier run left."""
-    there = []
+def _copy_existing(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]:
+    """Copy existing complete datasets and a build's manifest over the files of an earlier run."""
+    copied = []
     for prefix in filter(exists, dict.fromkeys(prefixes)):
         files, pair = str(local / split_address(prefix)[1]), open_remote_pair(prefix)
         for suffix in (".idx", ".bin", ".meta.json"):
@@ -164,41 +150,38 @@ def _copy_what_is_there(local: Path, prefixes: Sequence[str]) -> list[os.stat_re
         for suffix in (".idx", ".meta.json"):
             small = path_of(pair.local_prefix, suffix)
             if small.exists():
-                there.append(Path(shutil.copyfile(small, path_of(files, suffix))).stat())
+                copied.append(Path(shutil.copyfile(small, path_of(files, suffix))).stat())
         _write_size(path_of(files, ".bin"), pair)
-    plan = find_object(f"{prefixes[0]}.manifest.json") if there else None
-    if plan is not None:
-        path = local / split_address(plan.url)[1]
+    manifest = find_object(f"{prefixes[0]}.manifest.json") if copied else None
+    if manifest is not None:
+        path = local / split_address(manifest.url)[1]
         path.unlink(missing_ok=True)
-        open_cache().fetch(plan, path)
-        there.append(path.stat())
-    return there
+        open_cache().fetch(manifest, path)
+        copied.append(path.stat())
+    return copied
 
 
 def _write_size(path: Path, pair: RemotePair) -> None:
-    """A .bin of the right size, for those who do not look into it."""
-    with path.open("ab") as file:  # never shorter meanwhile: another process may look
+    """Write an empty .bin of the right size, for callers that read no tokens."""
+    with path.open("ab") as file:  # never shorter meanwhile: another process may check it
         file.truncate(pair.bin_object.num_bytes)
 
 
-def _written(paths: Iterable[Path], there: list[os.stat_result]) -> list[Path]:
-    """Those that are not what was copied from there."""
-    return [p for p in paths if not any(os.path.samestat(p.stat(), each) for each in there)]
+def _written(paths: Iterable[Path], copied: list[os.stat_result]) -> list[Path]:
+    """Return the paths of files that are not copies of existing objects."""
+    return [
+        path
+        for path in paths
+        if not any(os.path.samestat(path.stat(), status) for status in copied)
+    ]
 
 
 def upload_dataset(prefix: str, address: str) -> None:
-    """Copy a dataset, with checksums of its blocks, to the prefix at an address.
+    """Copy a local dataset, with checksums of its blocks, to the prefix at an address.
 
-    Whoever looks at any moment finds the old dataset, none, or the new one: the old .idx goes
-    first, and the new one comes last. One writer at a time: an object store has no locks.
-
-    Args:
-        prefix: of the local files.
-        address: prefix of the objects.
-
-    Raises:
-        FormatError: .bin or .idx are not what the meta file says.
-        ConfigError, OSError: a file cannot be read, or an object not be written.
+    Readers find the old dataset, none, or the new one at any moment: the old .idx is removed first,
+    and the new one comes last. Only one writer at a time: object stores have no locks. Raises
+    FormatError: .bin or .idx do not match the meta file; others: see ``put_object``.
     """
     with tempfile.TemporaryDirectory(prefix="megapack-") as folder:
         sums = Path(folder) / SUFFIX
@@ -209,6 +192,6 @@ def upload_dataset(prefix: str, address: str) -> None:
         if meta.exists():
             put_object(f"{address}.meta.json", meta)
         else:
-            remove_object(f"{address}.meta.json")  # of what stood there before
+            remove_object(f"{address}.meta.json")  # it belongs to the old dataset
         put_object(f"{address}{SUFFIX}", sums)
         put_object(f"{address}.idx", path_of(prefix, ".idx"))

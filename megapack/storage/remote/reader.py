@@ -1,13 +1,13 @@
-"""A dataset far away, opened: small files whole in the cache, tokens by ranges.
+"""Open a remote dataset: small files whole in the cache, tokens by ranges.
 
 - ``open_remote_pair``: the objects of a dataset, of one writer, as a ``RemotePair``
-- ``RemoteTokens``: its .bin as an array; ``read_consistently``: a function of several of them
-- ``fetch_file``: one object, whole; ``exists``: whether a dataset is there
+- ``RemoteTokens``: its .bin as an array; ``read_consistently``: reads several of them at once
+- ``fetch_file``: one whole object; ``exists``: check for a dataset
 
 Blocks are numbered from 0, 16 KiB each: 4,096 tokens of int32. A gather of tokens [5000, 9000) ::
 
     blocks = blocks_of(np.array([5000]), np.array([9000]), 4)       # -> [1, 2]
-    tokens.want(blocks)                                            # fetched by other threads
+    tokens.want(blocks)                                            # other threads fetch them
     read_consistently([(tokens, blocks)], lambda: tokens.mapped[5000:9000].sum())
 """
 
@@ -46,48 +46,41 @@ from megapack.storage.remote.client import RemoteObject, find_object, missing
 
 T = TypeVar("T")
 
-GAP_BLOCKS = 8  # that are fetched, too, rather than ask twice
-# In a page of memory, which goes back to the system as a whole: 64 KiB on some ARM machines.
+GAP_BLOCKS = 8  # unneeded blocks that one request may include instead of becoming two
+# Blocks per memory page, which is freed as a whole: 64 KiB on some ARM machines.
 PAGE_BLOCKS = max(1, mmap.PAGESIZE // BLOCK_BYTES)
-_MAP_NORESERVE = 0x4000  # Linux's, which the mmap module names from Python 3.13 on
+_MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
 
 
 class RemoteTokens:
-    """Tokens of one .bin, 1-D. Slices and single tokens are fetched, checked and copied.
-
-    Whoever reads ``mapped`` itself does it within ``read_consistently``.
-
-    Args:
-        pair: whose .bin it is.
-        dtype: of the tokens; ``size``: how many of them there are.
-    """
+    """Tokens of one remote .bin, 1-D. Slices and single tokens are fetched, checked and copied.
+    Read ``mapped`` only within ``read_consistently``."""
 
     def __init__(self, pair: RemotePair, dtype: DTypeLike, size: int) -> None:
         self.dtype, self.size = np.dtype(dtype), size
         self._object, self._checksums, self._cache = pair.bin_object, pair.checksums, pair.cache
         self._chunks = Chunks(path_of(pair.local_prefix, ".bin"))
-        self._asking = threading.Lock()
-        self._coming: dict[int, Future[None]] = {}  # block -> its request
-        # Room for all of it, of which memory is what is being read (``pin``).
+        self._flight_lock = threading.Lock()
+        self._in_flight: dict[int, Future[None]] = {}  # block -> its request
+        # Address space for the whole .bin; only pinned blocks use memory (``pin``).
         num_bytes = self._object.num_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._memory = mmap.mmap(-1, max(1, num_bytes), flags)
         except OSError as error:
             raise MegapackError(
-                f"{self._object.url}: the system gives no address space for its {num_bytes:,} "
-                f"bytes ({error.strerror}): let vm.overcommit_memory be 0 or 1 and `ulimit -v` "
-                "unlimited"
+                f"{self._object.url}: no address space for its {num_bytes:,} bytes "
+                f"({error.strerror}): set vm.overcommit_memory to 0 or 1, `ulimit -v` to unlimited"
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)[:num_bytes]
-        self._pinning = threading.Lock()
+        self._pin_lock = threading.Lock()
         num_pages = -(-num_bytes // (BLOCK_BYTES * PAGE_BLOCKS))
         self._pins = np.zeros(num_pages * PAGE_BLOCKS, np.int32)
         self._is_copied, self._seen = np.zeros((2, self._pins.size), np.bool_)
 
     @property
     def mapped(self) -> NDArray[Any]:
-        """(size,): the tokens that are being read, zeros for all others."""
+        """(size,): the tokens that are being read, zeros elsewhere."""
         tokens = self._bytes[: self.size * self.dtype.itemsize].view(self.dtype)
         tokens.flags.writeable = False
         return tokens
@@ -112,48 +105,42 @@ class RemoteTokens:
         return np.asarray(self[:], dtype)
 
     def are_here(self, blocks: Blocks) -> bool:
-        """Whether blocks are all in the cache, as far as this process has seen."""
+        """Return whether this process has seen all blocks in the cache."""
         return bool(self._seen[blocks].all())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
-        """Have blocks fetched; returns at once.
+        """Request missing blocks without waiting; return their requests, own and other callers'."""
+        # Without eviction, a block that was cached once stays cached.
+        unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
+        new = self._look(self._not_in_flight(unseen))
+        with self._flight_lock:
+            for first, last in requests_of(self._not_in_flight(new), GAP_BLOCKS):
+                new_blocks = [block for block in range(first, last) if block not in self._in_flight]
+                # The request removes its blocks under the same lock, after they are recorded here.
+                request = self._cache.submit(self._fetch, first, last, new_blocks)
+                self._in_flight.update(dict.fromkeys(new_blocks, request))
+            return {self._in_flight[b] for b in unseen.tolist() if b in self._in_flight}
 
-        Args:
-            blocks: ascending numbers, each once.
-
-        Returns:
-            The requests that bring those that are not here, other callers' included.
-        """
-        # Where nothing is evicted, what was here once is not looked for again.
-        unsure = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
-        new = self._look(self._not_coming(unsure))
-        with self._asking:
-            for first, last in requests_of(self._not_coming(new), GAP_BLOCKS):
-                mine = [block for block in range(first, last) if block not in self._coming]
-                # Until they are written down the request cannot forget them: it takes the lock.
-                request = self._cache.submit(self._fetch, first, last, mine)
-                self._coming.update(dict.fromkeys(mine, request))
-            return {self._coming[b] for b in unsure.tolist() if b in self._coming}
-
-    def _not_coming(self, blocks: Blocks) -> Blocks:
-        return np.array([b for b in blocks.tolist() if b not in self._coming], np.int64)
+    def _not_in_flight(self, blocks: Blocks) -> Blocks:
+        return np.array([b for b in blocks.tolist() if b not in self._in_flight], np.int64)
 
     def _look(self, blocks: Blocks, into: NDArray[np.uint8] | None = None) -> Blocks:
-        """``Chunks.copy``, and remember what was seen."""
+        """Call ``Chunks.copy`` and record which blocks are cached."""
         absent = self._chunks.copy(blocks, into)
         self._seen[blocks] = True
         self._seen[absent] = False
         return absent
 
-    def _fetch(self, first: int, last: int, mine: list[int]) -> None:
-        """In a thread of the cache: what is not here of blocks ``[first, last)``. Those that others
-        wait for are forgotten before anybody hears that the request is done, whatever became of it.
-        """
+    def _fetch(self, first: int, last: int, new_blocks: list[int]) -> None:
+        """Fetch the missing blocks of ``[first, last)``, in a thread of the cache. ``new_blocks``
+        are in flight until the request ends or fails."""
         try:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
                 absent = self._chunks.copy(np.arange(first, last), None)
-                for begin, end in runs_of(absent, last - first):  # none: another was faster
+                for begin, end in runs_of(
+                    absent, last - first
+                ):  # empty if another process was faster
                     data = self._object.read(
                         begin * BLOCK_BYTES,
                         min(end * BLOCK_BYTES, self._object.num_bytes),
@@ -163,22 +150,22 @@ class RemoteTokens:
                         self._chunks.write(begin, data)
             self._seen[first:last] = True
         finally:
-            with self._asking:
-                for block in mine:
-                    self._coming.pop(block, None)
+            with self._flight_lock:
+                for block in new_blocks:
+                    self._in_flight.pop(block, None)
 
     def _check(self, first: int, data: memoryview) -> None:
         if self._checksums is not None:
             self._checksums.check(first, data)
 
     def pin(self, blocks: Blocks) -> None:
-        """Keep what is copied of blocks in memory until they are unpinned as often."""
-        with self._pinning:
+        """Keep copied blocks in memory until ``unpin``, called once per ``pin``."""
+        with self._pin_lock:
             self._pins[blocks] += 1
 
     def copy(self, blocks: Blocks) -> Blocks:
-        """Copy pinned blocks out of the cache; those that are not copied yet."""
-        with self._pinning:
+        """Copy pinned blocks out of the cache; return the missing ones."""
+        with self._pin_lock:
             wanted = blocks[~self._is_copied[blocks]]
             seen = wanted[self._seen[wanted]]
             absent = self._look(seen, self._bytes)
@@ -187,8 +174,8 @@ class RemoteTokens:
             return wanted[~self._is_copied[wanted]]
 
     def unpin(self, blocks: Blocks) -> None:
-        """Give memory back that nobody reads any more."""
-        with self._pinning:
+        """Undo one ``pin``; free memory that no thread reads."""
+        with self._pin_lock:
             self._pins[blocks] -= 1
             pages = np.unique(blocks // PAGE_BLOCKS)
             free = pages[~self._pins.reshape(-1, PAGE_BLOCKS)[pages].any(axis=1)]
@@ -198,8 +185,12 @@ class RemoteTokens:
                 begin, num_bytes = first * page_bytes, (last - first) * page_bytes
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
+    def num_missing(self, blocks: Blocks) -> int:
+        """Return how many blocks this process has not seen in the cache."""
+        return int((~self._seen[blocks]).sum())
+
     def awaited(self, blocks: Blocks) -> str | None:
-        """The first block that is not here and who fetches it, in words; None: all are here."""
+        """Describe the first missing block and the process that fetches it; None: no block."""
         absent = blocks[~self._seen[blocks]]
         if not absent.size:
             return None
@@ -214,8 +205,8 @@ class RemoteTokens:
 
 
 def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int) -> Blocks:
-    """Ascending numbers, each once, of the blocks that hold ranges of tokens, which are ascending
-    and do not overlap, (num_ranges,) each."""
+    """Return the sorted, unique numbers of the blocks that contain ranges of tokens, (num_ranges,)
+    each, sorted and without overlap."""
     first, last = begins * itemsize // BLOCK_BYTES, -(-ends * itemsize // BLOCK_BYTES)
     first[1:] = np.maximum(first[1:], last[:-1])  # a block of two ranges counts with the first
     counts = last - first
@@ -224,12 +215,8 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int)
 
 
 def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
-    """``read()``, when blocks of .bin files are all in memory; they stay there meanwhile.
-
-    Raises:
-        TimeoutError: nothing of them came for long.
-        Whatever ``read`` and ``RemoteObject.read`` raise.
-    """
+    """Call ``read`` while blocks of .bin files are in memory; return its result. Raises
+    TimeoutError: no progress for a long time (``Patience``); and as ``RemoteObject.read``."""
     for tokens, blocks in wanted:
         tokens.pin(blocks)
     try:
@@ -237,25 +224,17 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
         patience: Patience | None = None
         while any(blocks.size for _, blocks in absent):
             patience = patience or Patience(
-                partial(_awaited, wanted), partial(_num_missing, wanted)
+                lambda: next(filter(None, (t.awaited(b) for t, b in wanted)), "received blocks"),
+                lambda: sum(t.num_missing(b) for t, b in wanted),
             )
-            patience.check()  # also where all of it comes and goes again
+            patience.check()  # blocks may be evicted again and again
             requests = [tokens.want(blocks) for tokens, blocks in absent]
-            wait_for(set[Future[None]]().union(*requests), patience)  # all of them at once
+            wait_for(set[Future[None]]().union(*requests), patience)
             absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in absent]
         return read()
     finally:
         for tokens, blocks in wanted:
             tokens.unpin(blocks)
-
-
-def _awaited(wanted: list[tuple[RemoteTokens, Blocks]]) -> str:
-    missing = (tokens.awaited(blocks) for tokens, blocks in wanted)
-    return next((text for text in missing if text), "blocks that came just now")
-
-
-def _num_missing(wanted: list[tuple[RemoteTokens, Blocks]]) -> int:
-    return sum(int((~tokens._seen[blocks]).sum()) for tokens, blocks in wanted)
 
 
 # ---- Datasets and files -------------------------------------------------------------------------
@@ -270,7 +249,7 @@ class RemotePair:
     """One version of a remote dataset.
 
     Attributes:
-        local_prefix: where copies of .idx and, if there is one, .meta.json lie.
+        local_prefix: of the copies of .idx and, if it exists, .meta.json.
     """
 
     local_prefix: str
@@ -280,22 +259,19 @@ class RemotePair:
 
 
 def open_remote_pair(prefix: str) -> RemotePair:
-    """The objects of a dataset as they are now, all of one writer.
+    """Return the current objects of a dataset, all of one writer.
 
-    A writer removes the old .idx first and gives the new one its name last (``upload``). So an .idx
-    that is the same before and after belongs to all that was found in between.
-
-    Raises:
-        FileNotFoundError: there is no .idx or no .bin.
-        FormatError: an object was replaced meanwhile, or is damaged.
-        ConfigError, OSError: as of ``RemoteObject.read``.
+    A writer removes the old .idx first and writes the new one last (``upload_dataset``). So if the
+    .idx did not change while the other objects were found, all belong together. Raises
+    FileNotFoundError: .idx or .bin does not exist; FormatError: an object was replaced meanwhile,
+    or is damaged; others: see ``RemoteObject.read``.
     """
     cache = open_cache()
-    before, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
-    if before is None or bin_object is None:
-        raise missing(f"{prefix}{'.idx' if before is None else '.bin'}")
+    index, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
+    if index is None or bin_object is None:
+        raise missing(f"{prefix}{'.idx' if index is None else '.bin'}")
     _, name = split_address(prefix)
-    entry = cache.entry(name, prefix, before, bin_object, meta, sums)
+    entry = cache.entry(name, prefix, index, bin_object, meta, sums)
     local_prefix = str(entry / name)
     checksums, digests = None, dict[str, str]()
     if sums is not None:
@@ -308,17 +284,16 @@ def open_remote_pair(prefix: str) -> RemotePair:
         check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
     if not path_of(local_prefix, ".idx").exists():
-        # By the best that is known of it; without a meta file nothing is.
-        known = None if checksums is not None else read_meta(local_prefix)
-        expected = digests.get(".idx") if known is None else known["idx"]["xxh3_128"]
-        cache.fetch(before, path_of(local_prefix, ".idx"), _has_checksum(expected))
-        after = find_object(before.url)
-        if after is None or after.version != before.version:
+        # Use the most reliable checksum; without a meta file none is known.
+        recorded = None if checksums is not None else read_meta(local_prefix)
+        expected = digests.get(".idx") if recorded is None else recorded["idx"]["xxh3_128"]
+        cache.fetch(index, path_of(local_prefix, ".idx"), _has_checksum(expected))
+        after = find_object(index.url)
+        if after is None or after.version != index.version:
             raise FormatError(f"{prefix} was replaced while it was opened; open it again")
     if checksums is None:
         log.info(
-            "%s has no %s: of what is read only lengths and versions are compared "
-            "(`megapack-build upload` writes it)",
+            "%s has no %s (`megapack-build upload` writes it): reads compare lengths and versions",
             prefix,
             SUFFIX,
         )
@@ -328,28 +303,20 @@ def open_remote_pair(prefix: str) -> RemotePair:
 
 
 def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Path:
-    """A whole object in the cache, fetched once by one process of the node.
-
-    Args:
-        url: its address.
-        check: raises FormatError where the file that it is given is damaged.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        FormatError, ConfigError, OSError: as of ``Cache.fetch``.
-    """
-    found = find_object(url)
-    if found is None:
+    """Return the local copy of a whole object; one process of the node fetches it. Raises
+    FileNotFoundError: it does not exist; others: see ``Cache.fetch``, also for ``check``."""
+    remote_object = find_object(url)
+    if remote_object is None:
         raise missing(url)
     cache = open_cache()
     _, name = split_address(url)
-    path = cache.entry(name, url, found) / name
-    cache.fetch(found, path, check)
+    path = cache.entry(name, url, remote_object) / name
+    cache.fetch(remote_object, path, check)
     return path
 
 
 def exists(prefix: str) -> bool:
-    """Whether .idx and .bin of a remote dataset are there. Raises as ``RemoteObject.read``."""
+    """Return whether .idx and .bin of a remote dataset exist. Raises as ``RemoteObject.read``."""
     return all(_find(f"{prefix}{suffix}" for suffix in (".idx", ".bin")))
 
 
@@ -361,8 +328,8 @@ def _find(urls: Iterable[str]) -> list[RemoteObject | None]:
 def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObject) -> None:
     if checksums.bin_bytes != bin_object.num_bytes:
         raise FormatError(
-            f"{prefix}{SUFFIX} is of a .bin of {checksums.bin_bytes:,} bytes, the one that is "
-            f"there has {bin_object.num_bytes:,}: write it again (`megapack-build upload`)"
+            f"{prefix}{SUFFIX} belongs to a .bin of {checksums.bin_bytes:,} bytes, not "
+            f"{bin_object.num_bytes:,}: upload the dataset again (`megapack-build upload`)"
         )
 
 
@@ -370,8 +337,8 @@ def _has_checksum(expected: str | None) -> Callable[[Path], object]:
     def check(path: Path) -> None:
         if expected is not None and file_checksum(path) != expected:
             raise FormatError(
-                f"{os.fspath(path.name)} came without the checksum that is written down for it: "
-                "the object is damaged, or was replaced by itself"
+                f"{os.fspath(path.name)} does not have its recorded checksum: the object is "
+                "damaged, or was replaced without the rest of the dataset; upload it again"
             )
 
     return check

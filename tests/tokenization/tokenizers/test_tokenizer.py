@@ -286,7 +286,7 @@ def test_equal_input_gives_one_file(tmp_path: Path, source_files: list[InputFile
     first, second = (train(source_files, tmp_path / name) for name in ("a", "b"))
     assert first.path.read_bytes() == second.path.read_bytes()
     assert first.vocab_size == second.vocab_size == 600
-    with pytest.raises(ConfigError, match="is read here, and would be replaced"):
+    with pytest.raises(ConfigError, match="is an input and would be replaced"):
         train(source_files, Path(source_files[0].path), overwrite=True)
 
 
