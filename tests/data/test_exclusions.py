@@ -282,8 +282,8 @@ def test_label_counts_need_no_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("3\nfour\n", "line 2: 'four' is no document id"),
-        ("-1\n", "line 1: '-1' is no document id"),
+        ("3\nfour\n", "line 2: 'four' is not a document id"),
+        ("-1\n", "line 1: '-1' is not a document id"),
         ("120\n", "excludes document 120 of 'web', which has 120 (counted from 0)"),
         (np.array([1.5]), "holds float64 of shape (1,)"),
         (np.array([[1]]), "holds int64 of shape (1, 1)"),
