@@ -55,7 +55,7 @@ train() {
         --set "evaluation.every=$((STEPS / 8))" --set "checkpoint.every=$((STEPS / 8))" \
         --set "model.tokenizer=$OUT/tokenizer.model" "${@:2}"
 }
-# One sample per rank: only like with like is balanced (docs/concepts.md).
+# With one sample per rank, balance needs samples of similar cost (docs/concepts.md).
 buckets() { train bucket --set data.cost_window=16; }
 
 say "5/7 training on buckets, $RANKS ranks, killed in the middle on purpose"

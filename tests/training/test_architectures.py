@@ -102,7 +102,10 @@ def test_model_config_accepts_keys_file_or_directory(tmp_path: Path) -> None:
         ({"model_type": "lama"}, "no causal language model of model_type 'lama'.*mean 'llama'"),
         ({"model_type": "t5"}, "no causal language model of model_type 't5'"),
         ({**QWEN3, "hiden_size": 8}, r"model\.config\.hiden_size: no field.*mean 'hidden_size'"),
-        ({**QWEN3, "num_key_value_heads": 3}, r"model\.config.*num_key_value_heads: .*not a multiple"),
+        (
+            {**QWEN3, "num_key_value_heads": 3},
+            r"model\.config.*num_key_value_heads: .*not a multiple",
+        ),
         ({**QWEN3, "attention_dropout": 0.1}, "attention_dropout is set"),
         ({"model_type": "mamba"}, "'mamba' has no num_attention_heads"),
         ({"model_type": "gemma3"}, "'gemma3' has no vocab_size"),

@@ -176,8 +176,8 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model x=a --model x=b --data nowhere", "two of --model have one name"),
-        ("--run x=a --run x=b", "two of --run have one name"),
+        ("--model x=a --model x=b --data nowhere", "two --model have the same name"),
+        ("--run x=a --run x=b", "two --run have the same name"),
         ("--model x=a --data nowhere --max-tokens -5", "--max-tokens is -5"),
         ("--model x=a --run b", "--model and one of --data"),
         ("--data nowhere --run b", "--model and one of --data"),
