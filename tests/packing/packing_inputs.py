@@ -16,7 +16,7 @@ from reference import Packing
 from megapack.packing import STRATEGIES, Parameter, SampleIndex
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
-# What a packer may stumble over, for a capacity of 16.
+# Difficult lengths for a capacity of 16.
 ADVERSARIAL: dict[str, list[int]] = {
     "no document": [],
     "one empty document": [0],
@@ -53,7 +53,7 @@ def write_dataset(prefix: Path, lengths: Iterable[int], dtype: Any = np.uint16) 
 
 @st.composite
 def packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Keyword arguments of ``pack`` (and of the definition) for one strategy."""
+    """Draw keyword arguments of ``pack`` (and of the definition) for one strategy."""
     capacities = st.sampled_from([1, 2, 4, 8, 16, 32])
     if name != "decompose":
         capacities = st.integers(1, 35)
@@ -61,7 +61,7 @@ def packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
     buckets = sorted(draw(st.sets(capacities, min_size=1, max_size=most)))
     chosen = {"buckets": buckets, "seed": draw(st.integers(0, 9))}
     for parameter in STRATEGIES[name].parameters:
-        if parameter.name == "refine":  # its own test: test_packing_alignment.py
+        if parameter.name == "refine":  # tested in test_packing_alignment.py
             continue
         if draw(st.booleans()):
             chosen[parameter.name] = draw(values(parameter, buckets[-1]))
@@ -92,7 +92,7 @@ def values(parameter: Parameter, capacity: int) -> st.SearchStrategy[Any]:
 
 
 def as_packing(index: SampleIndex) -> Packing:
-    """The index in the words of the reference."""
+    """Return the index as the reference definitions represent it."""
     buckets: dict[int, list[Any]] = {int(capacity): [] for capacity in index.bucket_capacity}
     for i in range(index.num_samples):
         bucket, segments = index.sample(i)
@@ -102,7 +102,7 @@ def as_packing(index: SampleIndex) -> Packing:
 
 
 def same_arrays(a: SampleIndex, b: SampleIndex) -> bool:
-    """Byte for byte, types included."""
+    """Compare bytes and types."""
     arrays = ([index.bucket_capacity, *index.segment_arrays()] for index in (a, b))
     pairs = zip(*arrays, strict=True)
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
@@ -118,7 +118,7 @@ def header_of(data: bytes) -> dict[str, Any]:
 
 
 def with_header(data: bytes, header: Any, *, may_grow: bool = False) -> bytes:
-    """The file with another header of the same size, whose checksum is right."""
+    """Return the file with another header of the same size and its checksum."""
     size = PREAMBLE.unpack_from(data)[3]
     encoded = json.dumps(header).encode().ljust(size)
     assert may_grow or len(encoded) == size, "the change does not fit where the header stands"

@@ -1,5 +1,4 @@
-"""Packing with room for aligned segments and for the sentinels of fill-in-the-middle: every sample
-fits when it is gathered so."""
+"""Packing with alignment and with room for fill-in-the-middle; and ``refine`` of ``bucket``."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ NAMES = sorted(STRATEGIES)
 
 @st.composite
 def aligned_packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Arguments of any packing, its sizes made multiples of an alignment."""
+    """Draw arguments of any packing whose sizes are multiples of an alignment."""
     chosen = draw(packings(name))
     alignment = draw(st.sampled_from([1, 2, 4, 8] if name == "decompose" else [1, 2, 3, 8]))
     chosen["buckets"] = [capacity * alignment for capacity in chosen["buckets"]]
@@ -39,8 +38,7 @@ def aligned_packings(draw: st.DrawFn, name: str) -> dict[str, Any]:
 
 
 def rooms(index: SampleIndex, lengths: list[int]) -> list[int]:
-    """Tokens that every sample takes when each of its segments is padded to a multiple, and its
-    whole documents have grown by their room."""
+    """Count the tokens of every sample with aligned segments and the room of whole documents."""
     alignment = index.alignment
 
     def tokens(document: int, length: int) -> int:
@@ -53,7 +51,7 @@ def rooms(index: SampleIndex, lengths: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.DataObject) -> None:
+def test_core_equals_definition_with_rounded_lengths(name: str, data: st.DataObject) -> None:
     documents = data.draw(lengths, label="lengths")
     chosen: dict[str, Any] = data.draw(aligned_packings(name), label="packing")
     index = pack(np.array(documents, np.int32), name, **chosen)
@@ -67,7 +65,7 @@ def test_core_equals_the_definition_over_rounded_lengths(name: str, data: st.Dat
         assert index.metrics()["num_documents_with_fim_room"] == len(roomy)
 
 
-def test_fim_room_is_for_documents_that_the_largest_bucket_holds_with_it(tmp_path: Path) -> None:
+def test_fim_room_only_for_documents_that_then_fit(tmp_path: Path) -> None:
     documents = [0, 1, 2, 13, 14, 40]
     plain, index = (pack(documents, buckets=[8, 16], fim_room=room) for room in (0, 3))
     assert "fim_room" not in plain.parameters and plain.fim_room == 0 and plain.fim_longest == -1
@@ -78,7 +76,7 @@ def test_fim_room_is_for_documents_that_the_largest_bucket_holds_with_it(tmp_pat
     assert loaded.fim_longest == 13 and loaded.metrics() == index.metrics()
 
 
-def test_alignment_is_kept_in_the_file_and_1_leaves_no_trace(tmp_path: Path) -> None:
+def test_alignment_is_recorded_if_above_1(tmp_path: Path) -> None:
     documents = web_like(300)
     plain = pack(documents, buckets=[64, 256])
     assert same_arrays(plain, pack(documents, buckets=[64, 256], alignment=1))
@@ -92,7 +90,7 @@ def test_alignment_is_kept_in_the_file_and_1_leaves_no_trace(tmp_path: Path) -> 
     assert plain.metrics()["padding_tokens"] < index.metrics()["padding_tokens"]
 
 
-def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
+def test_lengths_near_int32_limit_are_rounded_exactly() -> None:
     longest = (1 << 31) - 1
     index = pack(np.array([longest, 3]), "pad", buckets=1 << 24, alignment=16)
     assert index.metrics()["placed_tokens"] == longest + 3
@@ -116,27 +114,27 @@ def test_lengths_near_the_limit_of_32_bits_are_rounded_exactly() -> None:
         ),
     ],
 )
-def test_what_would_cut_elsewhere_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_sizes_must_be_multiples_of_alignment(arguments: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = {"lengths": [1, 600], "buckets": [8, 16], "alignment": 4, **arguments}
     with pytest.raises(ValueError, match=message):
         pack(**call)
 
 
-# ---- bucket with refine: the linear program's samples are whole, exact, and only taken if better
+# ---- bucket with refine: whole documents, exact counts, only taken if better ---------------------
 
 
 BUCKETS = [64, 128, 256, 512]
 
 
 def without_short_documents(count: int) -> np.ndarray:
-    """35 to 70 tokens mostly, so that two rarely share the smallest bucket."""
+    """Draw lengths of mostly 35 to 70 tokens, so that two rarely share the smallest bucket."""
     generator = np.random.default_rng(0)
     documents = 35 + generator.gamma(2.0, 18.0, count)
     documents[::500] += 700
     return documents.astype(np.int32)
 
 
-def test_refined_samples_pad_less_and_cut_nothing_more() -> None:
+def test_refine_pads_less_without_more_cuts() -> None:
     documents = without_short_documents(30_000)
     plain = pack(documents, buckets=BUCKETS).metrics()
     index = pack(documents, buckets=BUCKETS, refine=True)
@@ -148,7 +146,7 @@ def test_refined_samples_pad_less_and_cut_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("promote", ["on", "off"])
-def test_patterns_are_carried_out_as_defined(promote: str) -> None:
+def test_patterns_are_packed_as_defined(promote: str) -> None:
     documents = without_short_documents(2000)
     index = pack(documents, buckets=BUCKETS, refine=True, promote=promote)
     counts, _ = _core.length_histogram(_core.DocumentLengths(documents), BUCKETS[-1], 1)
@@ -159,9 +157,9 @@ def test_patterns_are_carried_out_as_defined(promote: str) -> None:
     assert as_packing(index) == drained(documents.tolist(), rules, len(documents), 0, patterns)
 
 
-def test_a_refinement_that_is_no_better_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refine_is_not_taken_if_not_better(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
-    documents = np.exp(generator.normal(3.0, 1.2, 50_000)).astype(np.int32)  # many short ones
+    documents = np.exp(generator.normal(3.0, 1.2, 50_000)).astype(np.int32)  # many short documents
     index = pack(documents, buckets=BUCKETS, refine=True)
     assert index.decisions["refine"].startswith("left, not tried: ")
     assert same_arrays(index, pack(documents, buckets=BUCKETS))
@@ -172,7 +170,9 @@ def test_a_refinement_that_is_no_better_is_left(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(documents=lengths, buckets=st.sets(st.integers(1, 40), min_size=1, max_size=3))
-def test_every_document_is_placed_once_or_left(documents: list[int], buckets: set[int]) -> None:
+def test_refine_places_documents_once_or_leaves_them(
+    documents: list[int], buckets: set[int]
+) -> None:
     capacities = sorted(buckets)
     array = np.array(documents, np.int32)
     counts, _ = _core.length_histogram(_core.DocumentLengths(array), capacities[-1], 1)
@@ -188,7 +188,7 @@ def test_every_document_is_placed_once_or_left(documents: list[int], buckets: se
     assert metrics["truncation_ratio"] == metrics["truncation_floor"]
 
 
-def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refine_without_highspy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(ConfigError, match="pip install highspy"):
         pack([30, 40, 50], buckets=BUCKETS, refine=True)
@@ -202,7 +202,7 @@ def test_without_highspy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         ([(0, 1, [(-1, 1)])], "has 1 documents of length -1"),
     ],
 )
-def test_the_core_refuses_patterns_that_cannot_be(given: list[tuple], message: str) -> None:
+def test_core_refuses_invalid_patterns(given: list[tuple], message: str) -> None:
     run = _core.Run(seed=0, threads=1)
     documents = _core.DocumentLengths(np.array([5, 4, 3], np.int32))
     with pytest.raises(ValueError, match=message):

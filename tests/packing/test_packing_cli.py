@@ -1,4 +1,4 @@
-"""megapack-build pack, run as a user runs it."""
+"""``megapack-build pack`` and the checks of ``pack``'s arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return build("pack", *arguments)
 
 
-def test_it_packs_as_pack_does_and_names_the_dataset(prefix: Path) -> None:
+def test_command_equals_pack_and_records_dataset(prefix: Path) -> None:
     how = ("--buckets", "32,64,16", "--seed", 5, "--threads", 2)
     text = printed("pack", "--data-prefix", prefix, *how)
     index = SampleIndex.load(f"{prefix}.samples")
@@ -44,7 +44,7 @@ def test_it_packs_as_pack_does_and_names_the_dataset(prefix: Path) -> None:
     assert "padding ratio r_pad" in text and "promote" in text
 
 
-def test_the_same_command_again_does_nothing_and_another_needs_overwrite(prefix: Path) -> None:
+def test_repeated_command_does_nothing_other_options_need_overwrite(prefix: Path) -> None:
     command = ("--data-prefix", prefix, "--buckets", "32,64")
     output = Path(f"{prefix}.samples")
     assert run(*command).returncode == 0
@@ -68,7 +68,7 @@ def test_the_same_command_again_does_nothing_and_another_needs_overwrite(prefix:
     assert output.read_bytes() == written
 
 
-def test_an_index_of_another_release_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_index_of_another_release_is_packed_again(tmp_path: Path) -> None:
     index = pack(LENGTHS, buckets=[32, 64])
     replace(index, created_by="megapack 0.0.9").save(tmp_path / "x.samples")
     with pytest.raises(ConfigError, match=r"packed with another release \(megapack 0\.0\.9\)"):
@@ -77,13 +77,13 @@ def test_an_index_of_another_release_is_not_taken_for_ours(tmp_path: Path) -> No
     assert not index.save(tmp_path / "x.samples"), "it is there"
 
 
-def test_only_the_idx_is_needed_and_a_prefix_may_stand_alone(prefix: Path) -> None:
+def test_only_idx_is_needed_and_prefix_is_positional(prefix: Path) -> None:
     Path(f"{prefix}.bin").unlink()
     printed("pack", prefix, "--buckets", "32,64")
     assert SampleIndex.load(f"{prefix}.samples").num_documents == len(LENGTHS)
 
 
-def test_a_device_and_what_is_packed_are_not_written(prefix: Path) -> None:
+def test_output_must_not_be_a_device_or_an_input(prefix: Path) -> None:
     before, command = Path(f"{prefix}.idx").read_bytes(), ("pack", prefix, "--buckets", "32,64")
     for words, message in (
         (["/dev/full"], "/dev/full is a device"),
@@ -114,7 +114,7 @@ def test_parameters_and_presets_reach_the_strategy(prefix: Path, tmp_path: Path)
         (("--threads", "1.5"), "'1.5' is not a whole number"),
     ],
 )
-def test_mistakes_get_one_line(prefix: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_errors_are_one_line(prefix: Path, arguments: tuple[str, ...], message: str) -> None:
     text = printed("pack", "--data-prefix", prefix, "--buckets", "8,16", *arguments, status=2)
     assert message in text and "Traceback" not in text
     assert not Path(f"{prefix}.samples").exists()
@@ -128,7 +128,7 @@ def test_help_explains_every_strategy_and_parameter() -> None:
             assert "--" + parameter.name.replace("_", "-") in text
 
 
-def test_progress_off_a_terminal_is_a_line_now_and_then(
+def test_progress_without_terminal_prints_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -142,7 +142,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
 
 
 def test_many_datasets_become_one_source(tmp_path: Path) -> None:
-    """From a quoted pattern, by two machines; labels are no dataset; a second run packs nothing."""
+    """A quoted pattern, two machines; labels are not packed; a second run packs nothing."""
     for name in ("a", "b", "c", "b.labels"):
         write_dataset(tmp_path / name, LENGTHS[:50], np.int32)
     manifest = tmp_path / "web.shards.json"
@@ -163,7 +163,7 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
         assert message in printed("pack", *given, "--buckets", "32", status=2)
 
 
-# ---- Wrong arguments of pack() are refused in words a person can act on
+# ---- Errors for wrong arguments of pack()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_wrong_arguments_name_the_value_and_the_limit(arguments: dict, message: 
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64, np.uint32])
-def test_lengths_of_any_integer_type_are_the_same_lengths(dtype: type) -> None:
+def test_integer_type_of_lengths_does_not_matter(dtype: type) -> None:
     documents = np.array([3, 9, 200, 1], dtype)
     index = pack(documents[::-1], buckets=[8, 16])  # a view with a stride, too
     assert index.fingerprint == pack([1, 200, 9, 3], buckets=(16, 8)).fingerprint
@@ -227,7 +227,7 @@ def test_lengths_of_any_integer_type_are_the_same_lengths(dtype: type) -> None:
     assert index.fingerprint == pack(in_file, buckets=[8, 16]).fingerprint
 
 
-def test_progress_is_told_and_may_stop_the_packing() -> None:
+def test_progress_is_reported_and_may_stop_packing() -> None:
     seen: list[tuple[int, int]] = []
     documents = np.ones(3_000_000, np.int32)
     for name in STRATEGIES:
@@ -243,25 +243,25 @@ def test_progress_is_told_and_may_stop_the_packing() -> None:
         pack(documents, "bucket", buckets=64, threads=2, progress=stop)
 
 
-# ---- Who adds a strategy touches the four places that CONTRIBUTING names, and no others
+# ---- A strategy is defined in the four places that CONTRIBUTING names, and in no others
 
 
 ROOT = Path(__file__).parents[2]
-PLACES = {  # as CONTRIBUTING.md has them -> which files they are
+PLACES = {  # name in CONTRIBUTING.md -> files
     "csrc/core/packing": r"csrc/core/packing/\w+\.[ch]pp",
     "csrc/bindings/register_packing.cpp": r"csrc/bindings/register_packing\.cpp",
     "megapack/packing/strategies.py": r"megapack/packing/strategies\.py",
     "tests/reference": r"tests/reference/\w+\.py",
     "tests/cpp/test_strategies.cpp": r"tests/cpp/\w+\.cpp",
 }
-# What is compared by default, and in which words, is a choice and not a part of a strategy.
+# The default cases of compare, and their labels, are not part of a strategy.
 CHOICES = r"megapack/(compare|cli)/"
 
 
-# Strategies that need nothing special, and whose names mean nothing else.
+# Strategies without special code, whose names have no other meaning.
 @pytest.mark.parametrize("name", ["next_fit", "length_sorted", "bucket_naive"])
-def test_a_strategy_stands_in_the_places_that_contributing_names(name: str) -> None:
-    """Of the core, the package and the tests' definitions, comments left out."""
+def test_strategy_is_defined_where_contributing_says(name: str) -> None:
+    """In the core, the package and the tests' definitions, ignoring comments."""
     found = set()
     for top in ("csrc", "megapack", "tests/reference", "tests/cpp"):
         for path in (ROOT / top).rglob("*.*"):
@@ -280,7 +280,7 @@ def test_a_strategy_stands_in_the_places_that_contributing_names(name: str) -> N
         assert f"`{place}`" in named
 
 
-def test_every_strategy_of_the_core_is_used_and_runs_under_the_sanitizers() -> None:
+def test_every_core_strategy_is_registered_and_sanitized() -> None:
     def names(pattern: str, path: str) -> set[str]:
         return set(re.findall(pattern, (ROOT / path).read_text(encoding="utf-8")))
 
@@ -290,7 +290,7 @@ def test_every_strategy_of_the_core_is_used_and_runs_under_the_sanitizers() -> N
     assert core <= names(r"MEGAPACK_RUN\((\w+),", "tests/cpp/test_strategies.cpp")
 
 
-def test_an_entry_in_the_registry_is_all_that_python_needs(
+def test_registry_entry_suffices_in_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = replace(STRATEGIES["next_fit"], name="a_new_one", description="what it does")

@@ -1,5 +1,4 @@
-"""Which documents are packed (match_repetition) and which belong together (groups), as plain Python
-defines both."""
+"""Choice of documents (match_repetition) and groups of documents, against plain definitions."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ LENGTHS = np.random.default_rng(5).integers(0, 60, 4000).astype(np.int32)
 
 
 def defined(num_documents: int, share: float, seed: int) -> list[bool]:
-    """A document is kept if its own number in [0, 1) is below the share."""
+    """Keep a document if its random number in [0, 1) is below the share."""
     key = _core.random_bits(seed, 5)
     return [(_core.random_bits(key, d) >> 11) * 2.0**-53 < share for d in range(num_documents)]
 
 
 @pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
-def test_matched_documents_are_the_defined_ones_and_lie_inside_of_larger_shares(seed: int) -> None:
+def test_matched_documents_equal_definition_and_are_nested(seed: int) -> None:
     inside = np.zeros(4000, np.bool_)
     for share in (0.02, 0.3, 0.6, 1.0):
         kept = matched_documents(4000, share, seed)
@@ -50,7 +49,7 @@ def test_matched_documents_are_the_defined_ones_and_lie_inside_of_larger_shares(
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_a_share_is_packed_as_if_the_other_documents_were_empty(name: str) -> None:
+def test_unmatched_documents_are_packed_as_empty(name: str) -> None:
     buckets = [16, 32] if STRATEGIES[name].many_buckets else [32]
     index = pack(LENGTHS, name, buckets=buckets, seed=3, match_repetition=0.25)
     kept = matched_documents(len(LENGTHS), 0.25, 3)
@@ -60,10 +59,10 @@ def test_a_share_is_packed_as_if_the_other_documents_were_empty(name: str) -> No
     assert f"{kept.sum():,} of 4,000 documents" in index.decisions["match_repetition"]
 
 
-def test_a_share_belongs_to_its_dataset_and_is_named_on_the_command_line(tmp_path: Path) -> None:
+def test_match_repetition_on_the_command_line(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "d", [[1] * n for n in LENGTHS[:200].tolist()])
     index = pack(LENGTHS[:200], buckets=[64], match_repetition=0.5)
-    data = PackedDataset(dataset, index)  # in memory: compared by the lengths of all documents
+    data = PackedDataset(dataset, index)  # in memory: compares the lengths of all documents
     assert 0 < len(data) == index.num_samples
 
     packing, manifest = ("pack", dataset.prefix, "--buckets", 64), tmp_path / "all.shards.json"
@@ -88,9 +87,9 @@ def documents_in_groups(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-@settings(max_examples=settings.default.max_examples // 3)  # the definition goes token by token
+@settings(max_examples=settings.default.max_examples // 3)  # the definition processes single tokens
 @given(data=st.data())
-def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject) -> None:
+def test_groups_equal_definition(name: str, data: st.DataObject) -> None:
     documents, ids = data.draw(documents_in_groups(), label="lengths, ids")
     chosen = data.draw(packings(name), label="packing")
     if data.draw(st.booleans(), label="aligned"):
@@ -116,7 +115,7 @@ def test_groups_are_packed_as_the_definition_says(name: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_documents_on_their_own_are_packed_as_without_groups(name: str) -> None:
+def test_documents_without_group_are_packed_as_without_groups(name: str) -> None:
     buckets = [16, 32] if STRATEGIES[name].many_buckets else [32]
     plain = pack(LENGTHS, name, buckets=buckets, seed=3)
     alone = pack(LENGTHS, name, buckets=buckets, seed=3, groups=np.full(len(LENGTHS), -1))
@@ -124,7 +123,7 @@ def test_documents_on_their_own_are_packed_as_without_groups(name: str) -> None:
     assert alone.metrics() == {**plain.metrics(), **dict.fromkeys(GROUP_COUNTS, 0)}
 
 
-def test_the_example_of_groups_holds() -> None:
+def test_example_of_module_docstring() -> None:
     index = pack([2, 3, 4, 4, 3, 9], "bucket", buckets=[8], groups=[7, 7, -1, 5, 7, 5])
     samples = [index.sample(i)[1] for i in range(index.num_samples)]
     assert [(0, 0, 2), (1, 0, 3), (4, 0, 3)] in samples
@@ -132,7 +131,7 @@ def test_the_example_of_groups_holds() -> None:
     assert [metrics[name] for name in GROUP_COUNTS] == [2, 1, 1]
 
 
-def test_group_is_cut_behind_the_document_that_just_fills_a_bucket() -> None:
+def test_group_is_cut_after_the_document_that_fills_a_bucket() -> None:
     index = pack([4, 4, 4], "bucket", buckets=[8], groups=[7, 7, 7])
     samples = [index.sample(i)[1] for i in range(index.num_samples)]
     found = {tuple(d for d, _, _ in of): index.groups_of(i) for i, of in enumerate(samples)}
@@ -140,18 +139,18 @@ def test_group_is_cut_behind_the_document_that_just_fills_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1, 2], [[1, 2, 3]], [0.5, 1, 2], np.array(["a", "b", "c"])])
-def test_ids_that_are_no_groups_are_refused(wrong: object) -> None:
+def test_invalid_group_ids_are_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"it must be \(3,\) integers"):
         pack([1, 2, 3], buckets=[8], groups=wrong)
 
 
-# ---- groups from text to a sample, on the command line
+# ---- groups on the command line, from text to a sample
 
 
 REPOSITORIES = ["a", "b", None, "a", "c", "a", "c"]
 
 
-def test_groups_go_from_a_key_of_the_text_into_a_sample(tmp_path: Path) -> None:
+def test_groups_from_text_key_to_sample(tmp_path: Path) -> None:
     repos = [{} if name is None else {"repo": name} for name in REPOSITORIES]
     rows = [{"text": f"text number {i} " * 3, **repo} for i, repo in enumerate(repos)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -185,7 +184,7 @@ def test_groups_go_from_a_key_of_the_text_into_a_sample(tmp_path: Path) -> None:
     assert "2 groups of documents" in compared and "--groups auto" in compared
 
 
-def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
+def test_missing_groups_are_refused_by_name(tmp_path: Path) -> None:
     dataset = write_documents(tmp_path / "d", [[1] * 5, [2] * 7])
     np.save(tmp_path / "three.npy", np.zeros(3, np.int64))
     (tmp_path / "empty.npy").touch()
@@ -212,8 +211,8 @@ def test_groups_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"pad"}))  # one unit per sample
-def test_adjacent_documents_of_a_group_are_joined_whatever_lies_between(name: str) -> None:
-    """A group longer than the largest bucket is cut; where both parts share a sample, they meet."""
+def test_adjacent_parts_of_a_cut_group_are_joined(name: str) -> None:
+    """A group longer than the largest bucket is cut; parts in one sample are joined."""
     ids, met = [0, 0, 1, 1, -1, -1, 1], 0
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 12, len(ids))

@@ -1,4 +1,4 @@
-"""SampleIndex: what is saved comes back, belongs to its dataset, and says so when it does not."""
+"""SampleIndex: saving, loading, checks against its dataset, and damaged files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTHS = np.array([5, 0, 12, 3, 40, 8, 8, 1, 16, 2], np.int32)
         ([], "concat", {"buckets": 8}),
     ],
 )
-def test_a_saved_index_comes_back_whole(
+def test_saved_index_equals_original(
     tmp_path: Path, lengths: Any, strategy: str, options: dict[str, Any]
 ) -> None:
     index = pack(lengths, strategy, **options, seed=3)
@@ -50,8 +50,8 @@ def test_a_saved_index_comes_back_whole(
         assert not array.flags.writeable and not array.flags.owndata
 
 
-def test_an_index_travels_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a file is mapped again, from any directory, and never another that took its place."""
+def test_index_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index of a file is mapped again, from any directory; a replaced file is refused."""
     made = pack(LENGTHS, "concat", buckets=8)
     made.save(tmp_path / "x.samples")
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_an_index_travels_to_workers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pickle.loads(carried[1])
 
 
-def test_a_sample_that_there_is_not_is_refused() -> None:
+def test_sample_out_of_range_is_refused() -> None:
     index = pack(LENGTHS, "concat", buckets=8)
     assert index.sample(-1) == index.sample(len(index) - 1)
     assert index.groups_of(-1) == list(range(len(index.sample(-1)[1])))
@@ -75,7 +75,7 @@ def test_a_sample_that_there_is_not_is_refused() -> None:
                 read(number)
 
 
-def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
+def test_index_refuses_another_dataset(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "a", LENGTHS)
     index = pack(dataset.document_lengths, buckets=[8, 16])
     index.check_source(dataset)  # by its lengths
@@ -99,7 +99,7 @@ def test_an_index_refuses_another_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_an_index_does_not_change_when_its_lengths_do(name: str) -> None:
+def test_index_does_not_change_with_the_callers_lengths(name: str) -> None:
     for dtype in (np.int32, np.int64):
         lengths = LENGTHS.astype(dtype)
         expected = pack(lengths, name, buckets=8)
@@ -109,7 +109,7 @@ def test_an_index_does_not_change_when_its_lengths_do(name: str) -> None:
         assert (index.metrics(), index.fingerprint, index.num_tokens) == expected_facts
         assert index.documents == expected.documents
         for values in ([1, 2, 3], np.arange(5, dtype=np.int32)):
-            pack(values, name, buckets=8)  # and the lengths do not change by packing them
+            pack(values, name, buckets=8)  # pack does not change the caller's lengths
         assert (lengths == 1).all() and lengths.flags.writeable
 
 
@@ -125,7 +125,7 @@ def test_label_tokens_and_attention_cost_are_counted_per_sample() -> None:
         index.label_tokens(LENGTHS[:-1])
 
 
-def test_verify_holds_every_sample_to_the_laws() -> None:
+def test_verify_checks_the_laws_of_every_sample() -> None:
     index = pack(LENGTHS, "bucket_llm", buckets=[8, 16], seed=1)
     index.verify(LENGTHS)
     shorter = LENGTHS.copy()
@@ -142,7 +142,7 @@ def test_verify_holds_every_sample_to_the_laws() -> None:
         _core.check_laws(*arrays, LENGTHS)
 
 
-def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None:
+def test_damaged_index_is_refused_before_out_of_bounds_reads() -> None:
     index = pack(LENGTHS, "concat", buckets=8)
     for name, value, message in (
         ("segment_document", 99, "names document 99 of 10"),
@@ -159,14 +159,14 @@ def test_a_damaged_index_is_refused_before_memory_is_read_out_of_place() -> None
                 damaged.attention_cost()
 
 
-def test_a_repr_is_one_short_line_for_any_number_of_buckets() -> None:
+def test_repr_is_one_short_line() -> None:
     many = pack(LENGTHS, "bucket", buckets=range(1, 2000))
     holds = f"{many.num_samples} samples, 10 documents"
     assert repr(many) == f"SampleIndex(bucket, 1,999 buckets of 1 to 1,999 tokens, {holds})"
     assert "bucket of 8 tokens, " in repr(pack(LENGTHS, "concat", buckets=8))
 
 
-# ---- The .samples file: old ones and broken ones are refused in words
+# ---- The .samples file: errors for old and broken files
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samples"
@@ -179,7 +179,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("version", "made"), [(2, "golden_index"), (3, "golden_groups")])
-def test_a_golden_file_reads_as_it_was_written_and_is_written_with_the_same_bytes(
+def test_golden_file_is_read_and_written_identically(
     version: int, made: str, tmp_path: Path
 ) -> None:
     script = runpy.run_path(str(GOLDEN / "make_golden.py"))
@@ -203,7 +203,7 @@ def test_a_golden_file_reads_as_it_was_written_and_is_written_with_the_same_byte
     assert old[begin:] == new[new_header["arrays"]["bucket_capacity"]["offset"] :]
 
 
-def test_a_file_of_another_version_is_refused_with_what_to_do(path: Path) -> None:
+def test_file_of_another_version_is_refused_with_remedy(path: Path) -> None:
     old = GOLDEN / "version_1.samples"
     remedy = rf"pack again: megapack-build pack PREFIX --output {old} --over"
     with pytest.raises(FormatError, match=f"format version 1; .* reads version 2 and 3: {remedy}"):
@@ -219,7 +219,7 @@ def test_a_file_of_another_version_is_refused_with_what_to_do(path: Path) -> Non
             SampleIndex.load(path)
 
 
-def test_checksums_are_xxh64_of_64_kib_of_an_array_each(tmp_path: Path) -> None:
+def test_checksums_are_xxh64_of_blocks_of_64_kib(tmp_path: Path) -> None:
     pack(np.full(40_000, 3), "next_fit", buckets=8).save(tmp_path / "x.samples")
     data = (tmp_path / "x.samples").read_bytes()
     for name, entry in header_of(data)["arrays"].items():
@@ -230,7 +230,7 @@ def test_checksums_are_xxh64_of_64_kib_of_an_array_each(tmp_path: Path) -> None:
     assert len(blocks) == 3, "arrays of several blocks are compared"
 
 
-def test_arrays_are_aligned_and_mapped_not_read(path: Path) -> None:
+def test_arrays_are_aligned_and_mapped(path: Path) -> None:
     for entry in header_of(path.read_bytes())["arrays"].values():
         assert entry["offset"] % 64 == 0
     index = SampleIndex.load(path)
@@ -243,7 +243,7 @@ def test_arrays_are_aligned_and_mapped_not_read(path: Path) -> None:
     pytest.fail("its memory is mapped from nowhere")
 
 
-def test_every_cut_of_a_file_is_refused(path: Path) -> None:
+def test_truncated_file_is_refused(path: Path) -> None:
     data = path.read_bytes()
     for size in [*range(0, 40), *range(40, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:size])
@@ -254,7 +254,7 @@ def test_every_cut_of_a_file_is_refused(path: Path) -> None:
         SampleIndex.load(path)
 
 
-def test_every_changed_byte_is_noticed(path: Path) -> None:
+def test_every_changed_byte_is_detected(path: Path) -> None:
     data = path.read_bytes()
     arrays = header_of(data)["arrays"]
     header_size = PREAMBLE.size + PREAMBLE.unpack_from(data)[3]
@@ -284,7 +284,7 @@ def test_foreign_files_are_refused(tmp_path: Path, name: str, content: bytes) ->
         SampleIndex.load(tmp_path / "nothing")
 
 
-def test_nothing_is_left_behind_when_the_disk_refuses(tmp_path: Path) -> None:
+def test_no_temporary_file_remains_after_a_failed_write(tmp_path: Path) -> None:
     (tmp_path / "dir.samples").mkdir()
     for name, message in (("none/x", "none does not exist; create it"), ("dir", "is a directory")):
         with pytest.raises(ConfigError, match=message):
@@ -292,10 +292,10 @@ def test_nothing_is_left_behind_when_the_disk_refuses(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["dir.samples"]
 
 
-# ---- Damaged .samples files: what is wrong is refused before a batch is wrong
+# ---- Damaged .samples files are refused before they affect a batch
 #
-# The small arrays and the header are held to their checksums and to each other when a file is
-# opened; the large ones, and the .idx that was packed, block by block when something is read.
+# Opening a file checks header and small arrays. Blocks of large arrays, and of the packed .idx, are
+# compared with their checksums when they are read.
 
 
 MIXED = [5, 9, 1, 30, 0, 7, 2, 11]
@@ -309,7 +309,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def with_value(data: bytes, name: str, position: int, value: int, *, hidden: bool = False) -> bytes:
-    """One number of an array changed; ``hidden``: its checksum is made to agree."""
+    """Return the file with one number changed; ``hidden``: with a matching checksum."""
     header = header_of(data)
     entry = header["arrays"][name]
     dtype, begin = np.dtype(entry["dtype"]), entry["offset"]
@@ -337,7 +337,7 @@ def with_value(data: bytes, name: str, position: int, value: int, *, hidden: boo
         ("sample_segment_offsets", -1, 3, "the sizes of its arrays do not match"),
     ],
 )
-def test_small_arrays_are_held_to_their_order_even_where_checksums_agree(
+def test_order_of_small_arrays_is_checked_despite_checksums(
     stored: Path, name: str, position: int, value: int, message: str
 ) -> None:
     stored.write_bytes(with_value(stored.read_bytes(), name, position, value, hidden=True))
@@ -356,13 +356,13 @@ READERS: dict[str, Callable[[SampleIndex], Any]] = {
     "measure": lambda index: _core.measure_samples(*index.segment_arrays(), len(MIXED)),
     "whole": lambda index: _core.whole_documents(*index.segment_arrays(), np.array(MIXED)),
 }
-# Of these arrays the others do not read all.
+# The others do not read all of these arrays.
 READ = {"whole": ("segment_document", "segment_length")}
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", LARGE)
-def test_changed_number_is_refused_when_it_is_read(stored: Path, name: str, reader: str) -> None:
+def test_changed_number_is_refused_when_read(stored: Path, name: str, reader: str) -> None:
     data = stored.read_bytes()
     for position in range(1, header_of(data)["arrays"][name]["shape"][0] - 1):
         stored.write_bytes(with_value(data, name, position, 100))
@@ -373,7 +373,7 @@ def test_changed_number_is_refused_when_it_is_read(stored: Path, name: str, read
                 READERS[reader](SampleIndex.load(stored))
 
 
-def test_damage_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path: Path) -> None:
+def test_damage_is_detected_only_when_its_block_is_read(tmp_path: Path) -> None:
     lengths = np.full(100_000, 3)  # 2 segments per sample; 16,384 numbers per block
     pack(lengths, "next_fit", buckets=6, shuffle=False).save(tmp_path / "x.samples")
     data = (tmp_path / "x.samples").read_bytes()
@@ -386,7 +386,7 @@ def test_damage_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path:
     assert (column[:32_768] == 3).all() and column[np.array([5, -1, -30_000])].tolist() == [3] * 3
     assert index.sample(0) == (0, [(0, 0, 3), (1, 0, 3)]) and column[99_999] == 3
     message = "array segment_length is damaged: bytes 131072 to 196608 do not have their checksum"
-    for _ in range(2):  # however often
+    for _ in range(2):  # any number of times
         for read in (
             lambda: _core.attention_cost_of(offsets, column, bad, 6, False),
             lambda: column[32_768],
@@ -401,7 +401,7 @@ def test_damage_is_found_by_whoever_reads_its_block_and_by_nobody_else(tmp_path:
                 read()
 
 
-def test_an_index_of_a_file_is_read_by_threads_at_once(tmp_path: Path) -> None:
+def test_index_is_read_by_threads_at_once(tmp_path: Path) -> None:
     lengths = np.arange(200_000) % 7 + 1
     made = pack(lengths, "next_fit", buckets=64)
     made.save(tmp_path / "x.samples")
@@ -411,7 +411,7 @@ def test_an_index_of_a_file_is_read_by_threads_at_once(tmp_path: Path) -> None:
     assert all((cost == made.attention_cost()).all() for cost in costs)
 
 
-# Changes of a header whose checksum is right: what no reader may stumble over later.
+# Changes of a header with a matching checksum, which later code does not check again.
 Change = Callable[[dict[str, Any]], Any]
 HEADERS: dict[str, Change] = {
     "no mapping": lambda h: [1, 2],
@@ -447,7 +447,7 @@ HEADERS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_refused_at_load(stored: Path, name: str) -> None:
+def test_wrong_header_is_refused_at_load(stored: Path, name: str) -> None:
     data = stored.read_bytes()
     header = header_of(data)
     replaced = HEADERS[name](header)
@@ -468,9 +468,9 @@ def test_a_header_that_lies_is_refused_at_load(stored: Path, name: str) -> None:
         )),
     ],
 )  # fmt: skip
-def test_a_table_that_lies_is_refused(stored: Path, changes: Any, message: str) -> None:
+def test_wrong_array_table_is_refused(stored: Path, changes: Any, message: str) -> None:
     header = header_of(stored.read_bytes())
-    entry = {"dtype": "<i4", "shape": [1], "offset": 64, "xxh64": ""}  # on the array before
+    entry = {"dtype": "<i4", "shape": [1], "offset": 64, "xxh64": ""}  # overlaps the previous array
     is_entry = isinstance(changes, dict)
     header["arrays"]["segment_length"] = entry | changes if is_entry else changes
     stored.write_bytes(with_header(stored.read_bytes(), header))
@@ -479,7 +479,7 @@ def test_a_table_that_lies_is_refused(stored: Path, changes: Any, message: str) 
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
-def test_a_header_that_is_no_json_is_refused(stored: Path, content: bytes) -> None:
+def test_header_that_is_not_json_is_refused(stored: Path, content: bytes) -> None:
     digest = xxhash.xxh3_64_intdigest(content)
     stored.write_bytes(PREAMBLE.pack(b"MEGASAMP", 2, 0, len(content), digest) + content)
     with pytest.raises(FormatError, match=r"x\.samples"):

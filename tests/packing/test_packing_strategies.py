@@ -1,4 +1,4 @@
-"""Every strategy is its plain-Python definition, segment by segment."""
+"""Every strategy equals its plain-Python definition, segment by segment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = sorted(STRATEGIES)
 def test_every_strategy_has_a_definition_with_the_same_parameters() -> None:
     assert sorted(DEFINITIONS) == NAMES
     for name, definition in DEFINITIONS.items():
-        if name == "bucket_v0":  # passes everything on to bucket_llm
+        if name == "bucket_v0":  # passes all arguments to bucket_llm
             assert STRATEGIES[name].parameters == STRATEGIES["bucket_llm"].parameters
             continue
         signature = inspect.signature(definition).parameters
@@ -57,7 +57,7 @@ def test_core_equals_definition_on_adversarial_lengths(name: str, documents: lis
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("preset", ["paper", "published"])
-def test_presets_are_the_parameters_of_the_papers(name: str, preset: str) -> None:
+def test_presets_are_the_papers_parameters(name: str, preset: str) -> None:
     documents = [0, 700, 4000, 513, 90, 1500, 1024, 66, 2049, 300, 30, 801]
     buckets = [256, 512, 1024] if STRATEGIES[name].many_buckets else [512]
     if preset not in STRATEGIES[name].presets:
@@ -70,7 +70,7 @@ def test_presets_are_the_parameters_of_the_papers(name: str, preset: str) -> Non
     assert as_packing(index) == DEFINITIONS[name](documents, buckets, 0, **chosen)
 
 
-def test_a_shuffle_of_several_groups_is_the_documented_one() -> None:
+def test_shuffle_of_several_tasks_equals_definition() -> None:
     count = 70_000
     index = pack(np.ones(count, np.int32), "concat", buckets=1, seed=5, threads=2)
     order = shuffled(count, random_for(5, DOCUMENTS))
@@ -79,8 +79,8 @@ def test_a_shuffle_of_several_groups_is_the_documented_one() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) -> None:
-    # More documents than one task handles (2**20), so that tasks meet in the middle of samples.
+def test_result_does_not_depend_on_threads(name: str) -> None:
+    # More documents than one task handles (2**20), so that task borders are inside samples.
     documents = np.random.default_rng(0).integers(0, 300, 2_200_000).astype(np.int32)
     documents[::1000] *= 50
     buckets = [64, 256, 1024] if STRATEGIES[name].many_buckets else [1024]
@@ -93,7 +93,7 @@ def test_a_million_documents_come_out_alike_on_any_number_of_threads(name: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> None:
+def test_int64_documents_and_lengths_give_the_same_samples(name: str) -> None:
     from megapack.packing.strategies import Request  # noqa: PLC0415
 
     lengths = np.random.default_rng(1).integers(0, 90, 500)
@@ -111,7 +111,7 @@ def test_wide_document_numbers_and_lengths_give_the_same_samples(name: str) -> N
             assert np.array_equal(value, other[key]), key
 
 
-def test_a_document_longer_than_int32_is_cut_where_it_should_be() -> None:
+def test_document_longer_than_int32_is_cut_correctly() -> None:
     capacity = 1 << 20
     documents = np.array([3, (1 << 31) + 5, 7], np.int64)
     index = pack(documents, "concat", buckets=capacity, shuffle=False)
@@ -121,8 +121,8 @@ def test_a_document_longer_than_int32_is_cut_where_it_should_be() -> None:
     assert index.metrics()["num_tokens"] == (1 << 31) + 15
 
 
-def test_five_documents_need_no_memory_for_all_lengths_that_a_bucket_holds() -> None:
-    """Tables of 2^24 lengths have 128 MiB each."""
+def test_memory_does_not_grow_with_capacity() -> None:
+    """Tables of 2^24 lengths would have 128 MiB each."""
     program = """
 import numpy as np
 from megapack import pack
@@ -143,7 +143,7 @@ for strategy in ("bucket", "bucket_llm", "length_sorted"):
 
 
 def web_like(count: int, seed: int = 0) -> np.ndarray:
-    """Log-normal lengths around 60 tokens, a few empty, a few very long."""
+    """Return log-normal lengths around 60 tokens, a few empty, a few very long."""
     generator = np.random.default_rng(seed)
     documents = np.exp(generator.normal(4, 1, count)).astype(np.int32)
     documents[generator.random(count) < 0.01] = 0
@@ -151,7 +151,7 @@ def web_like(count: int, seed: int = 0) -> np.ndarray:
 
 
 def times_placed(index: SampleIndex, documents: np.ndarray) -> list[np.ndarray]:
-    """Per document, how often each of its tokens is placed."""
+    """Return, for each document, how often each of its tokens is placed."""
     placed = [np.zeros(length, np.int64) for length in documents]
     for i in range(index.num_samples):
         for document, begin, length in index.sample(i)[1]:
@@ -177,7 +177,7 @@ def check_laws(index: SampleIndex, documents: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_metrics_are_what_brute_force_counts(name: str) -> None:
+def test_metrics_equal_brute_force(name: str) -> None:
     documents = web_like(500, seed=1)
     buckets = [32, 64, 128] if STRATEGIES[name].many_buckets else [64]
     parameters = {"extra_capacity": 5} if "fit" in name and name != "next_fit" else {}
@@ -229,22 +229,22 @@ def test_metrics_are_what_brute_force_counts(name: str) -> None:
     }
 
 
-def test_metrics_of_nothing_are_zeros_not_errors() -> None:
+def test_metrics_without_documents_are_zero() -> None:
     metrics = pack([], "bucket", buckets=[8, 16]).metrics()
     assert metrics["tokens_per_bucket"] == [0, 0]
     assert not any(v for k, v in metrics.items() if not k.endswith("_per_bucket"))
 
 
-def test_the_default_strategy_cuts_only_what_no_bucket_holds() -> None:
+def test_default_strategy_cuts_only_too_long_documents() -> None:
     documents = web_like(20_000)
     metrics = pack(documents, buckets=[64, 128, 256, 512]).metrics()
     assert metrics["num_truncated_documents"] == int((documents > 512).sum()) > 0
     assert metrics["padding_ratio"] < 0.004
 
 
-def test_promote_auto_takes_the_better_way_and_says_so() -> None:
+def test_promote_auto_takes_the_better_choice() -> None:
     short = web_like(20_000)
-    no_short = short + 70  # nothing fits beside a document of more than half a bucket
+    no_short = short + 70  # no two documents fit into one bucket
     buckets = [128, 256, 512]
     for better, documents in (("off", short), ("on", no_short)):
         made = {how: pack(documents, buckets=buckets, promote=how) for how in ("on", "off", "auto")}
@@ -254,7 +254,7 @@ def test_promote_auto_takes_the_better_way_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("promote", ["on", "off"])
-def test_no_sample_has_more_segments_than_it_may(promote: str) -> None:
+def test_max_segments_limits_every_sample(promote: str) -> None:
     documents = np.r_[web_like(5000), np.full(3000, 2)]
     buckets = [64, 128, 512]
     free = pack(documents, buckets=buckets, promote=promote)
@@ -268,7 +268,7 @@ def test_no_sample_has_more_segments_than_it_may(promote: str) -> None:
     assert same_arrays(wide, free)
 
 
-def test_the_core_can_count_the_samples_of_a_histogram_without_making_them() -> None:
+def test_core_counts_samples_of_a_histogram() -> None:
     documents = web_like(5000)
     counts, chunks = _core.length_histogram(_core.DocumentLengths(documents), 256, 2)
     rules = {"buckets": [64, 256]}
@@ -278,7 +278,7 @@ def test_the_core_can_count_the_samples_of_a_histogram_without_making_them() -> 
     assert int((counts * np.arange(256)).sum()) + 256 * chunks == documents.sum()
 
 
-# ---- Where a peer does the same, the result is the same: TRL's best fit, Megatron's sample index
+# ---- Same results as peers: TRL's best fit, Megatron's sample index
 
 
 helpers = peer("megatron.core.datasets.helpers")
@@ -291,7 +291,7 @@ def documents(seed: int, count: int = 3000) -> np.ndarray:
 
 
 @pytest.mark.parametrize("capacity", [64, 257, 1024])
-def test_best_fit_decreasing_makes_the_samples_of_trl(capacity: int) -> None:
+def test_best_fit_decreasing_equals_trl(capacity: int) -> None:
     lengths = documents(capacity)
     tokens = pa.array(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -300,13 +300,13 @@ def test_best_fit_decreasing_makes_the_samples_of_trl(capacity: int) -> None:
 
     index = pack(lengths, "best_fit_decreasing", buckets=capacity)
     ours = [[n for _, _, n in index.sample(i)[1]] for i in range(index.num_samples)]
-    # Which of several equally long documents goes where is open there (its sort is not stable).
+    # TRL's order of equally long documents is undefined (its sort is not stable).
     assert sorted(ours) == sorted(theirs)
     assert len(ours) > 100
 
 
 @pytest.mark.parametrize("capacity", [64, 257, 1024])
-def test_concat_in_file_order_begins_samples_where_megatron_does(capacity: int) -> None:
+def test_concat_in_file_order_equals_megatron(capacity: int) -> None:
     lengths = documents(capacity)
     order = np.arange(len(lengths), dtype=np.int32)
     num_tokens = int(lengths.sum())

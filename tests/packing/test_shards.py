@@ -1,4 +1,4 @@
-"""Many datasets packed as one source: the same whoever did it, and no change passes unseen."""
+"""Many datasets packed as one source: reproducible, and changed files are detected."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def files(manifest: Path) -> dict[str, bytes]:
     return {**found, "manifest": manifest.read_bytes()}
 
 
-def test_manifest_says_of_shards_what_files_say(tmp_path: Path, prefixes: list[str]) -> None:
+def test_manifest_agrees_with_files(tmp_path: Path, prefixes: list[str]) -> None:
     index = packed(tmp_path / "web.shards.json", prefixes)
     assert len(index.shards) == NUM_SHARDS
     for number, (prefix, shard) in enumerate(zip(prefixes, index.shards, strict=True)):
@@ -79,8 +79,8 @@ def test_manifest_says_of_shards_what_files_say(tmp_path: Path, prefixes: list[s
     assert index.longest_reach == max(own.longest_reach for own in opened) > index.longest_segment
 
 
-def test_runs_give_every_sample_one_number(tmp_path: Path, prefixes: list[str]) -> None:
-    """Bucket after bucket, in each of them shard after shard."""
+def test_runs_number_every_sample_once(tmp_path: Path, prefixes: list[str]) -> None:
+    """By bucket, then by shard."""
     index = packed(tmp_path / "web.shards.json", prefixes)
     first, shard, begin = index.runs
     runs = zip(shard.tolist(), begin.tolist(), np.diff(first).tolist(), strict=True)
@@ -92,7 +92,7 @@ def test_runs_give_every_sample_one_number(tmp_path: Path, prefixes: list[str]) 
     assert numbered == expected and len(expected) == index.num_samples
 
 
-def test_parts_and_killed_runs_make_the_same_files(tmp_path: Path, prefixes: list[str]) -> None:
+def test_parts_and_killed_runs_write_the_same_files(tmp_path: Path, prefixes: list[str]) -> None:
     alone, manifest = (tmp_path / name / "web.shards.json" for name in ("alone", "together"))
     alone.parent.mkdir()
     manifest.parent.mkdir()
@@ -106,7 +106,7 @@ def test_parts_and_killed_runs_make_the_same_files(tmp_path: Path, prefixes: lis
     assert files(manifest) == files(alone)
 
 
-def test_later_dataset_is_packed_alone_and_is_last(tmp_path: Path, prefixes: list[str]) -> None:
+def test_added_dataset_is_packed_alone_and_last(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     before = packed(manifest, prefixes)
     kept = {path: path.stat().st_mtime_ns for path in manifest.with_name("web.shards").iterdir()}
@@ -124,7 +124,7 @@ def test_later_dataset_is_packed_alone_and_is_last(tmp_path: Path, prefixes: lis
         load_shards(manifest, [3, 9])
 
 
-def test_a_dataset_that_is_named_twice_is_refused_with_the_remedy(
+def test_duplicate_dataset_is_refused_with_remedy(
     tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -137,7 +137,7 @@ def test_a_dataset_that_is_named_twice_is_refused_with_the_remedy(
     assert not manifest.exists()
 
 
-def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path, prefixes: list[str]) -> None:
+def test_changed_file_is_refused_by_name(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     index = packed(manifest, prefixes)
     written = manifest.read_bytes()
@@ -155,14 +155,14 @@ def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path, prefixes: list
         new.open(3)
 
 
-def test_other_options_are_refused_and_not_mixed(tmp_path: Path, prefixes: list[str]) -> None:
+def test_other_options_are_refused(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     packed(manifest, prefixes)
     with pytest.raises(ConfigError, match="packed with another seed: give the same options"):
         packed(manifest, prefixes, options={"seed": 4})
     with pytest.raises(ConfigError, match="another parameters and buckets and bucket_capacity"):
         packed(manifest, prefixes, options={"buckets": [16], "alignment": 4})
-    manifest.unlink()  # a run that was stopped before the manifest, then other options
+    manifest.unlink()  # a run stopped before it wrote the manifest, then other options
     with pytest.raises(ConfigError, match=r"part0-.* is there already: it was packed with another"):
         packed(manifest, prefixes, options={"seed": 4})
     assert packed(manifest, prefixes, options={"seed": 4}, overwrite=True).seed == 4
@@ -188,8 +188,8 @@ def test_folder_moves_with_its_manifest(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_which_buckets_there_are_never_depends_on_the_documents(strategy: str) -> None:
-    """So that shards of one packing have the same ones."""
+def test_buckets_do_not_depend_on_documents(strategy: str) -> None:
+    """So all shards have the same buckets."""
     many = STRATEGIES[strategy].many_buckets
     options: dict[str, Any] = {"strategy": strategy, "buckets": [16, 64] if many else [64]}
     lengths = np.arange(1, 80)
@@ -203,7 +203,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> N
     sound = json.loads(manifest.read_text())
 
     def damaged(change: Any, *, hidden: bool = True) -> str:
-        """What is said of another content; ``hidden``: its checksum is made to agree."""
+        """Return the error for changed content; ``hidden``: with a matching checksum."""
         content = json.loads(json.dumps(sound))
         change(content)
         digest = content.pop("xxh3")
@@ -236,7 +236,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> N
         lambda c: c.update(xxh3="0" * 16),
     ):
         assert "its checksum is wrong; restore it" in damaged(change, hidden=False)
-    manifest.write_text(json.dumps(sound, indent=1))  # the content counts
+    manifest.write_text(json.dumps(sound, indent=1))  # changed content is refused, too
     assert len(load_shards(manifest).shards) == NUM_SHARDS
     manifest.write_text(json.dumps(sound)[:-30])
     with pytest.raises(FormatError, match="not valid JSON"):

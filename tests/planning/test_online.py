@@ -1,4 +1,4 @@
-"""Documents planned as they come: each exactly once, caps kept, whatever is restarted or parted."""
+"""StepPlanner: every document once, limits kept, independent of calls and restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Planned = list[PlannedMicroBatch]
 
 
 def contents(given: Planned) -> list[Any]:
-    """All that micro batches say, as lists."""
+    """Return micro batches as lists."""
     columns = [(m.documents, [m.degree], m.lengths) for m in given]
     return [[[array.tolist() for array in of] for of in column] for column in columns]
 
@@ -55,7 +55,7 @@ def streams(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def check(options: dict[str, Any], stream: dict[str, list[Any]], given: Planned) -> None:
-    """Every document once, on ranks that share it alike; caps kept, groups on one rank."""
+    """Check: every document once, equal groups of ranks, limits kept, groups on one rank."""
     seen: dict[int, list[tuple[int, int]]] = {}
     costs = dict(zip(stream["document_id"], stream.get("cost", [()] * 80), strict=False))
     lengths = dict(zip(stream["document_id"], stream["length"], strict=True))
@@ -82,7 +82,7 @@ def check(options: dict[str, Any], stream: dict[str, list[Any]], given: Planned)
 
 
 @given(of=streams(), data=st.data())
-def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
+def test_every_document_is_returned_once_for_any_calls_and_resumes(
     of: tuple[dict[str, Any], dict[str, list[Any]]], data: st.DataObject
 ) -> None:
     options, stream = of
@@ -104,7 +104,7 @@ def test_streams_are_given_exactly_once_however_they_are_parted_and_resumed(
 
 
 def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
-    """4,096 answers in windows of 1,024; the tokens need 46.9 micro batches."""
+    """4,096 answers in windows of 1,024; their tokens need 46.9 micro batches."""
     lengths = answers(1, 4096)
     rules = {"num_ranks": 16, "max_tokens_per_rank": 33_792, "linear_cost_tokens": 24_576}
     planner = StepPlanner(window=1024, **rules)
@@ -120,8 +120,8 @@ def test_micro_batches_of_a_stream_are_full_and_balanced() -> None:
 
 
 @pytest.mark.parametrize("in_group", [1, 3])
-def test_documents_that_do_not_fit_beside_each_other_do_not_wait_for_ever(in_group: int) -> None:
-    """5,000 tokens of 8,192: ranks are never full, and micro batches are given all the same."""
+def test_documents_that_fit_together_poorly_do_not_wait_forever(in_group: int) -> None:
+    """5,000 tokens of 8,192: ranks are never full, but micro batches are returned."""
     planner = StepPlanner(num_ranks=4, max_tokens_per_rank=8192, window=8)
     given: Planned = []
     for i in range(40):
@@ -153,15 +153,17 @@ SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
         ),
     ],
 )
-def test_unfit_adds_nothing(options: dict[str, Any], added: tuple[Any, ...], message: str) -> None:
-    """Of ids, lengths, costs and groups."""
+def test_invalid_document_adds_nothing(
+    options: dict[str, Any], added: tuple[Any, ...], message: str
+) -> None:
+    """Invalid ids, lengths, costs and groups."""
     planner = StepPlanner(**(SOUND | options))
     with pytest.raises(ValueError, match=message):
         planner.add(**dict(zip(("document_id", "length", "cost", "group"), added, strict=False)))
     assert planner.state_dict()["ids"] == []
 
 
-def test_a_group_that_grows_too_large_is_refused() -> None:
+def test_group_that_grows_too_large_is_refused() -> None:
     planner = StepPlanner(**(SOUND | {"max_context_parallel_size": 2}))
     planner.add([1, 2], [9, 9], group=[5, 5])
     with pytest.raises(ValueError, match="group 5 has 21 tokens"):
@@ -173,12 +175,12 @@ def test_a_group_that_grows_too_large_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("window", 0), ("window", True), ("num_ranks", 0)])
-def test_options_without_a_meaning_are_refused(name: str, value: Any) -> None:
+def test_invalid_options_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         StepPlanner(**(SOUND | {name: value}))
 
 
-def test_a_state_of_other_options_is_refused() -> None:
+def test_state_of_other_options_is_refused() -> None:
     state = StepPlanner(**SOUND).state_dict()
     numpys = StepPlanner(**{name: np.int64(number) for name, number in SOUND.items()})
     numpys.load_state_dict(json.loads(json.dumps(numpys.state_dict())))
@@ -191,7 +193,7 @@ PLANS = int(os.environ.get("MEGAPACK_PLANS", "200"))
 
 
 def float_costs(random: np.random.Generator, count: int) -> np.ndarray:
-    """Numbers from 0 on of one of the kinds that floats have."""
+    """Draw numbers >= 0 of one kind of float (subnormal, huge, ...)."""
     kinds: list[Callable[[], np.ndarray]] = [
         lambda: random.random(count),
         lambda: random.integers(1, 1 << 40, count) * 5e-324,  # subnormal
@@ -204,8 +206,8 @@ def float_costs(random: np.random.Generator, count: int) -> np.ndarray:
     return kinds[random.integers(len(kinds))]()
 
 
-def test_costs_equal_to_the_cap_fit() -> None:
-    """For every array of floats: the dearest document is held, and no rank exceeds the cap."""
+def test_cost_equal_to_the_limit_fits() -> None:
+    """For any floats, the most expensive document fits, and no rank exceeds the limit."""
     for seed in range(PLANS):
         random = np.random.default_rng(seed)
         costs = float_costs(random, int(random.integers(1, 12)))
@@ -230,13 +232,13 @@ def test_costs_equal_to_the_cap_fit() -> None:
         assert ids == set(range(len(costs))), seed
 
 
-def test_a_planner_refuses_what_a_plan_refuses_and_goes_on_working() -> None:
+def test_planner_refuses_what_a_plan_refuses_and_continues() -> None:
     refused = Counter[bool]()
     for seed in range(PLANS):
         random = np.random.default_rng(seed)
         count = int(random.integers(1, 9))
         costs = float_costs(random, count)
-        with np.errstate(over="ignore"):  # an infinite cap is none
+        with np.errstate(over="ignore"):  # an infinite limit is no limit
             cap = float(random.choice([costs.max(), np.nextafter(costs.max(), 0), costs.sum()]))
         options: dict[str, Any] = {
             "num_ranks": 4,
@@ -269,8 +271,8 @@ def test_a_planner_refuses_what_a_plan_refuses_and_goes_on_working() -> None:
     assert min(refused.values()) > PLANS // 10, refused
 
 
-def test_costs_that_are_implied_are_those_of_a_plan() -> None:
-    """With caps and no costs: length x (length + linear_cost_tokens)."""
+def test_default_costs_equal_those_of_a_plan() -> None:
+    """With limits but without costs: length x (length + linear_cost_tokens)."""
     options: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 100, "linear_cost_tokens": 50}
     planner = StepPlanner(window=2, max_costs_per_rank=600, **options)
     assert planner.add(0, 10) == []
@@ -278,8 +280,8 @@ def test_costs_that_are_implied_are_those_of_a_plan() -> None:
         planner.add(1, 11)
 
 
-def test_documents_too_long_for_one_plan_are_refused_while_others_wait() -> None:
-    """In the middle of a call of ``add``: the documents before them are not added either."""
+def test_squares_above_the_limit_of_one_plan_are_refused() -> None:
+    """In the middle of a call of ``add``: earlier documents of the call are not added either."""
     longest = (1 << 28) - 1
     planner = StepPlanner(num_ranks=2, max_tokens_per_rank=1 << 29, window=5)
     planner.add(0, 10)

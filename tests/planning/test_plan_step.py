@@ -1,4 +1,4 @@
-"""A plan keeps its laws for any step, balances it, and is the same for whoever computes it."""
+"""plan_step: laws of every plan, balance, determinism, and nearness to the optimum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINEAR_COST_TOKENS = 49_152.0  # 12 x 4,096
 
 
 def web_lengths(num_tokens: int, seed: int, longest: int) -> Any:
-    """A log-normal body and a heavy tail, as of web pages, up to a number of tokens."""
+    """Return lengths with a log-normal body and a heavy tail, like web pages, up to this sum."""
     generator = np.random.default_rng(seed)
     body = np.exp(6.4 + 0.85 * generator.standard_normal(num_tokens // 300))
     tail = 6000 * (1 + generator.pareto(2.0, body.size))
@@ -30,8 +30,8 @@ def web_lengths(num_tokens: int, seed: int, longest: int) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_ranks", [16, 64])
-def test_web_documents_fill_the_fewest_micro_batches_and_balance(num_ranks: int, seed: int) -> None:
-    """Steps full but for less than a document; documents up to 16 times a rank's budget."""
+def test_web_documents_need_fewest_micro_batches_and_balance(num_ranks: int, seed: int) -> None:
+    """Steps that are almost full; documents up to 16 times a rank's limit."""
     lengths = web_lengths(num_ranks * 8 * 8192, seed, 131_072)
     assert lengths.sum() > 0.99 * num_ranks * 8 * 8192 and lengths.max() > 8192
     rules = {
@@ -50,14 +50,14 @@ BALANCES = ("micro_batches", "step", "pipeline")
 
 
 def answers(seed: int, count: int = 2048) -> Any:
-    """Answers to prompts in groups of 16, a step of RL (reasoning)."""
+    """Return answers to prompts in groups of 16, a step of RL (reasoning)."""
     generator = np.random.default_rng(seed)
     tokens = np.minimum(generator.lognormal(np.log(4000), 0.9, count), 32_768)
     return (np.repeat(generator.integers(100, 601, count // 16), 16) + tokens).astype(np.int64)
 
 
 def trajectories(seed: int) -> Any:
-    """2,048 of agents, up to 65,536 tokens."""
+    """Return 2,048 trajectories of agents, up to 65,536 tokens."""
     tokens = np.random.default_rng(seed).lognormal(np.log(12_000), 0.9, 2048)
     return np.minimum(tokens, 65_536).astype(np.int64)
 
@@ -67,10 +67,10 @@ def trajectories(seed: int) -> Any:
     ("draw", "num_ranks", "max_tokens", "per_micro_batch", "per_step"),
     [(answers, 16, 33_792, 1.018, 1.004), (trajectories, 64, 65_536, 1.065, 1.010)],
 )
-def test_ranks_have_equal_work_whatever_they_meet_for(
+def test_ranks_have_equal_work_for_every_balance(
     draw: Any, num_ranks: int, max_tokens: int, per_micro_batch: float, per_step: float, seed: int
 ) -> None:
-    """Two steps at which other planners were measured."""
+    """Two steps on which other planners were measured."""
     lengths = draw(seed)
     for balance in BALANCES:
         rules: Any = {"num_ranks": num_ranks, "max_tokens_per_rank": max_tokens}
@@ -84,8 +84,10 @@ def test_ranks_have_equal_work_whatever_they_meet_for(
 
 
 def pictures(seed: int) -> tuple[Any, Any]:
-    """600 samples of text, 60 % of them with one to four images, each of up to 4,096 patches, of
-    which four make a token: lengths, and what the language model and the encoder cost."""
+    """Return lengths and costs (language model, encoder) of 600 samples, 60 % with images.
+
+    One to four images each, of up to 4,096 patches, four of which make a token.
+    """
     generator = np.random.default_rng(seed)
     text = np.minimum(generator.lognormal(np.log(1000), 0.9, 600), 8192)
     count = np.where(generator.random(600) < 0.6, generator.integers(1, 5, 600), 0)
@@ -97,7 +99,7 @@ def pictures(seed: int) -> tuple[Any, Any]:
 
 
 def paths(plan: StepPlan, costs: Any) -> list[float]:
-    """Of every kind of cost the sum over micro batches of the busiest rank, over the ideal."""
+    """Return the path of every kind of cost (busiest rank per micro batch) over the ideal."""
     found = []
     for kind in costs.T:
         shares = np.zeros((plan.num_micro_batches, plan.num_ranks))
@@ -107,15 +109,15 @@ def paths(plan: StepPlan, costs: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
-def test_two_kinds_of_cost_are_balanced_at_once(seed: int) -> None:
+def test_two_kinds_of_cost_are_balanced_together(seed: int) -> None:
     lengths, costs = pictures(seed)
     rules: dict[str, Any] = {"num_ranks": 16, "max_tokens_per_rank": 16_384}
     assert max(paths(plan_step(lengths, **rules, costs=costs), costs)) < 1.03
     assert paths(plan_step(lengths, **rules, costs=costs[:, 0]), costs)[1] > 1.2
 
 
-def test_caps_on_costs_make_few_more_micro_batches() -> None:
-    """At most 12 images on a rank, which the tokens alone would not keep."""
+def test_cost_limits_need_few_more_micro_batches() -> None:
+    """At most 12 images on a rank, a limit that a plan by tokens exceeds."""
     generator = np.random.default_rng(3)
     lengths = generator.integers(200, 4000, 600)
     images = np.where(generator.random(600) < 0.6, generator.integers(1, 9, 600), 0)
@@ -128,8 +130,8 @@ def test_caps_on_costs_make_few_more_micro_batches() -> None:
     assert plan.num_micro_batches <= 1.1 * images.sum() / (16 * 12) + 1
 
 
-def test_ranks_share_a_group_as_a_whole() -> None:
-    """A prompt's answers, the longest of which one rank cannot hold."""
+def test_ranks_share_whole_groups() -> None:
+    """A prompt's answers; the longest does not fit on one rank."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(100, 3000, 200)
     groups = np.repeat(np.arange(50), 4)
@@ -142,8 +144,8 @@ def test_ranks_share_a_group_as_a_whole() -> None:
     assert plan.num_micro_batches <= -(-int(lengths.sum()) // (8 * 8192)) + 1
 
 
-def test_a_plan_says_what_a_trainer_needs_next() -> None:
-    """The lists of the example in the module, and results put back in the caller's order."""
+def test_plan_lists_and_permutations_of_the_module_example() -> None:
+    """Lists of the module's example, and results in the caller's order."""
     lengths = [7000, 300, 5200, 4100, 900, 2500, 6100, 1900]
     plan = plan_step(lengths, num_ranks=2, max_tokens_per_rank=8192)
     lists = plan.index_lists()
@@ -153,15 +155,15 @@ def test_a_plan_says_what_a_trainer_needs_next() -> None:
     assert plan.permutation.tolist() == flat
     results = np.array(lengths)[plan.permutation]
     assert results[plan.inverse_permutation].tolist() == lengths
-    # Shared documents stand there once.
+    # Shared documents are listed once.
     plan = plan_step([9, 3, 4, 1], num_ranks=4, max_tokens_per_rank=5, max_context_parallel_size=2)
     assert sorted(plan.permutation.tolist()) == [0, 1, 2, 3]
     assert plan.permutation[plan.inverse_permutation].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_weights_of_labels_give_the_loss_at_any_number_of_ranks(num_ranks: int) -> None:
-    """Against the three means as they are written down."""
+def test_loss_weights_equal_the_three_means(num_ranks: int) -> None:
+    """Compare with the definitions of the three means."""
     generator = np.random.default_rng(num_ranks)
     labels = generator.integers(0, 20, 64)
     groups = np.repeat(np.arange(16), 4)
@@ -193,18 +195,18 @@ def test_weights_of_labels_give_the_loss_at_any_number_of_ranks(num_ranks: int) 
         (([1, 1], "group_mean", [0.5, 0]), "groups has shape"),
     ],
 )
-def test_losses_without_a_meaning_are_refused(arguments: Any, message: str) -> None:
+def test_invalid_losses_are_refused(arguments: Any, message: str) -> None:
     plan = plan_step([3, 4], num_ranks=2, max_tokens_per_rank=8)
     with pytest.raises(ValueError, match=message):
         plan.loss_weights(*arguments)
 
 
-def test_long_documents_are_shared_by_the_fewest_ranks_that_hold_them() -> None:
+def test_fewest_ranks_share_a_long_document() -> None:
     lengths = [100] * 16 + [801]
     plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=400, max_context_parallel_size=8)
     assert plan.num_micro_batches == 1 and plan.degree[16] >= 4
-    # Attention alone: a document that makes most of it is shared by all. A model whose linear
-    # layers cost a thousand times as much gains nothing by that.
+    # With only attention, all ranks share a document that dominates it. If linear layers cost a
+    # thousand times as much, sharing gains nothing.
     rules = {"num_ranks": 16, "max_tokens_per_rank": 100, "max_context_parallel_size": 16}
     lengths = [150] + [10] * 100
     assert plan_step(lengths, **rules).degree[0] == 16
@@ -212,16 +214,16 @@ def test_long_documents_are_shared_by_the_fewest_ranks_that_hold_them() -> None:
     assert plan.degree.tolist() == [2] + [1] * 100
 
 
-def test_where_documents_do_not_fit_beside_each_other_more_micro_batches_are_taken() -> None:
-    """Five of 5,000 tokens on four ranks of 8,192: one micro batch has the tokens, not the room."""
+def test_more_micro_batches_if_documents_do_not_fit_together() -> None:
+    """Five of 5,000 tokens on four ranks of 8,192 do not fit into one micro batch."""
     plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192)
     assert plan.num_micro_batches == 2
-    # Shared, they fit.
+    # They fit if they are shared.
     plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192, max_context_parallel_size=4)
     assert plan.num_micro_batches == 1
 
 
-def test_order_of_documents_of_one_length_alone_decides_ties() -> None:
+def test_order_decides_only_between_equal_lengths() -> None:
     """Another order of the documents gives the same groups of lengths."""
     lengths = web_lengths(16 * 2 * 4096, 1, 4096)
     rules: dict[str, Any] = {"num_ranks": 16, "max_tokens_per_rank": 4096}
@@ -249,7 +251,7 @@ def test_threads_compute_the_same_plan() -> None:
     assert all(other == first for other in others)
 
 
-def test_a_step_without_documents_has_no_micro_batches() -> None:
+def test_step_without_documents_has_no_micro_batches() -> None:
     plan = plan_step([], num_ranks=4, max_tokens_per_rank=10)
     assert plan.num_micro_batches == 0 and plan.of_rank(3) == []
     assert plan.critical_path(1.0).per_step == 1.0
@@ -327,7 +329,7 @@ def test_errors_name_value_and_limit(lengths: Any, rules: dict[str, Any], messag
         plan_step(lengths, **(sound | rules))
 
 
-def test_a_plan_is_frozen_and_a_rank_out_of_range_is_refused() -> None:
+def test_plan_is_frozen_and_refuses_ranks_out_of_range() -> None:
     plan = megapack.plan_step([5, 6], num_ranks=2, max_tokens_per_rank=8)
     with pytest.raises(FrozenInstanceError):
         plan.num_ranks = 3
@@ -338,15 +340,15 @@ def test_a_plan_is_frozen_and_a_rank_out_of_range_is_refused() -> None:
             context_parallel_indices(np.array([0, 8]), 2, rank)
 
 
-def test_the_length_where_attention_costs_as_much_as_all_else() -> None:
+def test_linear_cost_tokens_is_the_length_of_equal_costs() -> None:
     model = MODELS["7b"]
     squares = model.flops_per_square * model.linear_cost_tokens**2
     assert squares == pytest.approx(model.flops_per_token * model.linear_cost_tokens)
 
 
-# ---- Random plans of every option keep the laws; those of few documents are nearly the best
+# ---- Laws of random plans with every option; plans of few documents against the optimum
 #
-# MEGAPACK_PLANS=20000 runs the longer form: so many plans, and 1,000 steps against the optimum.
+# MEGAPACK_PLANS=20000 runs that many plans, and 1,000 steps against the optimum.
 
 
 PLANS = int(os.environ.get("MEGAPACK_PLANS", "1000"))
@@ -354,7 +356,7 @@ PARTS = 8
 
 
 def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]:
-    """Lengths, options and groups; small numbers, so that caps are met exactly."""
+    """Draw lengths, options and groups; small numbers, so that limits are often met exactly."""
     generator = np.random.default_rng(seed)
 
     def below(n: int) -> int:
@@ -378,7 +380,7 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
         kinds = 1 + below(3)
         costs = generator.integers(0, 9, (len(lengths), kinds)) * generator.choice([0, 1, 0.25])
         options["costs"] = costs
-        if below(2):  # a document costs up to 8, shared by ranks at least as much as one may have
+        if below(2):  # at least 8, the largest cost of a document
             options["max_costs_per_rank"] = (8 + generator.integers(0, 20, kinds)).tolist()
     groups = None
     if below(3) == 0:
@@ -396,7 +398,7 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
     return lengths, options, groups
 
 
-def test_ranks_are_as_defined() -> None:
+def test_rank_micro_batches_equal_definition() -> None:
     for seed in range(PLANS // 20):
         lengths, options, groups = random_step(seed)
         plan = plan_step(lengths, **options, groups=groups)
@@ -439,8 +441,7 @@ def test_random_plans_keep_the_laws(part: int) -> None:
 
 
 def few_documents(seed: int) -> tuple[list[int], int]:
-    """8 to 10 lengths, and the tokens of a rank: two or three micro batches of two ranks, 77 to
-    97 % full."""
+    """Draw 8 to 10 lengths and a limit: 2 or 3 micro batches of two ranks, 77 to 97 % full."""
     generator = np.random.default_rng(seed)
     count, num_micro_batches = int(generator.integers(8, 11)), int(generator.integers(2, 4))
     if seed % 2:
@@ -451,7 +452,7 @@ def few_documents(seed: int) -> tuple[list[int], int]:
     return lengths.tolist(), max(room, int(lengths.max()))
 
 
-def test_plans_of_few_documents_are_nearly_the_optimum() -> None:
+def test_plans_of_few_documents_are_nearly_optimal() -> None:
     ratios: dict[str, list[float]] = {balance: [] for balance in BALANCES}
     for seed in range(PLANS // 20):
         lengths, room = few_documents(seed)
@@ -477,8 +478,8 @@ def test_plans_of_few_documents_are_nearly_the_optimum() -> None:
         assert max(each) <= 1.03, balance
 
 
-def test_the_optimum_of_a_step_that_is_counted_by_hand() -> None:
-    """3 and 2 + 1 in one micro batch, 4 and 4 in the other: 3 + 4; ranks with 3 + 4 each."""
+def test_optimum_computed_by_hand() -> None:
+    """3 and 2 + 1 in one micro batch, 4 and 4 in the other: path 3 + 4; each rank has 3 + 4."""
     least = least_objectives([4, 4, 3, 2, 1], [4, 4, 3, 2, 1], 2, 4)
     assert least == {"micro_batches": 7.0, "step": 7.0, "pipeline": 4.0}
     assert least_objectives([4, 4, 4], [4, 4, 4], 2, 9)["step"] == np.inf  # a place is empty

@@ -1,4 +1,4 @@
-"""Ranks of a step hold every token once, in groups that agree, padded as promised, no further."""
+"""rank_micro_batches, simulate_step and the assignments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megapack.planning.assignments import cut_documents, largest_differencing
 
 @st.composite
 def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
-    """True lengths, what they are aligned to, and the rules of a plan of lengths rounded up."""
+    """Draw true lengths, their alignment, and a plan of rounded lengths."""
     num_ranks = draw(st.integers(1, 13))
     max_context_parallel_size = draw(st.sampled_from([d for d in (1, 2, 4, 8) if d <= num_ranks]))
     align = draw(st.sampled_from([1, 3, 8]))
@@ -41,7 +41,7 @@ def padded_steps(draw: st.DrawFn) -> tuple[list[int], int, dict[str, int]]:
 
 
 def chunks(length: int, size: int, rank: int) -> list[int]:
-    """Positions of a padded document, in the words of the definition."""
+    """Return positions of a padded document by the definition."""
     if size == 1:
         return list(range(length))
     part = length // (2 * size)
@@ -50,7 +50,7 @@ def chunks(length: int, size: int, rank: int) -> list[int]:
 
 
 @given(step=padded_steps())
-def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, int]]) -> None:
+def test_groups_hold_every_token_once(step: tuple[list[int], int, dict[str, int]]) -> None:
     lengths, align, rules = step
     multiple = math.lcm(align, 2 * rules["max_context_parallel_size"])
     plan = plan_step([-(-n // multiple) * multiple for n in lengths], **rules)
@@ -102,13 +102,15 @@ def test_tokens_are_held_once_by_groups(step: tuple[list[int], int, dict[str, in
         ({"align": 1 << 31}, "a row has 2147483648 tokens; int32"),
     ],
 )
-def test_what_is_not_of_the_plan_is_refused(options: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_match_the_plan_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     plan = plan_step([5, 6], num_ranks=2, max_tokens_per_rank=8)
     with pytest.raises(ValueError, match=message):
         rank_micro_batches(plan, **{"rank": 0, **options})
 
 
-# ---- A replayed step lasts as long as closed forms say, and its time goes where they say
+# ---- Simulated times and shares against closed forms
 
 
 LINEAR_COST_TOKENS = 24_576.0
@@ -120,7 +122,7 @@ def lognormal(count: int, seed: int = 0) -> Any:
 
 
 def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
-    """Of (length, first rank, degree, micro batch)."""
+    """Return a plan of (length, first rank, degree, micro batch)."""
     columns = np.array(documents, np.int64).T
     given = dict(zip(("lengths", "first_rank", "degree", "micro_batch"), columns, strict=True))
     return StepPlan(num_ranks=num_ranks, num_micro_batches=int(columns[3].max()) + 1, **given)
@@ -134,7 +136,7 @@ def plan_of(num_ranks: int, *documents: tuple[int, int, int, int]) -> StepPlan:
     ],
 )
 def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) -> None:
-    """Of equal micro batches; virtual stages divide it."""
+    """With equal micro batches; virtual stages divide it."""
     dealt = AssignedStep.of_attention(np.full((count, 3), 6.0))
     for barrier in ("micro_batch", "step"):
         sizes = {"data_parallel": 3, "pipeline_parallel": stages, "virtual_stages": parts}
@@ -145,7 +147,7 @@ def test_pipelines_have_the_bubble_of_1f1b(stages: int, parts: int, count: int) 
         assert found.num_micro_batches == count and found.empty == 0
 
 
-def test_virtual_pipeline_is_filled_up_with_empty_micro_batches() -> None:
+def test_virtual_pipeline_is_padded_with_empty_micro_batches() -> None:
     cluster = Cluster(data_parallel=2, pipeline_parallel=4, virtual_stages=2)
     found = simulate_step(AssignedStep.of_attention(np.full((5, 2), 6.0)), cluster)
     assert (found.num_micro_batches, found.empty) == (8, 6)
@@ -163,8 +165,8 @@ def test_pipeline_of_unequal_micro_batches_by_hand() -> None:
     assert found.bubble == pytest.approx((2 * 23 - 36) / (2 * 23))
 
 
-def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
-    """Two ranks, one unit and three, then the other way round."""
+def test_unequal_ranks_wait_per_micro_batch_or_step() -> None:
+    """Two ranks with one unit and three, then reversed."""
     dealt = AssignedStep.of_attention([[1.0, 3.0], [3.0, 1.0]])
     found = simulate_step(dealt, Cluster(data_parallel=2))
     assert found.time == pytest.approx(6) and found.over_ideal == pytest.approx(1.5)
@@ -176,7 +178,7 @@ def test_unequal_ranks_wait_at_every_micro_batch_or_once() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("balance", ["micro_batches", "step"])
-def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> None:
+def test_time_without_pipeline_is_the_critical_path(balance: Any, seed: int) -> None:
     lengths = lognormal(300, seed)
     plan = plan_step(lengths, num_ranks=8, max_tokens_per_rank=40_000, balance=balance)
     path = plan.critical_path(LINEAR_COST_TOKENS)
@@ -196,7 +198,9 @@ def test_without_pipelines_it_is_the_critical_path(balance: Any, seed: int) -> N
     barrier=st.sampled_from(["micro_batch", "step"]),
     padding=st.floats(0, 50),
 )
-def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padding: float) -> None:
+def test_shares_of_time_sum_to_one(
+    cost: Any, stages: int, parts: int, barrier: Any, padding: float
+) -> None:
     virtual = parts if stages > 1 else 1
     sizes = {"data_parallel": 4, "pipeline_parallel": stages, "virtual_stages": virtual}
     cluster = Cluster(**sizes, barrier=barrier)
@@ -210,7 +214,7 @@ def test_times_make_whole(cost: Any, stages: int, parts: int, barrier: Any, padd
     assert min(found.bubble, found.waiting) >= -1e-12
 
 
-def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
+def test_exchange_is_free_without_shared_documents() -> None:
     plan = plan_step(lognormal(100), num_ranks=4, max_tokens_per_rank=40_000)
     dealt = AssignedStep.of_plan(plan)
     cluster = Cluster(data_parallel=4)
@@ -219,7 +223,7 @@ def test_exchange_costs_nothing_where_nothing_is_shared() -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
-def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None:
+def test_exchange_overlaps_with_attention(degree: int) -> None:
     n = 1000
     dealt = AssignedStep.of_plan(plan_of(8, (n, 0, degree, 0)))
     cluster = Cluster(data_parallel=8 // degree, context_parallel=degree)
@@ -229,8 +233,8 @@ def test_exchange_hides_behind_attention_until_it_is_longer(degree: int) -> None
         assert found.time == pytest.approx(7 * n / degree + own)
 
 
-def test_rows_that_ranks_share_exchange_like_documents() -> None:
-    """A row of 2 x 500 tokens on two ranks, of a schedule, is a document of 1,000 on two."""
+def test_shared_rows_exchange_like_documents() -> None:
+    """A row of 2 x 500 tokens on two ranks costs as much as a document of 1,000 on two."""
     row = AssignedStep.of_attention([[5e5, 5e5]], tokens=500, degree=np.array([2]))
     document = AssignedStep.of_plan(plan_of(2, (1000, 0, 2, 0)))
     for field in ("tokens", "attention", "exchanged", "first_rank"):
@@ -238,15 +242,15 @@ def test_rows_that_ranks_share_exchange_like_documents() -> None:
 
 
 def test_ranks_of_a_group_wait_for_each_other() -> None:
-    """Attention of 36 and 4, then a document of 8 tokens on both: 32 each, from 36 on."""
+    """Attention of 36 and 4, then a document of 8 tokens on both: 32 each, starting at 36."""
     dealt = AssignedStep.of_plan(plan_of(2, (6, 0, 1, 0), (2, 1, 1, 0), (8, 0, 2, 1)))
     found = simulate_step(dealt, Cluster(context_parallel=2, barrier="step"))
     assert found.time == pytest.approx(36 + 32)
     assert found.waiting == pytest.approx(32 / (2 * 68))
 
 
-def test_empty_micro_batches_of_a_virtual_pipeline_make_no_rank_wait() -> None:
-    """The fourth one, which fills it up, is as one that is given and that no ranks share."""
+def test_empty_micro_batches_do_not_delay_other_ranks() -> None:
+    """The fourth micro batch is padding; it behaves like an empty one of the plan."""
     attention = np.array([[12.0, 4.0], [4.0, 12.0], [4.0, 4.0], [0.0, 0.0]])
     whole = AssignedStep(
         tokens=np.zeros((4, 2)),
@@ -262,7 +266,7 @@ def test_empty_micro_batches_of_a_virtual_pipeline_make_no_rank_wait() -> None:
     assert simulate_step(filled_up, cluster) == simulate_step(whole, cluster)
 
 
-def test_padding_of_a_plan_is_no_useful_work() -> None:
+def test_padding_is_not_useful_work() -> None:
     plan = plan_of(1, (8, 0, 1, 0), (4, 0, 1, 0))
     dealt = AssignedStep.of_plan(plan, documents=np.array([6, 3]))
     assert (dealt.useful_tokens, dealt.useful_attention) == (9, 45)
@@ -275,7 +279,7 @@ CUT = ("padded rows", "concatenate and chunk")
 
 @pytest.mark.parametrize("degree", [1, 4])
 @pytest.mark.parametrize("name", ASSIGNMENTS)
-def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) -> None:
+def test_assignments_hold_every_document_once_within_the_limit(name: str, degree: int) -> None:
     lengths = lognormal(400)
     cluster = Cluster(data_parallel=4, context_parallel=degree)
     plan = ASSIGNMENTS[name](lengths, cluster, 33_000, LINEAR_COST_TOKENS)
@@ -283,7 +287,7 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
     held, cap = np.sort(plan.lengths).tolist(), 33_000
     if name not in CUT:
         assert held == np.sort(lengths).tolist()
-    elif name == "padded rows":  # besides, what fills them up
+    elif name == "padded rows":  # plus padding
         assert not Counter(lengths.tolist()) - Counter(held)
         rows = plan.tokens[plan.tokens > 0]
         assert (rows == cap).all()
@@ -295,14 +299,14 @@ def test_dealer_holds_every_document_once_and_the_cap(name: str, degree: int) ->
         assert set(plan.degree.tolist()) == {degree}
 
 
-def test_karmarkar_karp_breaks_the_cap_and_plan_step_does_not() -> None:
+def test_karmarkar_karp_exceeds_the_limit_and_plan_step_does_not() -> None:
     lengths, cluster = lognormal(512), Cluster(data_parallel=8)
     theirs = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, 33_000, LINEAR_COST_TOKENS)
     assert (theirs.tokens > 33_000).any()
     assert theirs.critical_path(LINEAR_COST_TOKENS).per_step < 1.001
 
 
-def test_padded_rows_of_the_worked_example() -> None:
+def test_padded_rows_of_the_module_example() -> None:
     lengths = np.array([5, 2, 3, 4, 1, 1])
     plan = ASSIGNMENTS["padded rows"](lengths, Cluster(data_parallel=2), 8, 0.0)
     assert plan.lengths.tolist() == [5, 2, 1, 3, 4, 1, 1, 7]
@@ -310,7 +314,7 @@ def test_padded_rows_of_the_worked_example() -> None:
     assert plan.micro_batch.tolist() == [0] * 6 + [1] * 2
 
 
-def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> None:
+def test_token_budget_takes_the_least_loaded_rank_with_space() -> None:
     lengths, cluster = np.array([6, 3, 3, 3, 2, 7]), Cluster(data_parallel=2)
     plan = ASSIGNMENTS["token budget"](lengths, cluster, 9, LINEAR_COST_TOKENS)
     assert plan.lengths.tolist() == [6, 2, 3, 3, 3, 7]
@@ -318,7 +322,7 @@ def test_token_budget_takes_the_rank_with_least_attention_that_has_room() -> Non
     assert plan.micro_batch.tolist() == [0, 0, 0, 0, 0, 1]
 
 
-def test_largest_differencing_of_the_known_example() -> None:
+def test_largest_differencing_of_a_known_example() -> None:
     """8 7 6 5 4 differ by 2 at the end, the optimum by 0."""
     parts = largest_differencing([8, 7, 6, 5, 4], 2)
     assert sorted(sum(8 - i for i in part) for part in parts) == [14, 16]
