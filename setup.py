@@ -43,7 +43,7 @@ class BuildOutdated(build_ext):
     def run(self) -> None:
         super().run()
         for ext in self.extensions:
-            # In a process of its own, which ends with the module that it loads.
+            # In a new process: Python cannot load a module of this name twice.
             compiled = self.get_ext_fullpath(ext.name)
             subprocess.run([sys.executable, "csrc/bindings/stubs.py", compiled], check=True)
 

@@ -23,7 +23,7 @@ MEGAPACK_WERROR=1 "$venv/bin/python" setup.py --quiet build_ext --inplace
 
 run=(tests/cli tests/compare tests/fuzz tests/packing tests/planning tests/storage tests/tokenization
     tests/test_config.py tests/test_cpp.py tests/test_devices.py tests/test_layers.py
-    tests/test_outputs.py tests/test_pages.py tests/test_seam.py)
+    tests/test_outputs.py tests/test_pages.py tests/test_bindings.py)
 left=()
 for path in tests/*/ tests/test_*.py; do
     path=${path%/}

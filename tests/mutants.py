@@ -151,8 +151,8 @@ bucket_key: buckets of equal counts are drawn at the same times
 - Bucket bucket{counts[b], random_bits(key, b), 0.0,
 + Bucket bucket{counts[b], random_bits(key, 0), 0.0,
 first_swap_inverse: the steps of a sample, where the largest bucket was put first
-- if (rank < moved) return unswapped_position(bucket, rank + 1);
-+ if (rank < moved) return unswapped_position(bucket, rank);
+- if (rank < shifted) return unswapped_position(bucket, rank + 1);
++ if (rank < shifted) return unswapped_position(bucket, rank);
 first_swap_counts: a cursor, at the draw where the largest bucket would have come
 - if (0 < end && end <= swapped_at_) {
 + if (0 < end && end < swapped_at_) {
@@ -165,8 +165,8 @@ blend_heavy_cursor: the heavier source begins a range at a wrong sample
 - {node.heavy, visit.begin - before.light, visit.places
 + {node.heavy, visit.begin - light, visit.places
 blend_share_carry: a source of weight 0 is drawn
-- next < rest;  // a carry
-+ next <= rest;  // a carry
+- next < fraction;  // a carry
++ next <= fraction;  // a carry
 
 csrc/core/schedule/permute.cpp: schedule tests/data/test_questions.py
 shuffle_of_range: a draw across the end of an epoch continues the old shuffle
@@ -326,8 +326,8 @@ group_label: the last token of a group predicts the next group
 
 csrc/core/gather/shard.cpp: masking
 group_masked: a group of which the first document is masked sees the documents before it
-- group_stands = group_stands && shard.joined.size() > 0
-+ group_stands = shard.joined.size() > 0
+- group_started = group_started && shard.joined.size() > 0
++ group_started = shard.joined.size() > 0
 
 # The gather.
 
@@ -349,8 +349,8 @@ fim_label: a document before a transformed one predicts its first word, not the 
 
 csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
-- weigh_labels(*piece.shard, last.at, 1, factor, mask);
-+ weigh_labels(*piece.shard, last.at, 1, 0.0F * factor, mask);
+- weigh_labels(*piece.shard, last.at, 1, factor, label, mask);
++ weigh_labels(*piece.shard, last.at, 1, 0.0F * factor, label, mask);
 fim_weights: the token after a sentinel gets the weight of the one before
 - fill_weights(weights_at(shard, run.at), run.length, factor, mask);
 + fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
@@ -374,10 +374,10 @@ longest_room: max_seqlen is smaller than an aligned segment
 - longest = std::max(longest, segment.room);
 + longest = std::max(longest, segment.length);
 
-csrc/core/gather/shard.cpp: masking
+csrc/core/gather/shard.hpp: masking
 last_list: documents of the newest list are still seen
-- shard.excluded_by[at - shard.excluded.begin()] <= lists;
-+ shard.excluded_by[at - shard.excluded.begin()] < lists;
+- return list <= num_lists;
++ return list < num_lists;
 
 csrc/core/gather/read_ahead.cpp: tests/data/test_read_ahead.py
 cut_label_ahead: the label behind a cut is not asked for ahead
@@ -518,8 +518,8 @@ head_begins: a document of which two heads are taken repeats tokens
 
 csrc/core/packing/fit.cpp: strategies
 first_fit_space: a document that fits a bin exactly may open a new one
-- if (run.space >= length_) {
-+ if (run.space > length_) {
+- if (run.space >= length_)
++ if (run.space > length_)
 
 csrc/core/packing/simple.cpp: strategies
 smallest_digit: rests of the smallest bucket's size are dropped
@@ -531,11 +531,6 @@ seamless_short: the paper's placement and the published one change places
 - tokens <= capacity : tokens < capacity;
 + tokens < capacity : tokens <= capacity;
 
-csrc/core/planning/sharing.cpp: planner
-document_limit: a rank gets a document more than it may
-- items_.documents[document.id] > rules_.max_documents)
-+ items_.documents[document.id] > rules_.max_documents + 1)
-
 csrc/core/planning/step_plan.cpp: planner
 fewest_micro_batches: a plan has a micro batch more than its tokens need
 - for (std::int64_t m = rounded(least_micro_batches(items, rules));;
@@ -546,13 +541,16 @@ cost_caps_rounded: a rank's documents cost more than it may have
 
 csrc/core/planning/balance.cpp: planner
 exchange_gain: an exchange counts as gain although the other rank becomes the busiest
-- const std::int64_t most = std::max(mine, theirs);
-+ const std::int64_t most = mine;
+- const std::int64_t most = std::max(giver, taker);
++ const std::int64_t most = giver;
 longest_path: of several kinds of cost one alone is balanced
 - weights_[k] = std::max(kOne / 16, ratio >> 4);
 + weights_[k] = k == 0 ? kOne : kOne / 16;
 
 csrc/core/planning/assignment.cpp: planner
+document_limit: a rank gets a document more than it may
+- change(items_.documents, 1, 0) > rules_.max_documents)
++ change(items_.documents, 1, 0) > rules_.max_documents + 1)
 empty_bins: a rank is left without documents that would suffice for all
 - if (empty.empty()) return;
 + if (!empty.empty()) return;

@@ -1,5 +1,5 @@
-// Arrays of files whose blocks have checksums: where the core reads numbers of an index, numpy
-// arrays and these are taken alike.
+// Arrays of files whose blocks have checksums. Functions that read an index accept numpy arrays and
+// CheckedArrays.
 #pragma once
 
 #include "bindings/scalars.hpp"
@@ -9,7 +9,7 @@
 
 namespace megapack {
 
-// One dimension, contiguous, of any type; what the core reads of it is compared first.
+// A contiguous array of one dimension and any type; a block is checked before the core reads it.
 class CheckedArray {
   public:
     CheckedArray(const py::array& array, const Array<std::uint64_t>& checksums, const py::str& name,
@@ -19,14 +19,14 @@ class CheckedArray {
     const py::array& array() const { return array_; }
     const BlockChecks& checks() const { return checks_; }
 
-    // Elements [begin, end) may be read from now on.
+    // Checks elements [begin, end); they may be read from then on.
     void require(std::int64_t begin, std::int64_t end) const {
         check(begin >= 0 && begin <= end && end <= array_.size(), "elements [", begin, ", ", end,
               ") of an array of ", array_.size());
         const py::gil_scoped_release unlocked;
         checks_.require(begin * width(), end * width());
     }
-    // The same of elements at positions; negative ones count from the end, others are passed over.
+    // Checks elements at positions. Negative ones count from the end, those outside are ignored.
     void require_at(const Array<std::int64_t>& positions) const {
         const auto chosen = view(positions, "positions");
         const std::int64_t size = array_.size();
@@ -64,7 +64,7 @@ class AnyArray : public py::object {
     }
 };
 
-// The caller keeps the object that it is a view of.
+// A view of an object, which the caller keeps alive.
 struct ArrayView {
     py::array array;
     const BlockChecks* checks = nullptr;
@@ -91,7 +91,7 @@ inline Integers integers(const py::object& object, const char* name) {
     return {array.data(), array.size(), dtype.itemsize() == 8, checks};
 }
 
-// An .idx, of which is compared what is asked for.
+// Views an .idx whose blocks are checked when they are read.
 inline IndexView index_view(const py::object& bytes, const py::str& name) {
     const auto [array, checks] = array_view(bytes, "bytes");
     check<py::type_error>(Array<std::uint8_t>::check_(array), "bytes must be contiguous uint8");
@@ -99,7 +99,7 @@ inline IndexView index_view(const py::object& bytes, const py::str& name) {
         {static_cast<const std::uint8_t*>(array.data()), array.size()}, file_name(name), checks};
 }
 
-// The same, all of it compared.
+// Views an .idx and checks all of its blocks.
 inline IndexView whole_index(const AnyArray& bytes, const py::str& name) {
     IndexView index = index_view(bytes, name);
     const py::gil_scoped_release unlocked;

@@ -1,4 +1,4 @@
-// The whole extension at one glance: its errors, then one register_*() per folder of csrc/core.
+// The extension module: translation of errors, then a register_*() per folder of csrc/core.
 #include "bindings/numpy_views.hpp"
 
 namespace megapack {
@@ -18,9 +18,9 @@ void raise_as(const char* name, const char* message) {
     PyErr_SetString(type.ptr(), message);
 }
 
-// invalid_argument, out_of_range and overflow_error are translated by pybind11 (ValueError,
-// IndexError, OverflowError); these are the others. The translator is this module's own: what other
-// extensions of the process throw is their affair.
+// Translates the core's own exceptions; pybind11 translates invalid_argument, out_of_range and
+// overflow_error (ValueError, IndexError, OverflowError). The translator applies only to this
+// module.
 void translate_errors() {
     py::register_local_exception_translator([](std::exception_ptr pending) {
         try {

@@ -1,6 +1,6 @@
-// The seam: numpy arrays in (checked, copied only where they lie at odd bytes), owned vectors out
-// (moved, never copied).
-// Include this before every other header in bindings/: pybind11 wants Python.h first.
+// Conversion of numpy arrays to spans (checked; copied only if they are unaligned) and of vectors
+// to numpy arrays (moved, never copied). Every file of bindings/ includes this first: pybind11
+// needs Python.h before other headers.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -29,7 +29,7 @@ inline bool is_aligned(const py::array& array) {
     return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
 }
 
-// What is written to: the caller's own memory, never a copy.
+// An output: the memory of the caller, never a copy.
 template <typename T>
 using OutputArray = py::array_t<T, py::array::c_style>;
 
@@ -58,14 +58,14 @@ py::array_t<T> to_numpy(std::vector<T>&& values) {
     return py::array_t<T>(size, data, free_when_done);
 }
 
-// f() without the GIL: f touches nothing of Python's.
+// Calls f() without the GIL; f must not use Python objects.
 template <typename F>
 auto unlocked(const F& f) {
     const py::gil_scoped_release release;
     return f();
 }
 
-// The same of an f that gives a vector, as an array.
+// Calls f() without the GIL and returns its vector as an array.
 template <typename F>
 auto computed(const F& f) {
     return to_numpy(unlocked(f));

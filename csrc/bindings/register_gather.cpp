@@ -1,5 +1,8 @@
-// gather: a Gatherer holds the mapped arrays of its shards; every call validates, releases the GIL
-// and writes a whole micro batch into the caller's buffers.
+// gather: a Gatherer holds the mapped arrays of its shards. Each call checks its arguments,
+// releases the GIL and writes a whole micro batch into the caller's buffers.
+//
+//     gatherer.gather(ids, StepView(...), BatchShape(1, 16, 16, False, 0), tokens, labels, ...)
+//         ->  (cu_seqlens, cu_seqlens_padded or None, sources, max_seqlen)
 #include <algorithm>
 #include <array>
 #include <map>
@@ -17,14 +20,14 @@ namespace megapack {
 namespace {
 
 TokenType token_type(const py::dtype& dtype) {
-    static const std::map<std::string, TokenType> known{
+    static const std::map<std::string, TokenType> types{
         {"u1", TokenType::kUint8},  {"i1", TokenType::kInt8},  {"i2", TokenType::kInt16},
         {"u2", TokenType::kUint16}, {"i4", TokenType::kInt32}, {"i8", TokenType::kInt64}};
     check(dtype.byteorder() != '>', "tokens are big-endian; .bin files are little-endian");
-    const auto found = known.find(dtype.kind() + std::to_string(dtype.itemsize()));
-    check(found != known.end(), "tokens have dtype ", std::string(py::str(dtype)),
+    const auto type = types.find(dtype.kind() + std::to_string(dtype.itemsize()));
+    check(type != types.end(), "tokens have dtype ", std::string(py::str(dtype)),
           "; a gather reads 8 to 64 bit integers");
-    return found->second;
+    return type->second;
 }
 
 TokenArray token_array(const py::array& array, const char* name) {
@@ -42,7 +45,7 @@ Extent extent(const std::string& value, const char* name) {
         {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
 }
 
-// "longalign" is the sequence mean in another unit, which is in the factors of the samples.
+// "longalign" is the sequence mean in another unit, which the factors of the samples contain.
 Loss loss(const std::string& value) {
     return choice<Loss>(value, "loss",
                         {{"token_mean", Loss::kTokenMean},
@@ -57,20 +60,19 @@ Positions positions(const std::string& value) {
                               {"sample", Positions::kSample}});
 }
 
-// Bytes [begin, begin + num_bytes) of an array, as far as it has them.
-void will_need_numpy(const AnyArray& object, std::int64_t begin, std::int64_t num_bytes) {
+// Reads bytes [begin, begin + num_bytes) of an array ahead, at most to its end.
+void read_ahead_numpy(const AnyArray& object, std::int64_t begin, std::int64_t num_bytes) {
     const py::array array = array_view(object, "array").array;
     const auto size = static_cast<std::int64_t>(array.nbytes());
     check(begin >= 0 && begin <= size && num_bytes >= 0, "begin is ", begin, " and num_bytes ",
           num_bytes, "; the array has ", size, " bytes");
     const Span<const std::uint8_t> bytes(static_cast<const std::uint8_t*>(array.data()), size);
     const py::gil_scoped_release release;
-    will_need(bytes.subspan(begin, std::min(num_bytes, size - begin)));
+    read_ahead(bytes.subspan(begin, std::min(num_bytes, size - begin)));
 }
 
-// Memory that is handed out as arrays and comes back when the last view of it is gone, which the
-// owner of the array's memory (its base, kept by every view, as numpy and torch make them) sees by
-// being destroyed. Nothing counts references.
+// Memory lent as arrays. numpy and torch destroy the owner (base) of an array's memory with its
+// last view; the owner then returns the memory to the pool.
 class MemoryPool {
   public:
     explicit MemoryPool(std::int64_t max_blocks) : returned_(std::make_shared<Returned>()) {
@@ -78,7 +80,7 @@ class MemoryPool {
         returned_->limit = max_blocks;
     }
 
-    // uint8 (num_bytes,), not cleared.
+    // Returns uint8 (num_bytes,), not cleared.
     py::array_t<std::uint8_t> take(std::int64_t num_bytes) const {
         check(num_bytes > 0, "num_bytes is ", num_bytes, "; it must be positive");
         auto lease = std::make_unique<Lease>(Lease{returned_, returned_->block(num_bytes)});
@@ -104,9 +106,9 @@ class MemoryPool {
             const auto at = std::find_if(blocks.begin(), blocks.end(),
                                          [&](const Block& b) { return b.size() == size; });
             if (at == blocks.end()) return Block(size);
-            Block found = std::move(*at);
+            Block block = std::move(*at);
             blocks.erase(at);
-            return found;
+            return block;
         }
         void keep(Block&& block) {
             const std::lock_guard<std::mutex> lock(mutex);
@@ -122,12 +124,12 @@ class MemoryPool {
     std::shared_ptr<Returned> returned_;
 };
 
-// Narrow, as the gather looks them up at random.
+// Narrows numbers to 32 bits: the gather looks them up at random, so they should fit in a cache.
 std::vector<std::int32_t> narrowed(const Array<std::int64_t>& array, const char* name) {
     std::vector<std::int32_t> result;
     for (const std::int64_t value : view(array, name)) {
         result.push_back(static_cast<std::int32_t>(value));
-        check(result.back() == value, name, " holds ", value, "; the most is 2^31 - 1");
+        check(result.back() == value, name, " has ", value, "; the limit is 2^31 - 1");
     }
     return result;
 }
@@ -136,7 +138,8 @@ using Table = Array<std::int64_t>;
 using Numbers32 = py::array_t<std::int32_t>;
 using Numbers64 = py::array_t<std::int64_t>;
 
-// tables: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,), parts, all int64.
+// tables: of CharacterCuts: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,),
+// parts.
 std::shared_ptr<Fim> make_fim(std::int64_t prefix, std::int64_t suffix, std::int64_t middle,
                               std::int64_t end, std::int64_t eod, double spm_rate,
                               const std::optional<std::tuple<Table, Table, Table, Table>>& tables) {
@@ -145,7 +148,7 @@ std::shared_ptr<Fim> make_fim(std::int64_t prefix, std::int64_t suffix, std::int
         const auto& [characters, first_cut, first_part, parts] = *tables;
         for (const std::int64_t count : view(characters, "characters")) {
             check(count >= 0 && count <= std::numeric_limits<std::uint16_t>::max(), "a token has ",
-                  count, " characters; the most is 65535");
+                  count, " characters; the limit is 65535");
             fim->cuts.characters.push_back(static_cast<std::uint16_t>(count));
             fim->cuts.most = std::max(fim->cuts.most, static_cast<std::uint64_t>(count));
         }
@@ -157,7 +160,7 @@ std::shared_ptr<Fim> make_fim(std::int64_t prefix, std::int64_t suffix, std::int
     return fim;
 }
 
-// A StepView with the arrays that it points to.
+// A StepView and the arrays that it points to.
 struct HeldView {
     HeldView(std::int64_t num_lists, const std::optional<Array<float>>& loss_weight,
              const std::optional<Array<std::int64_t>>& epochs,
@@ -174,11 +177,11 @@ struct HeldView {
     py::tuple kept;
 };
 
-// Shape of a micro batch and of its list of segments.
+// Shape of a micro batch and of its cu_seqlens.
 struct BatchShape {
     GatherShape rows;
-    bool per_row;                 // one list of cu_seqlens per row, or one for all
-    std::int64_t num_cu_seqlens;  // entries of a list; 0: as many as the longest has
+    bool per_row;                 // a list of cu_seqlens per row, or one for all rows
+    std::int64_t num_cu_seqlens;  // entries of a list; 0: as many as the longest needs
 };
 
 class Gatherer {
@@ -202,13 +205,14 @@ class Gatherer {
           num_closed_(sources.size()) {
         const auto numbers = view(sources, "sources");
         check_runs(runs_, numbers.size());
-        for (std::int64_t shard = 0; shard < numbers.size(); ++shard) {
+        for (std::int64_t shard = 0; shard < numbers.size(); ++shard)
             shards_[shard].source = numbers[shard];
-        }
         kept_.push_back(py::make_tuple(first_ids, shards, first_samples));
     }
 
-    // A shard is opened once: others may be reading it from then on.
+    // Opens a shard, once: other threads may read it from then on. excluded: documents, ascending;
+    // excluded_by: the first exclusion list of each, from 1 on; fim_longest: documents of 2 to so
+    // many tokens have room for sentinels, -1: none.
     void open(std::int64_t shard, const py::array& tokens, const std::optional<py::array>& labels,
               const std::optional<py::array>& weights, const AnyArray& index_bytes,
               const py::str& index_name, const AnyArray& sample_segment_offsets,
@@ -234,10 +238,10 @@ class Gatherer {
         if (segment_joined) opened.joined = view(*segment_joined, "segment_joined");
         opened.source = place.source;
         opened.first_document = first_document;
-        opened.fim_longest = fim_longest;
+        opened.longest_transformed = fim_longest;
         check_shard(opened);
         place = opened;
-        if (reads_exactly_) megapack::read_exactly({&place, 1});
+        if (readahead_disabled_) megapack::disable_readahead({&place, 1});
         --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, weights, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length, excluded,
@@ -246,12 +250,13 @@ class Gatherer {
 
     std::int64_t num_closed() const { return num_closed_; }
 
-    // Shards to open before these samples are asked for.
+    // Returns the shards of these samples that are not open.
     Numbers64 closed(const Array<std::int64_t>& sample_ids) const {
         return to_numpy(not_open(shards_, locate_samples(runs_, view(sample_ids, "sample_ids"))));
     }
 
-    // cu_seqlens, the same padded (with alignment), source of every segment, max_seqlen.
+    // Returns cu_seqlens, the same with padding (or None without alignment), the source of every
+    // segment, and max_seqlen.
     std::tuple<Numbers32, std::optional<Numbers32>, Numbers32, std::int64_t> gather(
         const Array<std::int64_t>& sample_ids, const HeldView& step_view, const BatchShape& shape,
         OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
@@ -263,7 +268,7 @@ class Gatherer {
         const bool aligned = options_.alignment > 1;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
         const std::int64_t max_seqlen = unlocked([&] {
-            const auto refs = locate_samples(runs_, samples, step_view.view);
+            const auto refs = locate_samples(runs_, samples, &step_view.view);
             const GatherPlan plan = plan_gather(shards_, refs, shape.rows, options_);
             const auto lengths = [&](bool padded) {
                 return cumulative_lengths(plan, padded, shape.per_row, shape.num_cu_seqlens);
@@ -280,16 +285,15 @@ class Gatherer {
                 to_numpy(std::move(segment_sources)), max_seqlen};
     }
 
-    // Counts, for every sample, its labels, their weights and the sequences with labels.
+    // Returns, per sample: labels, sum of their weights, sequences with labels.
     std::tuple<Numbers64, py::array_t<double>, Numbers64> count(
         const Array<std::int64_t>& sample_ids, const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::vector<std::int64_t> labels, sequences;
         std::vector<double> weight;
         unlocked([&] {
-            const auto refs = locate_samples(runs_, samples, step_view.view);
-            for (const LabelTotals& total :
-                 count_labels(shards_, refs, options_.label_boundary, fim_.get())) {
+            const auto refs = locate_samples(runs_, samples, &step_view.view);
+            for (const LabelTotals& total : count_labels(shards_, refs, options_)) {
                 labels.push_back(total.labels);
                 weight.push_back(total.weight);
                 sequences.push_back(total.sequences);
@@ -299,14 +303,14 @@ class Gatherer {
                 to_numpy(std::move(sequences))};
     }
 
-    // Lists the transformed documents: sample (a position in sample_ids), segment in the sample,
-    // number in the source, SPM or not, and the two cuts.
+    // Returns, per transformed document: position in sample_ids, segment in the sample, number in
+    // the source, 1 for SPM, and the two cuts in tokens or characters.
     py::typing::Tuple<Numbers64, py::ellipsis> fim_draws(const Array<std::int64_t>& sample_ids,
                                                          const HeldView& step_view) const {
         const auto samples = view(sample_ids, "sample_ids");
         std::array<std::vector<std::int64_t>, 6> columns;
         unlocked([&] {
-            const auto refs = locate_samples(runs_, samples, step_view.view);
+            const auto refs = locate_samples(runs_, samples, &step_view.view);
             const auto draws = draw_fim(fim_.get(), shards_, refs);
             for (std::int64_t i = 0; i < ssize(draws); ++i) {
                 for (const FimDraw& draw : draws[i]) {
@@ -317,18 +321,19 @@ class Gatherer {
             }
         });
         py::tuple result(columns.size());
-        for (std::size_t c = 0; c < columns.size(); ++c) {
+        for (std::size_t c = 0; c < columns.size(); ++c)
             result[c] = to_numpy(std::move(columns[c]));
-        }
         return result;
     }
 
-    std::int64_t will_need(const Array<std::int64_t>& sample_ids) const {
+    // Returns the bytes requested.
+    std::int64_t read_ahead(const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
-        return unlocked([&] { return will_need_samples(shards_, locate_samples(runs_, samples)); });
+        return unlocked(
+            [&] { return read_ahead_samples(shards_, locate_samples(runs_, samples)); });
     }
 
-    // Shard, begin and end of every range of tokens that samples need.
+    // Returns shard, begin and end of the token ranges that samples need.
     std::tuple<Numbers64, Numbers64, Numbers64> token_ranges(
         const Array<std::int64_t>& sample_ids) const {
         const auto samples = view(sample_ids, "sample_ids");
@@ -344,26 +349,27 @@ class Gatherer {
         return {to_numpy(std::move(shard)), to_numpy(std::move(begin)), to_numpy(std::move(end))};
     }
 
-    // Also of what is opened from now on.
-    void read_exactly() {
-        reads_exactly_ = true;
-        megapack::read_exactly(shards_);
+    // Applies to open shards and to those opened later.
+    void disable_readahead() {
+        readahead_disabled_ = true;
+        megapack::disable_readahead(shards_);
     }
 
   private:
     std::shared_ptr<Fim> fim_;
     GatherOptions options_;
     SampleRuns runs_;
-    std::vector<Shard> shards_;  // by number of the shard
-    std::int64_t num_closed_;    // of them
-    bool reads_exactly_ = false;
-    std::vector<py::tuple> kept_;  // owners of what shards_ points to
+    std::vector<Shard> shards_;
+    std::int64_t num_closed_;
+    bool readahead_disabled_ = false;
+    std::vector<py::tuple> kept_;  // owners of the arrays that shards_ points to
 };
 
 }  // namespace
 
 void register_gather(py::module_& m) {
-    m.def("will_need", &will_need_numpy, py::arg("array"), py::arg("begin"), py::arg("num_bytes"));
+    m.def("read_ahead", &read_ahead_numpy, py::arg("array"), py::arg("begin"),
+          py::arg("num_bytes"));
     py::class_<MemoryPool>(m, "MemoryPool")
         .def(py::init<std::int64_t>(), py::arg("max_blocks"))
         .def("take", &MemoryPool::take, py::arg("num_bytes"));
@@ -407,8 +413,8 @@ void register_gather(py::module_& m) {
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
-        .def("will_need", &Gatherer::will_need, py::arg("sample_ids").noconvert())
-        .def("read_exactly", &Gatherer::read_exactly);
+        .def("read_ahead", &Gatherer::read_ahead, py::arg("sample_ids").noconvert())
+        .def("disable_readahead", &Gatherer::disable_readahead);
 }
 
 }  // namespace megapack

@@ -1,4 +1,4 @@
-// What is counted from the arrays of a SampleIndex: numpy views in, checked; GIL released.
+// index: metrics and checks of the arrays of a SampleIndex.
 #include "bindings/checked_array.hpp"
 #include "core/index/metrics.hpp"
 
@@ -14,7 +14,7 @@ SampleView sample_view(const AnyArray& bucket_sample_offsets,
             integers(segment_begin, "segment_begin"), integers(segment_length, "segment_length")};
 }
 
-// The arrays that tell what samples cost, and nothing else.
+// Views only the arrays that costs of samples need.
 SampleView cost_view(const AnyArray& sample_segment_offsets, const AnyArray& segment_length) {
     SampleView result;
     result.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
@@ -22,7 +22,7 @@ SampleView cost_view(const AnyArray& sample_segment_offsets, const AnyArray& seg
     return result;
 }
 
-// Not negative.
+// Converts a number that is not negative.
 py::int_ python_int(Wide value) {
     const auto high = static_cast<std::uint64_t>(value >> 64);
     return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));
@@ -52,20 +52,19 @@ void check_laws_of(const Array<std::int64_t>& capacities, const AnyArray& bucket
     check_laws(arrays, sizes, documents);
 }
 
-std::int64_t count_whole(const AnyArray& buckets, const AnyArray& samples, const AnyArray& document,
-                         const AnyArray& begin, const AnyArray& length, const AnyArray& lengths) {
-    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
-    const Integers documents = integers(lengths, "lengths");
-    const py::gil_scoped_release unlocked;
-    return whole_documents(arrays, documents);
-}
-
-py::array_t<std::int64_t> count_label_tokens(const AnyArray& buckets, const AnyArray& samples,
-                                             const AnyArray& document, const AnyArray& begin,
-                                             const AnyArray& length, const AnyArray& lengths) {
-    const SampleView arrays = sample_view(buckets, samples, document, begin, length);
-    const Integers documents = integers(lengths, "lengths");
-    return computed([&] { return label_tokens(arrays, documents); });
+// Returns measure(samples, lengths of documents), computed without the GIL.
+template <typename Measure>
+auto of_samples(Measure measure) {
+    return [measure](const AnyArray& buckets, const AnyArray& samples, const AnyArray& document,
+                     const AnyArray& begin, const AnyArray& length, const AnyArray& lengths) {
+        const SampleView arrays = sample_view(buckets, samples, document, begin, length);
+        const Integers documents = integers(lengths, "lengths");
+        auto result = unlocked([&] { return measure(arrays, documents); });
+        if constexpr (std::is_same_v<decltype(result), std::int64_t>)
+            return result;
+        else
+            return to_numpy(std::move(result));
+    };
 }
 
 py::array_t<std::int64_t> cost_of_all(const AnyArray& sample_segment_offsets,
@@ -93,8 +92,10 @@ void register_index(py::module_& m) {
           py::arg("num_documents"));
     m.def("check_laws", &check_laws_of, py::arg("bucket_capacity").noconvert(), buckets, samples,
           document, begin, length, lengths);
-    m.def("whole_documents", &count_whole, buckets, samples, document, begin, length, lengths);
-    m.def("label_tokens", &count_label_tokens, buckets, samples, document, begin, length, lengths);
+    m.def("whole_documents", of_samples(whole_documents), buckets, samples, document, begin, length,
+          lengths);
+    m.def("label_tokens", of_samples(label_tokens), buckets, samples, document, begin, length,
+          lengths);
     m.def("attention_cost", &cost_of_all, samples, length);
     m.def("attention_cost_of", &cost_of_some, samples, length, py::arg("samples").noconvert(),
           py::arg("capacity"), py::arg("whole"));

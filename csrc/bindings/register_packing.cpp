@@ -1,10 +1,10 @@
-// packing: document lengths, checked once; a strategy's rules, read by name; arrays out.
+// packing: document lengths, rules of strategies, packed samples.
 //
 //     lengths = DocumentLengths(numpy array)
 //     pack("next_fit", lengths, {"capacity": 8, "shuffle": False}, Run(seed=0, threads=1))
 //         -> {"bucket_capacity": ..., "segment_document": ..., "dropped_tokens": 0, ...}
 //
-// A new strategy is a line in `strategies()`, which reads its rules.
+// A new strategy needs one line in `strategies()`, which reads its rules.
 #include <chrono>
 #include <functional>
 #include <limits>
@@ -21,7 +21,7 @@ namespace {
 
 // ---- Document lengths
 
-// f of the array as int32, int64 or uint64 numbers.
+// Calls f with the array as a span of int32, int64 or uint64.
 template <typename F>
 auto with_lengths(const py::array& array, F f) {
     check(array.ndim() == 1 && (array.flags() & py::array::c_style) != 0 && is_aligned(array),
@@ -40,12 +40,11 @@ auto with_lengths(const py::array& array, F f) {
     return kind == 'i' ? as(std::int64_t{}) : as(std::uint64_t{});
 }
 
-// Document lengths from numpy, checked when this is made and never copied. What packs takes this
-// and no array, so lengths are read for their check once.
+// Document lengths from numpy, checked once, when it is constructed, and never copied.
 class DocumentLengths {
   public:
-    // int32, int64 or uint64 (num_documents,), which nobody changes meanwhile; documents longer
-    // than `capacity` are counted on the way.
+    // int32, int64 or uint64 (num_documents,), unchanged while this object exists. Counts documents
+    // longer than `capacity`.
     DocumentLengths(const py::array& array, std::int64_t capacity)
         : kept_(array), lengths_(check_array(array, capacity)) {}
 
@@ -68,7 +67,7 @@ class DocumentLengths {
         return with_lengths(array, [&](auto lengths) -> Checked {
             const py::gil_scoped_release unlocked;
             if constexpr (std::is_same_v<decltype(lengths), Span<const std::uint64_t>>) {
-                check_lengths(lengths);  // none of them reaches 2^63
+                check_lengths(lengths);  // all of them are below 2^63
                 return Lengths<std::int64_t>(
                     {reinterpret_cast<const std::int64_t*>(lengths.data()), lengths.size()},
                     capacity);
@@ -84,21 +83,21 @@ class DocumentLengths {
 
 // ---- The rules of a strategy
 
-// Rules by name, as megapack/packing/strategies.py checked them.
+// Rules by name; megapack/packing/strategies.py checked their values.
 class Rules {
   public:
     Rules(std::string strategy, const py::dict& values)
-        : strategy_(std::move(strategy)), left_(values.attr("copy")()) {}
+        : strategy_(std::move(strategy)), unread_(values.attr("copy")()) {}
 
     template <typename T>
     T take(const char* name) {
-        check(left_.contains(name), strategy_, " needs ", name);
-        return left_.attr("pop")(name).cast<T>();
+        check(unread_.contains(name), strategy_, " needs ", name);
+        return unread_.attr("pop")(name).cast<T>();
     }
-    // The same of a rule that may be left out.
+    // Sets `value` if the rule is given.
     template <typename T>
     void take(const char* name, T& value) {
-        if (left_.contains(name)) value = take<T>(name);
+        if (unread_.contains(name)) value = take<T>(name);
     }
     std::int64_t integer(const char* name) { return take<std::int64_t>(name); }
     bool flag(const char* name) { return take<bool>(name); }
@@ -114,15 +113,15 @@ class Rules {
     T choice(const char* name, std::initializer_list<std::pair<const char*, T>> known) {
         return megapack::choice<T>(take<std::string>(name), name, known);
     }
-    bool has(const char* name) const { return left_.contains(name); }
+    bool has(const char* name) const { return unread_.contains(name); }
 
     void check_all_taken() const {
-        check(left_.empty(), strategy_, " has no rule ", std::string(py::repr(left_)));
+        check(unread_.empty(), strategy_, " has no rule ", std::string(py::repr(unread_)));
     }
 
   private:
     std::string strategy_;
-    py::dict left_;
+    py::dict unread_;
 };
 
 AtomSize atoms(Rules& rules) {
@@ -165,7 +164,7 @@ BucketRules bucket_rules(Rules& rules) {
 
 // ---- The strategies
 
-// core's Run, and what Python alone may ask for.
+// Run of the core, with options that only Python has.
 struct PythonRun {
     std::uint64_t seed;
     int threads;
@@ -196,7 +195,8 @@ py::dict samples_to_dict(Samples<Id, Length>&& samples) {
     return result;
 }
 
-// Calls `callback(done, total)` a few times a second; an exception or Ctrl-C stops the packing.
+// Calls `callback(done, total)` at most ten times a second; an exception or Ctrl-C stops the
+// packing.
 Progress::Report report_to(const py::object& callback) {
     using Clock = std::chrono::steady_clock;
     return [callback, last = Clock::now()](std::int64_t done, std::int64_t total) mutable {
@@ -209,15 +209,15 @@ Progress::Report report_to(const py::object& callback) {
     };
 }
 
-// read(given) gives the rules; pack(Id{}, lengths, rules, run) packs without the GIL, Id being
-// int32 unless something is wider.
+// Makes a strategy of read(Rules), which returns its rules, and pack(Id{}, lengths, rules, run),
+// which runs without the GIL. Id is int32 if document numbers and lengths fit.
 template <typename Read, typename Pack>
 Strategy strategy(Read read, Pack pack) {
-    return [=](const DocumentLengths& lengths, Rules& given, const PythonRun& asked) {
+    return [=](const DocumentLengths& lengths, Rules& given, const PythonRun& options) {
         const auto rules = read(given);
         given.check_all_taken();
-        Progress progress(report_to(asked.progress));
-        const Run run(asked.seed, asked.threads, progress);
+        Progress progress(report_to(options.progress));
+        const Run run(options.seed, options.threads, progress);
         return lengths.visit([&](const auto& documents) {
             const auto run_as = [&](auto id) {
                 auto samples = [&] {
@@ -231,21 +231,22 @@ Strategy strategy(Read read, Pack pack) {
             constexpr bool kNarrow =
                 std::is_same_v<decltype(documents), const Lengths<std::int32_t>&>;
             if constexpr (kNarrow)
-                if (!asked.wide_ids && documents.size() <= std::numeric_limits<std::int32_t>::max())
+                if (!options.wide_ids &&
+                    documents.size() <= std::numeric_limits<std::int32_t>::max())
                     return run_as(std::int32_t{});
             return run_as(std::int64_t{});
         });
     };
 }
 
-// name: pack_<name> of the core; then its rules from `k`.
+// Entry of pack_<name>; the arguments read its rules from `k`.
 #define MEGAPACK_STRATEGY(name, ...)                                                       \
     {#name, strategy([](Rules& k) { return __VA_ARGS__; },                                 \
                      [](auto id, const auto& lengths, const auto& rules, const Run& run) { \
                          return pack_##name<decltype(id)>(lengths, rules, run);            \
                      })}
 
-// By the name in the core.
+// Strategies by their name in the core.
 const std::map<std::string, Strategy>& strategies() {
     static const std::map<std::string, Strategy> all{
         MEGAPACK_STRATEGY(bucket, bucket_rules(k)),
@@ -264,7 +265,7 @@ const std::map<std::string, Strategy>& strategies() {
     return all;
 }
 
-// ---- What Python calls
+// ---- Functions of the module
 
 using OnProgress = std::optional<py::typing::Callable<void(std::int64_t, std::int64_t)>>;
 
@@ -275,10 +276,10 @@ PythonRun run(std::uint64_t seed, std::int64_t threads, bool wide_ids, const OnP
 
 py::dict pack(const std::string& name, const DocumentLengths& lengths, const py::dict& rules,
               const PythonRun& run) {
-    const auto found = strategies().find(name);
-    check(found != strategies().end(), "the core has no strategy '", name, "'");
+    const auto strategy = strategies().find(name);
+    check(strategy != strategies().end(), "the core has no strategy '", name, "'");
     Rules given(name, rules);
-    return found->second(lengths, given, run);
+    return strategy->second(lengths, given, run);
 }
 
 py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rules) {
@@ -294,7 +295,7 @@ py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rule
     return result;
 }
 
-// (counts of rests by length, number of full chunks) of documents cut at `capacity`.
+// Returns counts of rests by length and the number of full chunks of documents cut at `capacity`.
 std::pair<py::array_t<std::int64_t>, std::int64_t> length_histogram(const DocumentLengths& lengths,
                                                                     std::int64_t capacity,
                                                                     std::int64_t threads) {

@@ -1,4 +1,4 @@
-// schedule and balance: small pure functions; arrays out.
+// schedule: random numbers, permutations, cycles of buckets, blends, equal work.
 #include "bindings/scalars.hpp"
 #include "core/schedule/assign.hpp"
 #include "core/schedule/blend.hpp"
@@ -9,9 +9,9 @@
 namespace megapack {
 namespace {
 
-constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // at a time: 8 TiB of ids
+constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // per call: 8 TiB of ids
 
-// Room for `count` results; a wrong count must not take all memory.
+// Returns room for `count` results; refuses a count that would take all memory.
 template <typename T>
 std::vector<T> results(std::int64_t count) {
     check(count >= 0 && count <= kMaxPositions, "count is ", count, "; it must be from 0 to 2^40");
@@ -51,7 +51,7 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                count = view(counts, "counts");
     check(key.size() == size.size() && size.size() == begin.size() && begin.size() == count.size(),
           "keys, sizes, begins and counts have ", key.size(), ", ", size.size(), ", ", begin.size(),
-          " and ", count.size(), " elements; they must have as many");
+          " and ", count.size(), " elements; they must have equally many");
     return computed([&] {
         std::vector<EpochRun> runs;
         runs.reserve(key.size());
@@ -109,7 +109,7 @@ void register_cycle_order(py::module_& m) {
 using Numbers32 = py::array_t<std::int32_t>;
 using Numbers64 = py::array_t<std::int64_t>;
 
-// Runs as (source, first rank, count), and the place of every position.
+// Returns source, first rank and count of the runs, and their places (Blend::Range).
 std::tuple<Numbers32, Numbers64, Numbers64, Numbers32> blend_range_numpy(const Blend& blend,
                                                                          std::int64_t begin,
                                                                          std::int64_t end) {

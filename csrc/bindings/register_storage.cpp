@@ -1,4 +1,4 @@
-// storage: numpy views in, checked; GIL released; arrays out.
+// storage: files mapped, .idx read and written, tokens narrowed.
 #include <sys/mman.h>
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace {
 using Bytes = Array<std::uint8_t>;
 using Range = std::pair<py::int_, py::int_>;  // smallest and largest id
 
-// Calls f(T{}) with the C++ type of an integer dtype.
+// Calls f(T{}) with T the C++ type of an integer dtype.
 template <typename F>
 Range with_integer_type(const py::dtype& dtype, const char* name, const F& f) {
     const char kind = dtype.kind();
@@ -29,7 +29,7 @@ Range with_integer_type(const py::dtype& dtype, const char* name, const F& f) {
                                         "; it must be an integer type"));
 }
 
-// The elements of an array whose dtype was just asked for; refuses strides and misalignment.
+// Views an array as elements of T, its dtype; refuses strides and misalignment.
 template <typename T>
 Span<T> typed_view(const py::array& array, const char* name) {
     check<py::type_error>(
@@ -48,12 +48,12 @@ Range token_range_of(const py::array& tokens) {
     });
 }
 
-// Narrows tokens into out[begin:] when all lie in [low, high]; returns their range either way.
+// Copies tokens to `out` if all are in [low, high]; returns their range in any case.
 template <typename From, typename To>
 std::pair<From, From> store(Span<const From> tokens, Span<To> out, std::int64_t low,
                             std::int64_t high) {
     const auto range = token_range(tokens);
-    // Signed and unsigned sources meet in 64 bits; an unsigned id beyond them is above any high.
+    // Compare as 64 bits, unsigned for `above`: an unsigned id may exceed every signed number.
     const bool above = range.second > From{0} &&
                        static_cast<std::uint64_t>(range.second) > static_cast<std::uint64_t>(high);
     const bool below = std::is_signed_v<From> && static_cast<std::int64_t>(range.first) < low;
@@ -83,7 +83,7 @@ Range store_tokens(const py::array& tokens, py::array& out, std::int64_t begin, 
     });
 }
 
-// An uninitialised array filled by f(Span) without the GIL.
+// Returns a new array that f(Span) fills without the GIL.
 template <typename T, typename F>
 py::array_t<T> filled(std::int64_t size, const F& f) {
     py::array_t<T> out(static_cast<py::ssize_t>(size));
@@ -125,8 +125,8 @@ py::array document_lengths_of(const AnyArray& bytes, const py::str& name) {
                                 [&](Span<std::int64_t> out) { document_lengths(index, out); });
 }
 
-// A whole file, read-only. Unlike Python's mmap it keeps no descriptor of the file: a source may
-// have tens of thousands of files.
+// Maps a whole file, read-only. Unlike Python's mmap it keeps no descriptor: a source may have tens
+// of thousands of files.
 py::array_t<std::uint8_t> map_file(int descriptor, std::int64_t num_bytes) {
     const auto size = static_cast<std::size_t>(num_bytes);
     void* address = mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
@@ -148,7 +148,7 @@ py::array_t<std::uint8_t> map_file(int descriptor, std::int64_t num_bytes) {
     return bytes;
 }
 
-// An array of an .idx as it stands there.
+// Binds a function that copies an array of an .idx.
 template <typename T, typename Copy, typename Size>
 void def_column(py::module_& m, const char* function, Copy copy, Size size) {
     m.def(

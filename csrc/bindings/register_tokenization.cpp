@@ -1,4 +1,4 @@
-// tokenization: numpy views in, checked; GIL released; arrays out.
+// tokenization: JSON lines, UTF-8, documents framed by special tokens.
 #include "bindings/scalars.hpp"
 #include "core/text/documents.hpp"
 #include "core/text/jsonl.hpp"
@@ -24,32 +24,24 @@ std::tuple<Bytes, Numbers, Bytes, Numbers> py_extract_jsonl(const Array<std::uin
             to_numpy(std::move(texts.status)), to_numpy(std::move(texts.line_begin))};
 }
 
-// What `measure` gives for every document.
+// Calls measure(text, offsets) without the GIL.
 template <typename Measure>
-auto per_document(const Array<std::uint8_t>& text, const Array<std::int64_t>& offsets,
-                  Measure measure) {
-    const auto bytes = view(text, "text");
-    const auto bounds = view(offsets, "offsets");
-    return computed([&] { return measure(bytes, bounds); });
-}
-
-py::array_t<std::uint8_t> py_valid_utf8(const Array<std::uint8_t>& text,
-                                        const Array<std::int64_t>& offsets) {
-    return per_document(text, offsets, valid_utf8);
-}
-
-py::array_t<std::int64_t> py_count_words(const Array<std::uint8_t>& text,
-                                         const Array<std::int64_t>& offsets) {
-    return per_document(text, offsets, count_words);
+auto per_document(Measure measure) {
+    return [measure](const Array<std::uint8_t>& text, const Array<std::int64_t>& offsets) {
+        const auto bytes = view(text, "text");
+        const auto bounds = view(offsets, "offsets");
+        return computed([&] { return measure(bytes, bounds); });
+    };
 }
 
 py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
                                             const Array<std::int64_t>& offsets,
                                             const Array<std::int64_t>& ranges) {
     const auto pairs = view(ranges, "ranges");
-    return per_document(text, offsets, [&](auto bytes, auto bounds) {
+    const auto measure = [&](auto bytes, auto bounds) {
         return has_characters(bytes, bounds, pairs);
-    });
+    };
+    return per_document(measure)(text, offsets);
 }
 
 // (tokens, offsets, largest id or -1); core/text/documents.hpp.
@@ -80,13 +72,13 @@ void def_frame(py::module_& m, const char* name) {
 void register_tokenization(py::module_& m) {
     m.def("extract_jsonl", &py_extract_jsonl, py::arg("buffer").noconvert(), py::arg("key"),
           py::arg("values") = "strings");
-    m.def("valid_utf8", &py_valid_utf8, py::arg("text").noconvert(),
+    m.def("valid_utf8", per_document(valid_utf8), py::arg("text").noconvert(),
           py::arg("offsets").noconvert());
-    m.def("count_words", &py_count_words, py::arg("text").noconvert(),
+    m.def("count_words", per_document(count_words), py::arg("text").noconvert(),
           py::arg("offsets").noconvert());
     m.def("has_characters", &py_has_characters, py::arg("text").noconvert(),
           py::arg("offsets").noconvert(), py::arg("ranges").noconvert());
-    // One name; pybind11 picks the overload by the dtype of ids.
+    // Two overloads per name; pybind11 selects by the dtype of ids.
     def_frame<std::uint16_t, std::uint32_t>(m, "frame_documents_uint16");
     def_frame<std::uint16_t, std::int32_t>(m, "frame_documents_uint16");
     def_frame<std::int32_t, std::uint32_t>(m, "frame_documents_int32");

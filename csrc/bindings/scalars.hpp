@@ -1,5 +1,5 @@
-// Scalars and names from Python. megapack's Python code validates what a user gives; the bindings
-// take C++ types, which pybind11 converts (TypeError), and check what would touch wrong memory.
+// Names and file names from Python. The Python code validates scalars; bindings take C++ types,
+// which pybind11 converts (TypeError), and check only what could access wrong memory.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace megapack {
 
-// The value of a name: "overflow is 'hed'; it must be one of pad, head, promote".
+// Returns the value of a name, or throws "overflow is 'hed'; it must be one of pad, head, promote".
 template <typename T>
 T choice(const std::string& given, const char* name,
          std::initializer_list<std::pair<const char*, T>> known) {
@@ -24,7 +24,7 @@ T choice(const std::string& given, const char* name,
         concat_message(name, " is '", given, "'; it must be one of ", names));
 }
 
-// File name for error messages; bytes that are not UTF-8 become escapes.
+// Returns a file name for messages; surrogates, for bytes that are not UTF-8, become escapes.
 inline std::string file_name(const py::str& name) {
     const auto utf8 = py::reinterpret_steal<py::bytes>(
         PyUnicode_AsEncodedString(name.ptr(), "utf-8", "backslashreplace"));

@@ -330,11 +330,11 @@ class PackedDataset(Dataset[Batch]):
         """
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
-        return self._gatherer.will_need(ids)
+        return self._gatherer.read_ahead(ids)
 
     def disable_readahead(self) -> None:
         """Turn off the system's own read-ahead around requested pages, for this process."""
-        self._gatherer.read_exactly()
+        self._gatherer.disable_readahead()
 
     def count_labels(self, sample_ids: ArrayLike, view: StepView = PLAIN) -> Ids:
         """Return the number of tokens with a label of every sample, int64; see ``micro_batch``."""

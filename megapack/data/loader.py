@@ -212,7 +212,7 @@ def read_indices(dataset: PackedDataset) -> Iterator[None]:
         documents = dataset.documents(shard)
         for array in (*shards.index(shard).segment_arrays(), documents.index_bytes):
             for begin in range(0, array.nbytes, _CHUNK_BYTES):
-                _core.will_need(array, begin, _CHUNK_BYTES)
+                _core.read_ahead(array, begin, _CHUNK_BYTES)
                 yield
 
 

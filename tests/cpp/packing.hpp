@@ -1,4 +1,4 @@
-// What the programs of the packing core share.
+// Helpers of the tests of the packing core.
 #pragma once
 
 #include "core/index/view.hpp"

@@ -1,4 +1,4 @@
-// What the programs of this folder share: a test that fails ends its program.
+// Helpers of the tests in this folder. A test that fails ends its program.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,20 @@
 
 #include "core/base/check.hpp"
 
-inline void require(bool ok, const std::string& what) {
+inline void require(bool ok, const std::string& message) {
     if (ok) return;
-    std::printf("failed: %s\n", what.c_str());
+    std::printf("failed: %s\n", message.c_str());
     std::exit(1);
 }
 
-// Runs tests; the exit status of a program whose tests all passed.
+// Runs tests; returns exit status 0.
 inline int pass(std::initializer_list<void (*)()> tests) {
     for (const auto test : tests) test();
     std::puts("ok");
     return 0;
 }
 
-// The message of what `run` throws as Error.
+// Returns the message of the Error that `run` throws.
 template <typename Error = std::invalid_argument, typename Run>
 std::string message_of(const Run& run) {
     try {
@@ -47,7 +47,7 @@ void append(std::vector<std::uint8_t>& bytes, T value) {
     std::memcpy(bytes.data() + at, &value, sizeof(T));
 }
 
-// An .idx of uint16 tokens.
+// Returns an .idx of uint16 tokens.
 inline std::vector<std::uint8_t> make_index(const std::vector<std::int32_t>& lengths,
                                             const std::vector<std::int64_t>& pointers,
                                             const std::vector<std::int64_t>& documents) {

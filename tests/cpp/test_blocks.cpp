@@ -1,4 +1,4 @@
-// Checksums of blocks: their definition, what is refused and what is not, and many readers at once.
+// Checksums of blocks: published values, damaged and intact blocks, several threads.
 #include "core/base/blocks.hpp"
 
 #include <cstring>
@@ -18,49 +18,50 @@ std::vector<std::uint8_t> numbers(std::int64_t size) {
 }
 
 bool is_damaged(const BlockChecks& checks, std::int64_t begin, std::int64_t end) {
-    const auto told = message_of<FormatError>([&] { checks.require(begin, end); });
-    require(told == "nothing was thrown" || told.find("x is damaged: bytes 65536 to 131072") == 0,
-            "words");
-    return told != "nothing was thrown";
+    const auto message = message_of<FormatError>([&] { checks.require(begin, end); });
+    require(
+        message == "nothing was thrown" || message.find("x is damaged: bytes 65536 to 131072") == 0,
+        "message");
+    return message != "nothing was thrown";
 }
 
-void has_the_published_values() {
+void test_published_values() {
     const auto hash = [](const char* text) {
         const auto* bytes = reinterpret_cast<const std::uint8_t*>(text);
         return xxh64({bytes, static_cast<std::int64_t>(std::strlen(text))});
     };
-    require(hash("") == 0xEF46DB3751D8E999, "xxh64 of nothing");
+    require(hash("") == 0xEF46DB3751D8E999, "xxh64 of no bytes");
     require(hash("a") == 0xD24EC4F1A98C6E5B, "xxh64 of a");
     require(hash("abc") == 0x44BC2CF5AD770999, "xxh64 of abc");
     const auto bytes = numbers(2 * kBlockBytes + 5);
     const auto sums = block_checksums(bytes);
     require(sums.size() == 3 && sums[2] == xxh64({bytes.data() + 2 * kBlockBytes, 5}),
             "last block");
-    require(block_checksums(Span<const std::uint8_t>()).empty(), "no block of nothing");
+    require(block_checksums(Span<const std::uint8_t>()).empty(), "no block of no bytes");
 }
 
-void refuses_what_touches_a_damaged_block() {
+void test_damaged_block() {
     auto bytes = numbers(3 * kBlockBytes - 1);
-    const auto promised = block_checksums(bytes);
+    const auto expected = block_checksums(bytes);
     bytes[kBlockBytes + 99] ^= 1;
-    const BlockChecks checks(bytes, promised, "x", "restore it");
+    const BlockChecks checks(bytes, expected, "x", "restore it");
     require(!is_damaged(checks, 0, kBlockBytes), "the block before");
-    require(!is_damaged(checks, 2 * kBlockBytes, 3 * kBlockBytes - 1), "the block behind");
-    require(!is_damaged(checks, kBlockBytes + 5, kBlockBytes + 5), "nothing of it");
+    require(!is_damaged(checks, 2 * kBlockBytes, 3 * kBlockBytes - 1), "the block after");
+    require(!is_damaged(checks, kBlockBytes + 5, kBlockBytes + 5), "an empty range in it");
     require(is_damaged(checks, kBlockBytes - 1, kBlockBytes + 1), "its first byte");
     require(is_damaged(checks, 2 * kBlockBytes - 1, 2 * kBlockBytes), "its last byte");
     require(is_damaged(checks, 0, 3 * kBlockBytes - 1), "all of it");
     bytes[kBlockBytes + 99] ^= 1;
-    require(!is_damaged(checks, 0, 3 * kBlockBytes - 1), "what failed is compared again");
+    require(!is_damaged(checks, 0, 3 * kBlockBytes - 1), "a failed block is checked again");
     require(refuses<FormatError>([&] { BlockChecks(bytes, {1, 2}, "x", "restore it"); }),
             "another number of checksums");
 }
 
-void is_shared_by_threads() {
+void test_threads() {
     auto bytes = numbers(40 * kBlockBytes);
-    const auto promised = block_checksums(bytes);
+    const auto expected = block_checksums(bytes);
     bytes[kBlockBytes] ^= 1;
-    const BlockChecks checks(bytes, promised, "x", "restore it");
+    const BlockChecks checks(bytes, expected, "x", "restore it");
     std::vector<std::thread> threads;
     std::vector<int> refused(4, 0);
     for (int t = 0; t < 4; ++t) {
@@ -82,6 +83,5 @@ void is_shared_by_threads() {
 }  // namespace
 
 int main() {
-    return pass(
-        {has_the_published_values, refuses_what_touches_a_damaged_block, is_shared_by_threads});
+    return pass({test_published_values, test_damaged_block, test_threads});
 }

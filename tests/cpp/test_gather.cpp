@@ -1,4 +1,4 @@
-// Whatever an index or an .idx says, the gather stays inside its arrays: it throws or it is right.
+// For any content of an index or .idx, the gather throws or is right; it never leaves its arrays.
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ std::vector<std::uint8_t> make_idx(const std::vector<std::int32_t>& lengths) {
     return make_index(lengths, pointers, documents);
 }
 
-// Heap blocks of exactly the right size, so that AddressSanitizer sees one element too far.
+// Arrays on the heap without spare capacity, so that AddressSanitizer finds every access outside.
 struct Corpus {
     std::vector<std::int32_t> lengths{5, 1, 9, 3};
     std::vector<std::uint8_t> idx = make_idx(lengths);
@@ -56,7 +56,7 @@ struct Corpus {
     }
 };
 
-// One shard of three samples, whose ids are their numbers.
+// One shard of three samples; ids are sample numbers.
 const std::vector<std::int64_t> kFirstIds{0, 3}, kShards{0}, kFirstSamples{0};
 const SampleRuns kRuns{kFirstIds, kShards, kFirstSamples};
 
@@ -77,7 +77,7 @@ Batch gather(const Shard& shard, const std::vector<std::int64_t>& ids, GatherSha
     batch.positions.assign(size, -7);
     batch.mask.assign(size, -7.0F);
     fill_gather(batch.plan, options, {batch.tokens, batch.labels, batch.mask, batch.positions});
-    REQUIRE(count_labels(shards, refs, options.label_boundary).size() == ids.size());
+    REQUIRE(count_labels(shards, refs, options).size() == ids.size());
     return batch;
 }
 
@@ -89,7 +89,7 @@ void check_is_complete(const Batch& batch) {
     for (const float mask : batch.mask) REQUIRE(mask == 0.0F || mask == 1.0F);
 }
 
-// Whole and in halves; the sums of the labels' weights are exact.
+// Sums of loss weights are exact, from the smallest to the largest float16.
 void test_weights() {
     const Corpus corpus;
     const std::vector<std::uint16_t> halves{0x3c00, 0x3800, 1,      0x7bff, 0, 0, 0x0400, 0, 0,
@@ -99,7 +99,7 @@ void test_weights() {
     check_shard(shard);
     const std::vector<Shard> shards{shard};
     const auto refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1});
-    const auto totals = count_labels(shards, refs, Extent::kDocument);
+    const auto totals = count_labels(shards, refs, {});
     REQUIRE(totals[0].labels == 4 && totals[0].weight == 0.5 + 0x1p-24 + 65504);
     REQUIRE(totals[0].sequences == 1 && totals[1].weight == 2 && totals[1].sequences == 1);
     shard.weights.size = 17;
@@ -128,8 +128,8 @@ CharacterCuts random_cuts(std::mt19937_64& random) {
     return cuts;
 }
 
-// Documents 0 and 3 of the corpus are whole and have room; their tokens all stand in the batch,
-// between the sentinels, and labels are counted as they are filled.
+// Documents 0 and 3 are whole and have room: all their tokens are in the batch, between sentinels,
+// and counted labels equal filled ones.
 void test_fim() {
     Corpus corpus;
     std::mt19937_64 random(2);
@@ -139,15 +139,18 @@ void test_fim() {
         if (round % 4 > 1) fim.cuts = random_cuts(random);
         check_fim(fim);
         Shard shard = corpus.shard();
-        shard.fim_longest = 5;
+        shard.longest_transformed = 5;
         const std::vector<std::uint16_t> halves(18, static_cast<std::uint16_t>(0x3c00 + round));
         if (round % 5 == 0) shard.weights = {halves.data(), 18, TokenType::kUint16};
         check_shard(shard);
         const std::vector<Shard> shards{shard};
-        std::vector<SampleRef> refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2});
-        for (SampleRef& ref : refs) ref.fim_rate = 1, ref.seed = random();
+        const std::vector<std::int64_t> epochs(3, 0);
+        const std::vector<double> rates(3, 1.0);
+        StepView view;
+        view.epochs = epochs, view.fim_rates = rates, view.seed = random();
+        const auto refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2}, &view);
         GatherOptions options;
-        options.fim = &fim;
+        options.transform = &fim;
         options.loss = round % 7 ? Loss::kTokenMean : Loss::kSequenceMean;
         options.label_boundary = round % 2 ? Extent::kSample : Extent::kDocument;
         const GatherShape shape{1, 72, 24};
@@ -156,38 +159,37 @@ void test_fim() {
         std::vector<float> mask(72);
         fill_gather(plan, options, {tokens, labels, mask, positions});
         std::int64_t counted = 0;
-        for (const auto& of : count_labels(shards, refs, options.label_boundary, &fim))
-            counted += of.labels;
+        for (const auto& total : count_labels(shards, refs, options)) counted += total.labels;
         REQUIRE(counted == ssize(labels) - std::count(labels.begin(), labels.end(), -100));
         REQUIRE(tokens[0] == 1 && std::count(tokens.begin(), tokens.end(), 3) == 2);
-        const auto own = std::count_if(tokens.begin(), tokens.end(), [](auto t) { return t > 7; });
-        inner += own < 18;
-        REQUIRE(own >= 18 - 4 && own <= 18);
+        const auto kept = std::count_if(tokens.begin(), tokens.end(), [](auto t) { return t > 7; });
+        inner += kept < 18;
+        REQUIRE(kept >= 18 - 4 && kept <= 18);
         REQUIRE(ssize(draw_fim(&fim, shards, refs)[2]) == 1);
     }
     REQUIRE(inner > 100);
     const Fim same{1, 2, 1};
     REQUIRE(refuses([&] { check_fim(same); }));
-    Fim torn{1, 2, 3};
-    torn.cuts = random_cuts(random);
-    torn.cuts.first_part.back() += 1;
-    REQUIRE(refuses([&] { check_fim(torn); }));
+    Fim inconsistent{1, 2, 3};
+    inconsistent.cuts = random_cuts(random);
+    inconsistent.cuts.first_part.back() += 1;
+    REQUIRE(refuses([&] { check_fim(inconsistent); }));
 }
 
-// What is asked for is whole pages, each once however many segments lie in it.
-void test_will_need() {
+// Readahead requests whole pages, each once for any number of segments in it.
+void test_read_ahead() {
     const Corpus corpus;
     const std::vector<Shard> shards{corpus.shard()};
     const std::vector<std::int64_t> ids{2, 0, 1, 0}, none;
     const std::int64_t page = sysconf(_SC_PAGESIZE);
-    const std::int64_t bytes = will_need_samples(shards, locate_samples(kRuns, ids));
+    const std::int64_t bytes = read_ahead_samples(shards, locate_samples(kRuns, ids));
     REQUIRE(bytes == page || bytes == 2 * page);
-    REQUIRE(will_need_samples(shards, locate_samples(kRuns, none)) == 0);
+    REQUIRE(read_ahead_samples(shards, locate_samples(kRuns, none)) == 0);
     const std::vector<SampleRef> missing{{0, 3}};
-    REQUIRE(refuses<std::out_of_range>([&] { will_need_samples(shards, missing); }));
+    REQUIRE(refuses<std::out_of_range>([&] { read_ahead_samples(shards, missing); }));
 }
 
-// A sample of which lists mask documents is what it would be without their segments.
+// A sample with excluded documents equals the sample without their segments.
 void test_excluded_documents() {
     const Corpus corpus;
     const std::vector<std::int64_t> documents{1, 3}, lists{2, 1};
@@ -200,7 +202,7 @@ void test_excluded_documents() {
         const std::vector<std::int64_t> ids{id};
         StepView view;
         view.num_lists = num_lists;
-        const auto refs = locate_samples(kRuns, ids, view);
+        const auto refs = locate_samples(kRuns, ids, &view);
         return cumulative_lengths(plan_gather(shards, refs, {1, 7, 7}, {}), false, false, 0);
     };
     using Bounds = std::vector<std::int32_t>;
@@ -209,7 +211,7 @@ void test_excluded_documents() {
     REQUIRE(lengths(2, 0) == (Bounds{0, 3, 6, 7}) && lengths(2, 1) == (Bounds{0, 3, 7}));
 }
 
-// Ids are those of two shards in turns; of the first one nothing is read, and so it is not open.
+// Ids alternate between two shards. The first one is not open, because nothing of it is read.
 void test_shards() {
     const Corpus corpus;
     std::vector<Shard> shards(2);
@@ -218,8 +220,8 @@ void test_shards() {
     const std::vector<std::int64_t> first_ids{0, 5, 6, 6, 8}, owner{0, 1, 0, 1}, from{0, 0, 5, 1};
     const SampleRuns runs{first_ids, owner, from};
     check_runs(runs, 2);
-    const std::vector<std::int64_t> mine{7, 5}, both{4, 5};
-    const auto refs = locate_samples(runs, mine);
+    const std::vector<std::int64_t> second{7, 5}, both{4, 5};
+    const auto refs = locate_samples(runs, second);
     REQUIRE(refs[0].shard == 1 && refs[0].sample == 2 && refs[1].sample == 0);
     REQUIRE(not_open(shards, refs).empty());
     const auto closed = locate_samples(runs, both);
@@ -233,7 +235,7 @@ void test_shards() {
     for (const SampleRuns& bad : wrong) REQUIRE(refuses([&] { check_runs(bad, 2); }));
 }
 
-// Random numbers where an index has its own: nearly all are refused, and none is followed outside.
+// Random numbers in an index: most are refused, and no access is outside an array.
 void test_damaged_arrays() {
     std::mt19937_64 random(1);
     const std::int64_t values[] = {-1, 0,  1,  2,  3,       4,          5,
@@ -281,6 +283,6 @@ void test_refused_shapes() {
 }  // namespace
 
 int main() {
-    return pass({test_weights, test_fim, test_will_need, test_excluded_documents, test_shards,
+    return pass({test_weights, test_fim, test_read_ahead, test_excluded_documents, test_shards,
                  test_damaged_arrays, test_refused_shapes});
 }

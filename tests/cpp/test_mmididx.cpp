@@ -1,4 +1,4 @@
-// Arithmetic of the .idx reader and writer to the last overflow; any bytes are tests/fuzz's.
+// Arithmetic of the .idx reader and writer, including overflow. tests/fuzz reads random bytes.
 #include "core/storage/mmididx.hpp"
 
 #include <limits>
@@ -11,7 +11,7 @@ using namespace megapack;
 
 namespace {
 
-void reads_one_sequence_per_document() {
+void test_one_sequence_per_document() {
     std::vector<std::int32_t> lengths(10000, 2);
     std::vector<std::int64_t> pointers(10000), documents(10001);
     for (std::size_t i = 0; i < 10000; ++i) pointers[i] = static_cast<std::int64_t>(4 * i);
@@ -26,21 +26,21 @@ void reads_one_sequence_per_document() {
             "an empty document and one of two sequences");
 }
 
-void widens_long_documents() {
+void test_long_documents() {
     constexpr std::int32_t big = std::numeric_limits<std::int32_t>::max();
     const auto bytes = make_index({big, big}, {0, big}, {0, 2});
     const IndexView index(bytes, "a");
     std::vector<std::int32_t> narrow(1);
-    require(!document_lengths(index, narrow), "a sum beyond 32 bits is noticed");
+    require(!document_lengths(index, narrow), "a sum above 32 bits");
     std::vector<std::int64_t> wide(1);
     document_lengths(index, wide);
-    require(wide[0] == 2 * std::int64_t{big}, "and given in 64");
+    require(wide[0] == 2 * std::int64_t{big}, "the same sum in 64 bits");
 }
 
-void scans_and_shifts() {
+void test_scan_and_shift() {
     const std::vector<std::int32_t> lengths{3, 0, 2};
     std::vector<std::int64_t> out(3);
-    require(scan_lengths(lengths, 4, 100, out) == 120, "the byte behind the block");
+    require(scan_lengths(lengths, 4, 100, out) == 120, "the byte after the block");
     require(out == std::vector<std::int64_t>{100, 112, 112}, "pointers");
     const std::vector<std::int64_t> ends{1, 1, 3};
     require(shift_document_ends(ends, 3, 0, 1000, out) == 3, "the last end");
@@ -51,7 +51,7 @@ void scans_and_shifts() {
     require(refuses<FormatError>([&] { scan_lengths(negative, 2, 0, out); }), "negative");
 }
 
-void ranges_and_narrows() {
+void test_ranges_and_narrowing() {
     const std::vector<std::int64_t> tokens{5, -3, 70000};
     const auto range = token_range(Span<const std::int64_t>(tokens));
     require(range.first == -3 && range.second == 70000, "range");
@@ -66,6 +66,6 @@ void ranges_and_narrows() {
 }  // namespace
 
 int main() {
-    return pass({reads_one_sequence_per_document, widens_long_documents, scans_and_shifts,
-                 ranges_and_narrows});
+    return pass({test_one_sequence_per_document, test_long_documents, test_scan_and_shift,
+                 test_ranges_and_narrowing});
 }

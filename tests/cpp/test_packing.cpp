@@ -1,5 +1,5 @@
-// What packing stands on, under the sanitizers: sets of lengths, checked lengths, exact shares;
-// arguments that the strategies refuse, and arrays that an index may hold.
+// Basics of packing under the sanitizers: sets of lengths, checks of lengths, exact shares,
+// arguments that strategies refuse, damaged arrays of an index.
 #include <functional>
 #include <iterator>
 #include <set>
@@ -70,11 +70,11 @@ void test_lengths_are_checked() {
             "totals of lengths");
 }
 
-// What the seam lets through as numbers, the strategies refuse as arguments.
+// Strategies refuse numbers that the bindings accept.
 void test_wrong_arguments_are_refused() {
     const std::vector<std::int32_t> lengths{5, 9, 40};
     const Lengths<std::int32_t> checked{Span<const std::int32_t>(lengths)};
-    // pack_<name> by these rules, with the documents above.
+    // Calls pack_<name> with these rules and the documents above.
 #define MEGAPACK_PACK(name, ...) [&] { pack_##name<std::int32_t>(checked, __VA_ARGS__, run); }
     Progress silent;
     const Run run(0, 2, silent);
@@ -103,9 +103,9 @@ void test_wrong_arguments_are_refused() {
     refusal(MEGAPACK_PACK(pad, PadRules{{8, 0}}), "atom_size is 0");
     refusal(MEGAPACK_PACK(fit_decreasing, FitRules{8, -1}), "extra_capacity is -1");
     refusal(MEGAPACK_PACK(decompose, DecomposeRules{{4, 16}}), "bucket 16 follows 4");
-    refusal(MEGAPACK_PACK(decompose, DecomposeRules{{6, 12}}), "6 is no power of two");
-    refusal([&] { Ratio(3, 2); }, "3 / 2 is no share");
-    refusal([&] { Ratio(0, 0); }, "0 / 0 is no share");
+    refusal(MEGAPACK_PACK(decompose, DecomposeRules{{6, 12}}), "6 is not a power of two");
+    refusal([&] { Ratio(3, 2); }, "3 / 2 is not a share");
+    refusal([&] { Ratio(0, 0); }, "0 / 0 is not a share");
     BucketRules rules;
     rules.capacities = {8, 16};
     rules.pool_size = 0;
@@ -125,10 +125,10 @@ void test_wrong_arguments_are_refused() {
     refusal(given({1, 1, {{9, 2147483647}, {9, 2147483647}}}), "room for 16");
     require(
         message_of<std::invalid_argument>(given({1, 1, {{9, 1}, {5, 1}}})) == "nothing was thrown",
-        "a sound pattern is taken");
+        "a valid pattern");
 }
 
-// 3 tenths of 1000 are 300 tokens, whatever 0.3 is in binary.
+// 3 tenths of 1000 are exactly 300 tokens, although no binary number equals 0.3.
 void test_shares_do_not_round() {
     const Ratio tenth(1, 10), most(1, 1), odd(333333333333333333, 1000000000000000000);
     require(!tenth.exceeded_by(100, 1000) && tenth.exceeded_by(101, 1000), "0.1 of 1000");
@@ -139,9 +139,9 @@ void test_shares_do_not_round() {
             "no overflow");
 }
 
-// --- the arrays of an index: whatever they hold is refused or keeps the laws ---
+// ---- Damaged arrays of an index
 
-// What a damaged index says of itself; no array is read out of place.
+// Returns the error of a damaged index. The sanitizer finds reads outside the arrays.
 std::string fault_of(const std::function<void(Samples<std::int32_t, std::int32_t>&)>& damage) {
     const std::vector<std::int32_t> lengths{5, 9};
     Progress silent;
@@ -171,13 +171,13 @@ void test_faults_are_found() {
          "sample 0 claims segments 0 to 7 of 2"},
         {[](Damaged s) { s.bucket_sample_offsets[1] = 9; }, "bucket 0 claims samples 0 to 9 of 1"},
     };
-    for (const auto& [damage, wanted] : faults) {
-        const std::string found = fault_of(damage);
-        require(found == wanted, "'" + found + "' should be '" + wanted + "'");
+    for (const auto& [damage, expected] : faults) {
+        const std::string fault = fault_of(damage);
+        require(fault == expected, "'" + fault + "' should be '" + expected + "'");
     }
 }
 
-// Whatever the arrays of an index hold, they are refused or they keep the laws.
+// Random numbers in the arrays are refused or keep the laws.
 void test_random_damage_is_found() {
     const Random random(9);
     int refused = 0;

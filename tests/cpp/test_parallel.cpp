@@ -1,5 +1,5 @@
-// Threads: every task once, the first exception to the caller, and no end of the process where
-// memory or threads run out. Messages carry every part; Span views what it is given.
+// Threads: every task runs once, the caller gets the first exception, and the process survives a
+// lack of memory or threads. Also messages of errors, and spans.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// The allocation after this many fails, on the thread that set it; below 0: none does.
+// Allocations of this thread until one fails; below 0: none fails.
 thread_local int allocations_left = -1;
 
 }  // namespace
@@ -39,22 +39,23 @@ void test_every_task_runs_once() {
     for (const int threads : {-1, 0, 1, 2, 7}) {
         std::vector<std::atomic<int>> done(kTasks);
         megapack::parallel_for(threads, kTasks, [&](std::int64_t i) { ++done[i]; });
-        for (const auto& count : done) require(count == 1, "a task ran not once");
+        for (const auto& count : done) require(count == 1, "a task did not run exactly once");
     }
-    megapack::parallel_for(4, 0, [](std::int64_t) { require(false, "a task of none ran"); });
+    megapack::parallel_for(
+        4, 0, [](std::int64_t) { require(false, "a task ran although there are none"); });
 }
 
-void test_an_exception_in_a_task_arrives() {
+void test_exception_in_a_task() {
     for (const int threads : {1, 4}) {
         const auto fails_at_five = [](std::int64_t i) {
             if (i == 5) throw std::runtime_error("five");
         };
         const auto run = [&] { megapack::parallel_for(threads, 100, fails_at_five); };
-        require(message_of<std::runtime_error>(run) == "five", "the exception arrives");
+        require(message_of<std::runtime_error>(run) == "five", "the exception of the task");
     }
 }
 
-// Wherever memory runs out while the threads are started: all is done, or bad_alloc is thrown.
+// If memory runs out at any point of the start of threads, all tasks run or bad_alloc is thrown.
 void test_no_memory_for_threads() {
     int thrown = 0, finished = 0;
     for (int allowed = 0; allowed < 30; ++allowed) {
@@ -68,7 +69,7 @@ void test_no_memory_for_threads() {
             failed = true;
         }
         allocations_left = -1;
-        require(failed || done == kTasks, "tasks were left out without a word");
+        require(failed || done == kTasks, "tasks were skipped without an error");
         (failed ? thrown : finished) += 1;
     }
     require(thrown > 0 && finished > 0, "memory ran out too late or too early to show anything");
@@ -87,9 +88,9 @@ void test_parts_tile_the_whole() {
 }
 
 void test_messages_and_spans() {
-    const auto told =
+    const auto message =
         message_of([] { megapack::check(false, "sample ", 3, " has ", 8, " tokens"); });
-    require(told == "sample 3 has 8 tokens", told);
+    require(message == "sample 3 has 8 tokens", message);
     std::vector<int> values{1, 2, 3};
     megapack::Span<const int> span(values);
     require(span.size() == 3 && span.subspan(1, 2)[1] == 3, "a span");
@@ -100,7 +101,7 @@ void test_messages_and_spans() {
 int main() {
     test_messages_and_spans();
     test_every_task_runs_once();
-    test_an_exception_in_a_task_arrives();
+    test_exception_in_a_task();
     test_no_memory_for_threads();
     test_parts_tile_the_whole();
     std::puts("ok");

@@ -1,4 +1,5 @@
-// Random steps are planned within arrays, twice alike; the laws of plans hold tests/planning.
+// Plans of random steps: no access outside arrays, and the same plan twice. tests/planning checks
+// the laws of plans.
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -26,7 +27,7 @@ void test_random_steps() {
         std::vector<std::int64_t> groups;
         if (below(2) == 0)
             for (std::int64_t i = 0; i < ssize(lengths); ++i) groups.push_back(below(40));
-        // Costs of up to three kinds, and caps that every document keeps.
+        // Costs of up to three kinds, and caps that no document exceeds.
         std::vector<double> costs, caps;
         const std::int64_t kinds = below(4);
         for (std::int64_t i = 0; i < ssize(lengths) * kinds; ++i)
@@ -40,8 +41,8 @@ void test_random_steps() {
             plan = plan_step(lengths, {costs, caps}, groups, rules);
         } catch (const std::invalid_argument&) {
             require(rules.max_context_parallel_size > 1 && !groups.empty(),
-                    "a sound step was refused");
-            continue;  // a group that no number of ranks may hold
+                    "a valid step was refused");
+            continue;  // no number of ranks can hold some group
         }
         require(ssize(plan.micro_batch) == ssize(lengths), "a document in no micro batch");
         const StepPlan again = plan_step(lengths, {costs, caps}, groups, rules);
@@ -51,19 +52,19 @@ void test_random_steps() {
     }
 }
 
-// The others are in tests/planning.
-void test_refusals_of_what_would_overflow() {
+// tests/planning has all other refusals.
+void test_refused_overflow() {
     const std::vector<std::pair<std::vector<std::int64_t>, StepRules>> refused = {
         {{-1}, {2, 8, 8, 2, 0, Balance::kStep, 1}},
         {std::vector<std::int64_t>(5, 1 << 27), {2, 1 << 28, 8, 1, 0, Balance::kStep, 1}},
     };
     for (const auto& step : refused)
         require(refuses([&] { plan_step(step.first, {}, {}, step.second); }),
-                "a step without a meaning was planned");
+                "an invalid step was planned");
 }
 
 }  // namespace
 
 int main() {
-    return pass({test_random_steps, test_refusals_of_what_would_overflow});
+    return pass({test_random_steps, test_refused_overflow});
 }

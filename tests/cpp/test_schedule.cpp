@@ -1,4 +1,4 @@
-// Permutations, orders, blends and deals: bijections of the right size for every size.
+// Permutations, orders of buckets, blends and assignments: bijections for every size.
 #include <algorithm>
 #include <numeric>
 #include <random>
@@ -19,9 +19,8 @@ namespace {
 
 bool is_permutation_of_range(std::vector<std::int64_t> values) {
     std::sort(values.begin(), values.end());
-    for (std::size_t i = 0; i < values.size(); ++i) {
+    for (std::size_t i = 0; i < values.size(); ++i)
         if (values[i] != static_cast<std::int64_t>(i)) return false;
-    }
     return true;
 }
 
@@ -32,9 +31,8 @@ void test_permutations() {
         require(is_permutation_of_range(out), "a permutation repeats a position");
         std::vector<std::int64_t> positions(out.size());
         permute_inverse(static_cast<std::uint64_t>(size), size, out, positions);
-        for (std::int64_t i = 0; i < size; ++i) {
-            require(positions[i] == i, "an inverse is not where the value stands");
-        }
+        for (std::int64_t i = 0; i < size; ++i)
+            require(positions[i] == i, "the inverse is not the position of the value");
         std::vector<std::int64_t> none;
         permute_range(1, size, size, none);
     }
@@ -52,7 +50,7 @@ void test_permutations() {
     }
 }
 
-// The draws of a cycle one after the other, in the plainest way: sort them by their times.
+// Returns the buckets of a cycle by sorting all draws by their times.
 std::vector<std::int32_t> sorted_draws(const std::vector<std::int64_t>& counts,
                                        const std::vector<double>& odds, CycleOrder::Times times) {
     std::vector<std::pair<double, std::int32_t>> draws;
@@ -78,30 +76,31 @@ void test_orders() {
     const std::vector<std::int64_t> one{9};
     for (const std::vector<double>& odds : std::vector<std::vector<double>>{{0}, {1e-300}, {1e300}})
         require(refuses([&] { CycleOrder(one, odds, 1, Times::kSpread, false); }),
-                "odds at which draws have one time were accepted");
+                "odds that give draws equal times were accepted");
     for (const std::vector<std::int64_t>& counts : std::vector<std::vector<std::int64_t>>{
              {0, 300, 1, 31}, {1, 0, 0, 0}, {40, 1, 500, 7}, {0, 0, 0, 0}}) {
         for (const std::vector<double>& odds : std::vector<std::vector<double>>{
                  {1.0, 1e12, 100.0, 1e-6}, {1.0, 1.0, 1.0, 1.0}, {1e30, 1e20, 1e10, 1.0}}) {
             for (const Times times : {Times::kSpread, Times::kRandom, Times::kConsecutive}) {
                 for (const bool largest_first : {false, true}) {
-                    std::vector<std::int32_t> wanted = sorted_draws(counts, odds, times);
-                    if (largest_first && !wanted.empty()) {
-                        std::swap(wanted.front(), *std::max_element(wanted.begin(), wanted.end()));
+                    std::vector<std::int32_t> expected = sorted_draws(counts, odds, times);
+                    if (largest_first && !expected.empty()) {
+                        std::swap(expected.front(),
+                                  *std::max_element(expected.begin(), expected.end()));
                     }
                     const CycleOrder order(counts, odds, 9, times, largest_first);
-                    const auto size = static_cast<std::int64_t>(wanted.size());
+                    const auto size = static_cast<std::int64_t>(expected.size());
                     require(order.size() == size, "a cycle has another number of draws");
-                    require(order.range(0, size) == wanted, "draws are not in order of time");
+                    require(order.range(0, size) == expected, "draws are not in order of time");
                     std::vector<std::int64_t> before(counts.size(), 0);
                     for (std::int64_t at = 0; at < size; ++at) {
-                        const std::int32_t bucket = wanted[at];
+                        const std::int32_t bucket = expected[at];
                         auto& rank = before[bucket];
-                        require(order.counts(at) == before, "counts are not those of all before");
+                        require(order.counts(at) == before, "counts differ from the draws before");
                         const CycleOrder::Draw draw = order.at(at);
                         require(draw.bucket == bucket && draw.rank == rank,
-                                "a draw found by itself is not the one of the whole order");
-                        require(order.position(bucket, rank) == at, "the inverse is not one");
+                                "a single draw differs from the whole order");
+                        require(order.position(bucket, rank) == at, "the inverse is wrong");
                         ++rank;
                     }
                     require(order.counts(size) == counts, "a draw is missing");
@@ -111,7 +110,7 @@ void test_orders() {
     }
 }
 
-// Far and near, every position is there once; tests/data/test_blend.py says which it is.
+// Every position exists once, also near the limit. tests/data/test_blend.py checks the sources.
 void test_blends() {
     const std::int64_t far = (std::int64_t{1} << 53) - 5000;
     const std::int64_t half = std::int64_t{1} << 61;
@@ -125,17 +124,17 @@ void test_blends() {
             const auto end = blend.taken(begin + 5000);
             for (std::size_t i = 0; i < weights.size(); ++i)
                 require(blend.taken_of(static_cast<std::int32_t>(i), begin + 5000) == end[i],
-                        "one cursor disagrees with all");
+                        "taken_of differs from taken");
         }
         require(blend.range(far, far).runs.empty(), "an empty range has runs");
     }
     for (const std::vector<std::int64_t>& weights :
          std::vector<std::vector<std::int64_t>>{{}, {0, 0}, {-1, 2}, {half, half, 1}}) {
-        require(refuses([&] { Blend{weights}; }), "weights without a meaning were accepted");
+        require(refuses([&] { Blend{weights}; }), "invalid weights were accepted");
     }
 }
 
-void test_deals() {
+void test_assignments() {
     std::mt19937 random(3);
     for (int round = 0; round < 300; ++round) {
         std::vector<std::int64_t> sizes(1 + random() % 12);
@@ -143,7 +142,7 @@ void test_deals() {
         const auto total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
         std::vector<std::int64_t> costs(total);
         for (auto& cost : costs) cost = static_cast<std::int64_t>(random() % 1000);
-        require(is_permutation_of_range(assign_evenly(costs, sizes)), "an item was dealt twice");
+        require(is_permutation_of_range(assign_evenly(costs, sizes)), "an item was assigned twice");
     }
     const std::vector<std::int64_t> costs{1, 2}, room{1};
     require(refuses([&] { assign_evenly(costs, room); }), "more items than room were accepted");
@@ -152,5 +151,5 @@ void test_deals() {
 }  // namespace
 
 int main() {
-    return pass({test_permutations, test_orders, test_blends, test_deals});
+    return pass({test_permutations, test_orders, test_blends, test_assignments});
 }

@@ -1,6 +1,6 @@
-// Every strategy under the sanitizers, on random and awkward lengths, all widths, one thread and
-// several. What the samples are is checked against the definitions in Python; here the laws must
-// hold and nothing may be read or written out of place.
+// Every strategy under the sanitizers, for random and extreme lengths, all widths, one thread and
+// several: samples keep the laws and no access is outside an array. Tests in Python compare the
+// samples with the definitions.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -49,18 +49,18 @@ void run(const std::string& name, const Pack<Id, Length>& pack,
     const Lengths<Length> checked{Span<const Length>(lengths)};
     const Samples<Id, Length> one = pack(checked, Run(3, 1, silent));
     check_packing(name, one, lengths);
-    const Samples<Id, Length> other = pack(checked, Run(3, 4, silent));
-    require(one.bucket_sample_offsets == other.bucket_sample_offsets &&
-                equal(one.sample_segment_offsets, other.sample_segment_offsets) &&
-                equal(one.segment_document, other.segment_document) &&
-                equal(one.segment_begin, other.segment_begin) &&
-                equal(one.segment_length, other.segment_length),
+    const Samples<Id, Length> four = pack(checked, Run(3, 4, silent));
+    require(one.bucket_sample_offsets == four.bucket_sample_offsets &&
+                equal(one.sample_segment_offsets, four.sample_segment_offsets) &&
+                equal(one.segment_document, four.segment_document) &&
+                equal(one.segment_begin, four.segment_begin) &&
+                equal(one.segment_length, four.segment_length),
             name + ": depends on the number of threads");
 }
 
 template <typename Id, typename Length>
 void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
-    // pack_<name> by these rules, under the name.
+    // Runs pack_<name> with these rules.
 #define MEGAPACK_RUN(name, ...)                        \
     run<Id, Length>(                                   \
         #name,                                         \
@@ -124,7 +124,7 @@ int main() {
     for (const auto& lengths : inputs()) {
         const std::vector<std::int32_t> narrow(lengths.begin(), lengths.end());
         run_all<std::int32_t, std::int32_t>(narrow, 16);
-#ifndef __SANITIZE_THREAD__  // threads meet in the same lines, whatever the width
+#ifndef __SANITIZE_THREAD__  // one width suffices to find data races
         run_all<std::int64_t, std::int32_t>(narrow, 7);
 #endif
         run_all<std::int64_t, std::int64_t>(lengths, 1);

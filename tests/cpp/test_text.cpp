@@ -1,5 +1,5 @@
-// Text: what extract_jsonl makes of other values and of depth (tests/fuzz gives it any bytes);
-// UTF-8, words, characters and framing over many documents in one buffer.
+// Text: values and depth in extract_jsonl (tests/fuzz reads random bytes); UTF-8, words, characters
+// and framing of documents in one buffer.
 #include "core/text/documents.hpp"
 #include "core/text/jsonl.hpp"
 #include "require.hpp"
@@ -8,9 +8,9 @@ using namespace megapack;
 
 namespace {
 
-// --- lines of JSON ---
+// ---- JSON lines
 
-// The buffer is exactly as long as the text, on the heap, so that the sanitizer sees every excess.
+// The buffer has no spare capacity, so that the sanitizer finds every read after its end.
 void expect(const std::string& line, LineStatus status, const std::string& text = "",
             JsonValues values = JsonValues::strings) {
     const std::vector<std::uint8_t> buffer(line.begin(), line.end());
@@ -21,7 +21,7 @@ void expect(const std::string& line, LineStatus status, const std::string& text 
     require(result.offsets.back() == static_cast<std::int64_t>(text.size()), "offsets: " + line);
 }
 
-void takes_other_values_when_asked() {
+void test_other_values() {
     expect(R"({"text": 12})", LineStatus::ok, "12", JsonValues::scalars);
     expect(R"({"text": [1]})", LineStatus::wrong_type, "", JsonValues::scalars);
     expect(R"({"text": null})", LineStatus::wrong_type, "", JsonValues::scalars);
@@ -31,7 +31,7 @@ void takes_other_values_when_asked() {
     expect(R"({"text": {"a": [1]} })", LineStatus::ok, R"({"a": [1]})", JsonValues::any);
 }
 
-void does_not_recurse() {
+void test_depth() {
     const auto depth = static_cast<std::size_t>(kMaxJsonDepth);
     const auto nested = [](std::size_t n) {
         return "{\"a\": " + std::string(n, '[') + "1" + std::string(n, ']') + ", \"text\": \"x\"}";
@@ -41,7 +41,7 @@ void does_not_recurse() {
     expect("{\"a\": " + std::string(1000000, '['), LineStatus::malformed);
 }
 
-// --- documents ---
+// ---- Documents
 
 struct Documents {
     std::vector<std::uint8_t> text;
@@ -55,7 +55,7 @@ struct Documents {
     }
 };
 
-void judges_utf8() {
+void test_utf8() {
     const Documents documents({"", "plain ascii text", "\xC3\xA9", "\xC3", "\x80", "\xC0\x80",
                                "\xED\xA0\x80", "\xF4\x8F\xBF\xBF", "\xF4\x90\x80\x80",
                                "12345678\xFF", "\xE2\x82", "\xF0\x9F\x98\x80 ok"});
@@ -63,7 +63,7 @@ void judges_utf8() {
     require(valid_utf8(documents.text, documents.offsets) == expected, "valid_utf8");
 }
 
-void counts_words() {
+void test_words() {
     const Documents documents({"", " \n", "one", " two words\t",
                                "a\xC2\xA0"
                                "b\xE3\x80\x80"
@@ -73,7 +73,7 @@ void counts_words() {
     require(count_words(documents.text, documents.offsets) == expected, "count_words");
 }
 
-void finds_characters() {
+void test_characters() {
     const std::vector<std::int64_t> ranges{0x88F, 0x88F, 0x11DE0, 0x11DE9};
     const Documents documents({"abc", "\xE0\xA2\x8F", "\xE0\xA2\x90", "xx\xF0\x91\xB7\xA0",
                                "\xF0\x91\xB7\xA9", "\xF0\x91\xB7\xAA", ""});
@@ -82,7 +82,7 @@ void finds_characters() {
             "has_characters");
 }
 
-void frames_documents() {
+void test_framing() {
     const std::vector<std::uint32_t> ids{5, 6, 7};
     const std::vector<std::int64_t> offsets{0, 2, 2, 3};
     const std::vector<std::int64_t> prefix{1};
@@ -103,7 +103,7 @@ bool refuses_to_frame(const std::vector<Id>& ids, const std::vector<std::int64_t
         [&] { frame_documents<std::uint16_t, Id>(ids, offsets, none, none, vocab_size); });
 }
 
-void refuses_ids_and_offsets() {
+void test_refused_ids_and_offsets() {
     require(refuses_to_frame<std::uint32_t>({9, 10}, {0, 2}, 10), "id equal to vocab_size");
     require(refuses_to_frame<std::int32_t>({-1}, {0, 1}, 10), "negative id");
     require(refuses_to_frame<std::uint32_t>({70000}, {0, 1}, 70001), "vocabulary beyond uint16");
@@ -119,6 +119,6 @@ void refuses_ids_and_offsets() {
 }  // namespace
 
 int main() {
-    return pass({takes_other_values_when_asked, does_not_recurse, judges_utf8, counts_words,
-                 finds_characters, frames_documents, refuses_ids_and_offsets});
+    return pass({test_other_values, test_depth, test_utf8, test_words, test_characters,
+                 test_framing, test_refused_ids_and_offsets});
 }

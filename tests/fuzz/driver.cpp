@@ -1,7 +1,7 @@
-// Runs a libFuzzer harness where there is no libFuzzer.
+// Runs a libFuzzer harness without libFuzzer.
 //   fuzz INPUTS CURRENT
-// INPUTS: of every input its size (u64) and its bytes. CURRENT always holds the number of the one
-// being run (u64), so that whoever started this can keep the input that crashed it.
+// INPUTS: size (u64) and bytes of every input. CURRENT: number (u64) of the input being run, so
+// that the caller can keep an input that crashes it.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
     std::ifstream inputs(argv[1], std::ios::binary);
     std::uint64_t count = 0;
     for (std::uint64_t size = 0; inputs.read(reinterpret_cast<char*>(&size), 8); ++count) {
-        // Of its own size on the heap: ASan then sees a read of one byte too many.
+        // On the heap without spare capacity: ASan then finds a read one byte after the end.
         std::vector<std::uint8_t> data(size);
         inputs.read(reinterpret_cast<char*>(data.data()), static_cast<std::streamsize>(size));
         if (pwrite(current, &count, sizeof(count), 0) != sizeof(count)) return 2;

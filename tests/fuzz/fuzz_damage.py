@@ -1,9 +1,8 @@
-"""Any damage to any file of a source: refused in words, or every batch is what it was.
+"""Random damage to a file of a source: an error of megapack, or all batches are unchanged.
 
-Bits and bytes changed, ranges zeroed, ends cut, blocks exchanged, another file of the same kind in
-the place of one; then what a run does: open, schedule, gather everything. Token ids are the
-exception, by design: .bin is not read before it is gathered, and has no checksums that a reader of
-local files compares; ``verify`` does, and must find what a gather does not.
+Changes bits and bytes, zeroes ranges, cuts ends, exchanges blocks, or replaces a file by another of
+its kind; then opens the source, schedules and gathers an epoch. Token ids are an exception by
+design: a gather does not compare checksums of a local .bin; ``verify`` does, and must find damage.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TOKENS = {f"{shard}{kind}.bin" for shard in SHARDS for kind in ("", ".labels")}
 
 
 def _write(root: Path) -> None:
-    """Two datasets with labels, packed, and their manifest; an .idx, an array has many blocks."""
+    """Write two packed datasets with labels and their manifest; arrays have many blocks."""
     rows = []
     for seed, name in enumerate(SHARDS):
         rng = np.random.default_rng(seed)
@@ -54,8 +53,8 @@ def _write(root: Path) -> None:
 
 
 @cache
-def _sound() -> tuple[tempfile.TemporaryDirectory[str], list[str], dict[str, str]]:
-    """The folder of the sound files, their names, and what a run gathers of each source."""
+def _undamaged() -> tuple[tempfile.TemporaryDirectory[str], list[str], dict[str, str]]:
+    """Return the folder of the undamaged files, their names, and a digest per source."""
     folder = tempfile.TemporaryDirectory()
     root = Path(folder.name)
     _write(root)
@@ -76,7 +75,7 @@ def _gathered(root: Path, source: str) -> str:
 
 
 def epoch_digest(packed: Any, **options: Any) -> str:
-    """Of every array of the steps of an epoch, by the way that training goes."""
+    """Return a digest of all arrays of the steps of an epoch, gathered as in training."""
     from megapack.data import Schedule  # noqa: PLC0415  (torch)
 
     schedule = Schedule(packed, seed=3, **options)
@@ -104,15 +103,15 @@ def _damage(rng: random.Random, data: bytearray) -> None:
         data[at : at + large] = bytes(len(data[at : at + large]))
     elif kind == "cut":
         del data[rng.choice([at, len(data) - 1, len(data) - 8]) :]
-    else:  # blocks change places
+    else:  # exchange two blocks
         a, b = (rng.randrange(max(1, len(data) // large)) * large for _ in "ab")
         if len(data) >= max(a, b) + large:
             data[a : a + large], data[b : b + large] = data[b : b + large], data[a : a + large]
 
 
 def change(rng: random.Random) -> bytes:
-    """NAME, a zero, and the content of that file."""
-    folder, names, _ = _sound()
+    """Return the name of a file, a zero byte, and its damaged content."""
+    folder, names, _ = _undamaged()
     name = rng.choice(names)
     kind = name.split(".", 1)[1]
     if rng.random() < 0.03 and kind != "shards.json":
@@ -129,12 +128,12 @@ SEEDS: list[bytes] = []
 
 
 def run(data: bytes, directory: Path) -> str:
-    name, content = data.split(b"\0", 1)
-    damaged = name.decode()
-    folder, names, expected = _sound()
-    for sound in names:
-        if sound != damaged:
-            os.link(Path(folder.name, sound), directory / sound)
+    damaged_name, content = data.split(b"\0", 1)
+    damaged = damaged_name.decode()
+    folder, names, expected = _undamaged()
+    for name in names:
+        if name != damaged:
+            os.link(Path(folder.name, name), directory / name)
     (directory / damaged).write_bytes(content)
     source = "a" if damaged.startswith("a.") else MANIFEST
     kind = damaged.split(".", 1)[1]

@@ -1,4 +1,4 @@
-// Any bytes as an .idx: FormatError or consistent arrays, never a read outside of them.
+// Random bytes as an .idx: FormatError or consistent arrays, no read outside of them.
 // core: storage/mmididx.cpp
 #include <cstdlib>
 #include <vector>
@@ -19,16 +19,14 @@ void read_documents(const IndexView& index, std::int64_t itemsize) {
     std::vector<std::int64_t> lengths(index.num_documents());
     document_lengths(index, lengths);
     require(offsets[0] == 0);
-    for (std::int64_t d = 0; d < ssize(lengths); ++d) {
+    for (std::int64_t d = 0; d < ssize(lengths); ++d)
         require(lengths[d] >= 0 && offsets[d] + lengths[d] == offsets[d + 1]);
-    }
     std::vector<std::int32_t> narrow(index.num_documents());
-    if (document_lengths(index, narrow)) {
+    if (document_lengths(index, narrow))
         require(std::vector<std::int64_t>(narrow.begin(), narrow.end()) == lengths);
-    }
 }
 
-// The writer's arithmetic on the same arrays reproduces what a sound file says.
+// The writer reproduces the pointers and documents of a valid file.
 void write_again(const IndexView& index, std::int64_t itemsize) {
     std::vector<std::int32_t> lengths(index.num_sequences());
     std::vector<std::int64_t> pointers(index.num_sequences());

@@ -1,4 +1,4 @@
-"""Any bytes as an .idx: every reader refuses them or makes sense of them, and never crashes."""
+"""Random bytes as an .idx: every reader refuses them or reads consistent arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CHECKSUMS = {block_checksums(np.frombuffer(data, np.uint8)) for data in SEEDS}
 
 
 def change(rng: random.Random) -> bytes:
-    """One number of an .idx changed, or a few of its bytes."""
+    """Return an .idx with one number or a few bytes changed."""
     if rng.random() < 0.3:
         return mutate(rng, SEEDS)
     data = bytearray(rng.choice(SEEDS[1:4]))
@@ -62,7 +62,7 @@ def run(data: bytes, directory: Path) -> str:
     (directory / "data.idx").write_bytes(data)
     (directory / "data.bin").write_bytes(BIN)
     prefix = directory / "data"
-    sound = not any(finding.severity == "error" for finding in verify(prefix))
+    valid = not any(finding.severity == "error" for finding in verify(prefix))
     readers = (_read, InputDataset, partial(repair, dry_run=True))
     refused = []
     for reader in readers:
@@ -70,13 +70,13 @@ def run(data: bytes, directory: Path) -> str:
             reader(prefix)
         except (ValueError, OSError) as error:
             refused.append(error)
-    assert not (sound and refused), f"verify calls it sound, but: {refused[0]}"
+    assert not (valid and refused), f"verify finds no error, but a reader raises: {refused[0]}"
     if data in SEEDS:
         return "equal"
     if len(refused) == len(readers):
         return "refused by all"
-    if IndexedDataset.exists(prefix) and sound:
-        # Another dataset, and no .samples of the one before takes it for that.
+    if IndexedDataset.exists(prefix) and valid:
+        # It is another dataset, and no .samples of the original accepts it.
         assert IndexedDataset(prefix).idx_checksums not in _CHECKSUMS
         return "another, and consistent"
     return "found by verify"

@@ -1,4 +1,4 @@
-// Any bytes as JSON Lines: lines, texts and offsets that fit together, whatever they hold.
+// Random bytes as JSON Lines: lines, texts and offsets are consistent.
 // core: text/jsonl.cpp
 #include <cstdlib>
 #include <string_view>

@@ -1,4 +1,4 @@
-"""Any bytes as JSON Lines: the C++ reader judges every line as Python's own parser does."""
+"""Random bytes as JSON Lines: the C++ reader and Python's json agree on every line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = [
 
 
 def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tuple[int, bytes]]:
-    """(status, text) of every line."""
+    """Return (status, text) of every line."""
     given = np.frombuffer(data, np.uint8)
     text, offsets, status, line_begin = _core.extract_jsonl(given, key, values)
     assert len(status) == len(line_begin) == len(offsets) - 1
@@ -38,17 +38,17 @@ def extract(data: bytes, key: str = "text", values: str = "strings") -> list[tup
 
 
 def value_at(record: object, key: str) -> object:
-    """The value of the key, or of its parts between dots one inside of the other; or NOTHING."""
+    """Return the value of the key, or of its parts between dots in nested objects; or NOTHING."""
     if not isinstance(record, dict):
         return NOTHING
-    first, dot, rest = key.partition(".")
+    first, dot, tail = key.partition(".")
     if key in record or not dot:
         return record.get(key, NOTHING)
-    return value_at(record.get(first), rest)
+    return value_at(record.get(first), tail)
 
 
 def python_says(line: bytes, key: str = "text") -> tuple[int, bytes]:
-    """The same by Python's json; NaN and the last of duplicate keys are its habits, too."""
+    """Return (status, text) of a line by Python's json, which accepts NaN and duplicate keys."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError:
@@ -77,5 +77,5 @@ def run(data: bytes, directory: Path) -> None:
     if not lines[-1]:
         del lines[-1]
     for key in ("text", "text.a.b"):
-        for line, found in zip(lines, extract(data, key), strict=True):
-            assert found == python_says(line, key), (key, line)
+        for line, extracted in zip(lines, extract(data, key), strict=True):
+            assert extracted == python_says(line, key), (key, line)

@@ -1,4 +1,4 @@
-"""Any bytes as a .meta.json: refused or understood; documents stay what they are."""
+"""Random bytes as a .meta.json: refused or read; the documents do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEEDS = [FILES[".meta.json"], json.dumps(json.loads(FILES[".meta.json"])).encode
 
 
 def change(rng: random.Random) -> bytes:
-    """One value of the meta file changed, or a few of its bytes."""
+    """Return a meta file with one value or a few bytes changed."""
     if rng.random() < 0.5:
         return mutate(rng, SEEDS)
     content = json.loads(SEEDS[0])
@@ -50,22 +50,22 @@ def run(data: bytes, directory: Path) -> str:
     dataset = IndexedDataset(prefix)
     assert np.array_equal(dataset.tokens, _TOKENS)
     assert dataset.document_lengths.tolist() == [3, 2, 1, 3]
-    sound = not any(finding.severity == "error" for finding in verify(prefix))
+    valid = not any(finding.severity == "error" for finding in verify(prefix))
     try:
         meta = dataset.meta
         assert dataset.vocab_size is None or dataset.vocab_size > _TOKENS.max()
     except MegapackError:
-        assert not sound, "verify calls sound what a reader refuses"
+        assert not valid, "verify finds no error, but a reader raises"
         return "refused at load"
     try:
         InputDataset(prefix)
         merge([prefix], directory / "merged")
         merged = IndexedDataset(directory / "merged")
         assert np.array_equal(merged.tokens, _TOKENS)
-        merged_sound = not any(f.severity == "error" for f in verify(merged.prefix))
-        assert merged_sound or not sound, "a merge made damage of what was sound"
+        merged_valid = not any(f.severity == "error" for f in verify(merged.prefix))
+        assert merged_valid or not valid, "the merge of a valid dataset is damaged"
     except MegapackError as error:
-        assert not sound, f"verify calls it sound, but: {error}"
+        assert not valid, f"verify finds no error, but: {error}"
     if meta == json.loads(FILES[".meta.json"]):
         return "equal"
-    return "another, and consistent" if sound else "found by verify"
+    return "another, and consistent" if valid else "found by verify"

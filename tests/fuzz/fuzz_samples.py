@@ -1,4 +1,4 @@
-"""Any change of a .samples file: refused in words, or every batch is what it was."""
+"""Random changes of a .samples file: an error of megapack, or all batches are unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _documents(prefix: Path) -> IndexedDataset:
 
 
 def _files() -> tuple[dict[str, bytes], list[bytes]]:
-    """The dataset's, and the .samples files of it."""
+    """Return the files of a dataset and its .samples files."""
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
         dataset = _documents(directory / "data")
@@ -48,7 +48,7 @@ def _files() -> tuple[dict[str, bytes], list[bytes]]:
 
 @cache
 def _expected() -> list[str]:
-    """What every seed gathers."""
+    """Return a digest of the batches of every seed."""
     with tempfile.TemporaryDirectory() as directory:
         dataset = _documents(Path(directory) / "data")
         packings = [{**packing, "seed": i} for i, packing in enumerate(_PACKINGS)]
@@ -65,7 +65,7 @@ FILES, SEEDS = _files()
 
 
 def change(rng: random.Random) -> bytes:
-    """One number of an array, one value of the header (its checksum made to agree), or bytes."""
+    """Return a file with one number, one header value (with a valid checksum) or bytes changed."""
     data, kind = rng.choice(SEEDS), rng.random()
     if kind < 0.2:
         return mutate(rng, SEEDS, most=1 << 16)
@@ -80,8 +80,8 @@ def _with_number(rng: random.Random, data: bytes, header: dict[str, Any]) -> byt
     entry = rng.choice(list(header["arrays"].values()))
     dtype = np.dtype(entry["dtype"])
     at = entry["offset"] + dtype.itemsize * rng.randrange(entry["shape"][0])
-    here = int(np.frombuffer(data, dtype, 1, at)[0])
-    value = rng.choice([here + rng.choice([-2, -1, 1, 2]), rng.choice(_NUMBERS), rng.randrange(99)])
+    old = int(np.frombuffer(data, dtype, 1, at)[0])
+    value = rng.choice([old + rng.choice([-2, -1, 1, 2]), rng.choice(_NUMBERS), rng.randrange(99)])
     limits = np.iinfo(dtype)
     value = min(max(value, int(limits.min)), int(limits.max))
     return data[:at] + np.array(value, dtype).tobytes() + data[at + dtype.itemsize :]
@@ -94,9 +94,9 @@ def run(data: bytes, directory: Path) -> str:
     index = SampleIndex.load(directory / "x.samples")
     try:
         index.verify(dataset.document_lengths)
-        sound = True
+        valid = True
     except MegapackError:
-        sound = False
+        valid = False
     refused, same = False, False
     try:
         _read_all(index, dataset)
@@ -104,12 +104,12 @@ def run(data: bytes, directory: Path) -> str:
     except MegapackError:
         refused = True
     assert same or refused, "a wrong batch"
-    by_verify = "" if sound else ", and by verify"
+    by_verify = "" if valid else ", and by verify"
     return f"refused when it is read{by_verify}" if refused else f"equal{by_verify}"
 
 
 def _read_all(index: SampleIndex, dataset: IndexedDataset) -> None:
-    """What else reads the arrays."""
+    """Call all other readers of the arrays."""
     assert len(repr(index)) < 500
     assert index.metrics()["num_samples"] == index.num_samples
     for i in range(index.num_samples):

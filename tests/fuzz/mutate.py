@@ -8,13 +8,13 @@ from typing import Any
 
 __all__ = ["change_value", "mutate"]
 
-# Numbers at which readers of binary formats trip.
+# Numbers near limits that readers of binary formats often get wrong.
 _NUMBERS = [0, 1, 2, 3, 7, 8, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53]
 _NUMBERS += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 8]
 
 
 def mutate(rng: random.Random, seeds: list[bytes], most: int = 4096) -> bytes:
-    """One input near the seeds: one to four changes of one of them, at most ``most`` bytes."""
+    """Return a seed with one to four changes, at most ``most`` bytes."""
     data = bytearray(rng.choice(seeds))
     for _ in range(rng.randint(1, 4)):
         _change(rng, data, seeds)
@@ -26,7 +26,7 @@ _VALUES += ["", "x", "<i4", [], [1], {}]
 
 
 def change_value(rng: random.Random, tree: dict[str, Any]) -> None:
-    """One value of a JSON tree, wherever it lies: gone, a number nearby, or something else."""
+    """Change one value at any depth of a JSON tree: remove it, or replace it."""
     parent: Any = tree
     while True:
         key = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
@@ -42,7 +42,7 @@ def change_value(rng: random.Random, tree: dict[str, Any]) -> None:
 
 
 def _change(rng: random.Random, data: bytearray, seeds: list[bytes]) -> None:
-    # Any position; headers, where most decisions are made, more often.
+    # Any position, but more often in the header, which most decisions depend on.
     at = rng.randrange(1 + (len(data) if rng.random() < 0.6 else min(len(data), 64)))
     kind = rng.choice(["flip", "flip", "number", "number", "cut", "remove", "insert", "splice"])
     if kind == "flip" and data:

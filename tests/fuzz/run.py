@@ -2,16 +2,17 @@
 
     make fuzz                                   # or: FUZZ_SECONDS=3600 make fuzz
     python tests/fuzz/run.py idx                # one target
-    python tests/fuzz/run.py --changes 10000 damage samples   # so many changes, and what became
+    python tests/fuzz/run.py --changes 10000 damage samples   # a number of inputs, and outcomes
     python tests/fuzz/run.py idx tests/fuzz/corpus/idx/some-input     # one input
 
-A target is a file here: ``fuzz_<name>.py`` with ``SEEDS`` (inputs near which to look) and
-``run(data, directory)`` that may raise ValueError or OSError (megapack's errors are ValueErrors)
-and nothing else; it may have ``change(rng)``, which gives an input by a change of its own, and its
-``run`` then says in a word what became of it and raises only megapack's errors and OSError; or
-``fuzz_<name>.cpp`` with libFuzzer's entry point (driver.cpp runs it without clang), for the inputs
-of the Python target of its name, and a line ``// core: text/a.cpp`` of what it needs of csrc/core.
-What fails is kept in ``corpus/<name>``; tests/fuzz/test_corpus.py runs it from then on.
+A Python target is ``fuzz_<name>.py`` with ``SEEDS`` (inputs to change) and
+``run(data, directory)``, which may raise only ValueError (megapack's errors are ValueErrors) or
+OSError. With a function ``change(rng)``, which makes the inputs, ``run`` returns the outcome and
+may raise only megapack's errors and OSError. A C++ target is ``fuzz_<name>.cpp`` with libFuzzer's
+entry point (driver.cpp runs it without clang); it gets the inputs of the Python target of its name,
+and a line
+``// core: text/a.cpp`` lists its sources in csrc/core. Inputs that fail are kept in
+``corpus/<name>``; tests/fuzz/test_corpus.py runs them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fuzz.mutate import mutate  # noqa: E402
 from megapack.errors import MegapackError  # noqa: E402
 
 SECONDS_TO_HANG = 60.0  # for one input; most take milliseconds
-BATCH = 10_000  # inputs that the core is given at once
+BATCH = 10_000  # inputs per process of a C++ target
 
 
 def python_targets() -> dict[str, ModuleType]:
@@ -60,12 +61,12 @@ def corpus(name: str) -> list[Path]:
 
 
 def run_one(target: ModuleType, data: bytes) -> str | None:
-    """What went wrong, None when the input was handled."""
+    """Return the traceback of a failure, or None."""
     return handle(target, data)[1]
 
 
 def handle(target: ModuleType, data: bytes) -> tuple[str, str | None]:
-    """What became of an input, and what went wrong (None: nothing). A hang ends the process."""
+    """Return the outcome of an input and the traceback of a failure. A hang ends the process."""
     typed = (MegapackError, OSError) if hasattr(target, "change") else (ValueError, OSError)
     faulthandler.dump_traceback_later(SECONDS_TO_HANG, exit=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -87,7 +88,7 @@ def keep(name: str, data: bytes) -> Path:
 
 
 def inputs(name: str, target: ModuleType) -> Iterator[bytes]:
-    """Without end; the same ones every time, and others for every FUZZ_SEED."""
+    """Yield inputs without end, a sequence per FUZZ_SEED."""
     rng = random.Random(name + os.environ.get("FUZZ_SEED", ""))
     seeds = [*target.SEEDS, *(path.read_bytes() for path in corpus(name))]
     while True:
@@ -97,24 +98,24 @@ def inputs(name: str, target: ModuleType) -> Iterator[bytes]:
 def fuzz_python(
     name: str, target: ModuleType, seconds: float = 1e9, most: int | None = None
 ) -> bool:
-    begin, became = time.monotonic(), Counter[str]()
+    begin, outcomes = time.monotonic(), Counter[str]()
     for count, data in enumerate(itertools.islice(inputs(name, target), most), 1):
-        word, problem = handle(target, data)
+        outcome, problem = handle(target, data)
         if problem is not None:
             print(f"{problem}\n{name}: input {count} failed; kept as {keep(name, data)}")
             return False
-        became[word] += 1
+        outcomes[outcome] += 1
         if time.monotonic() - begin > seconds:
             break
     print(f"{name} (Python): {count:,} inputs in {time.monotonic() - begin:.0f} s")
-    for word, times in became.most_common():
-        print(f"  {times:6,}  {'handled' if word == 'None' else word}")
-    print("       0  wrong, untyped or without end")
+    for outcome, times in outcomes.most_common():
+        print(f"  {times:6,}  {'handled' if outcome == 'None' else outcome}")
+    print("       0  wrong batch, unexpected exception or hang")
     return True
 
 
 def build_cpp(source: Path, binary: Path) -> None:
-    """The harness, the driver and its part of the core under AddressSanitizer and UBSan."""
+    """Compile a C++ target and the sources it needs under AddressSanitizer and UBSan."""
     needed = re.findall(r"^// core: (.+)$", source.read_text(), re.MULTILINE)
     core = [ROOT / "csrc" / "core" / name for line in needed for name in line.split()]
     objects = compile_all(
@@ -125,7 +126,7 @@ def build_cpp(source: Path, binary: Path) -> None:
 
 
 def run_cpp(binary: Path, data: list[bytes]) -> bytes | None:
-    """The input at which the core stops, None when all were handled."""
+    """Return the input that crashes the core, or None."""
     given, current = binary.with_name("inputs"), binary.with_name("current")
     given.write_bytes(b"".join(len(one).to_bytes(8, "little") + one for one in data))
     done = subprocess.run([str(binary), str(given), str(current)], check=False, capture_output=True)

@@ -1,4 +1,4 @@
-"""What fuzzing once found stays found: every kept input, and a few thousand new ones."""
+"""Fuzz targets handle all kept inputs and a few thousand new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW_INPUTS = 150
 @pytest.mark.parametrize("name", sorted(python_targets()))
 def test_kept_and_new_inputs_are_handled(name: str) -> None:
     if name in ("damage", "samples"):
-        peer("torch")  # which gathers what was accepted
+        peer("torch")  # for the gather of accepted inputs
     target = python_targets()[name]
     kept = [path.read_bytes() for path in corpus(name)]
     new = itertools.islice(inputs(name, target), NEW_INPUTS)
@@ -25,7 +25,7 @@ def test_kept_and_new_inputs_are_handled(name: str) -> None:
         assert problem is None, f"{data!r}\n{problem}"
 
 
-# One test: test processes that share the driver would each compile it.
+# One test, because several test processes would each compile the driver.
 def test_kept_and_new_inputs_do_not_crash_the_core(tmp_path: Path) -> None:
     assert cpp_targets()
     for name, source in cpp_targets().items():

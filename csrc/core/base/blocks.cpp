@@ -14,7 +14,7 @@ constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB
                         kPrime5 = 0x27D4EB2F165667C5;
 
 template <typename T>
-T load(const std::uint8_t* from) {  // little-endian, as every machine this is built for
+T load(const std::uint8_t* from) {  // little-endian, like every supported machine
     T value;
     std::memcpy(&value, from, sizeof(T));
     return value;
@@ -75,25 +75,25 @@ std::vector<std::uint64_t> block_checksums(Span<const std::uint8_t> bytes) {
     return result;
 }
 
-BlockChecks::BlockChecks(Span<const std::uint8_t> bytes, std::vector<std::uint64_t> promised,
+BlockChecks::BlockChecks(Span<const std::uint8_t> bytes, std::vector<std::uint64_t> expected,
                          std::string name, std::string remedy)
     : bytes_(bytes),
-      promised_(std::move(promised)),
+      expected_(std::move(expected)),
       name_(std::move(name)),
       remedy_(std::move(remedy)),
-      sound_(new std::atomic<std::uint8_t>[promised_.size()]()),
-      num_unseen_(ssize(promised_)) {
-    check<FormatError>(ssize(promised_) == num_blocks(bytes_), name_, " has ", num_blocks(bytes_),
-                       " blocks and ", promised_.size(), " checksums; ", remedy_);
+      checked_(new std::atomic<std::uint8_t>[expected_.size()]()),
+      num_unchecked_(ssize(expected_)) {
+    check<FormatError>(ssize(expected_) == num_blocks(bytes_), name_, " has ", num_blocks(bytes_),
+                       " blocks and ", expected_.size(), " checksums; ", remedy_);
 }
 
-void BlockChecks::compare(std::int64_t block) const {
+void BlockChecks::check_block(std::int64_t block) const {
     const Span<const std::uint8_t> bytes = block_of(bytes_, block);
     const std::int64_t begin = block * kBlockBytes;
-    check<FormatError>(xxh64(bytes) == promised_[block], name_, " is damaged: bytes ", begin,
+    check<FormatError>(xxh64(bytes) == expected_[block], name_, " is damaged: bytes ", begin,
                        " to ", begin + bytes.size(), " do not have their checksum; ", remedy_);
-    if (sound_[block].exchange(1, std::memory_order_relaxed) == 0)
-        num_unseen_.fetch_sub(1, std::memory_order_relaxed);
+    if (checked_[block].exchange(1, std::memory_order_relaxed) == 0)
+        num_unchecked_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace megapack

@@ -1,17 +1,15 @@
-// Buffer<T>: an array that owns its memory, is not zeroed, and lies on huge pages when it is large.
-// A first touch of a fresh 4 KiB page costs about as much as packing a thousand tokens' worth of
-// documents; on 2 MiB pages that cost disappears.
+// Buffer<T>: an array that owns its memory and is not zeroed. Large ones use huge pages: the first
+// access to a 4 KiB page costs as much as packing documents of a thousand tokens; with 2 MiB pages
+// that cost is negligible.
 #pragma once
+
+#include <sys/mman.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
 #include <type_traits>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "core/base/span.hpp"
 
@@ -31,25 +29,19 @@ class Buffer {
     operator Span<T>() const { return {data(), size_}; }
     operator Span<const T>() const { return {data(), size_}; }
 
-    // Forgets the tail. What was never touched was never given by the system.
+    // Shortens the array. Memory that was never touched was never allocated by the kernel.
     void truncate(std::int64_t size) { size_ = size < size_ ? size : size_; }
 
-    // The elements [begin, end) are not needed any more: their memory goes back to the system as
-    // far as it is made of whole huge pages.
+    // Returns the whole huge pages in elements [begin, end) to the kernel; do not read them again.
     void discard(std::int64_t begin, std::int64_t end) const {
-#if defined(__linux__)
         const auto first = reinterpret_cast<std::uintptr_t>(data() + begin) + kHugePage - 1;
         const auto last = reinterpret_cast<std::uintptr_t>(data() + end);
         const std::uintptr_t from = first / kHugePage * kHugePage,
                              to = last / kHugePage * kHugePage;
         if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
-#else
-        static_cast<void>(begin);
-        static_cast<void>(end);
-#endif
     }
 
-    // Gives the memory away; free it with std::free.
+    // Passes ownership to the caller, who frees the memory with std::free.
     T* release() {
         size_ = 0;
         return data_.release();
@@ -71,9 +63,7 @@ class Buffer {
         const std::size_t rounded = (bytes / alignment + 1) * alignment;
         void* memory = std::aligned_alloc(alignment, rounded);
         if (memory == nullptr) throw std::bad_alloc();
-#if defined(__linux__)
         if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
-#endif
         return static_cast<T*>(memory);
     }
 

@@ -1,5 +1,5 @@
-// Errors of the core. A message names the subject, the value, the limit and the remedy; the
-// bindings turn the type into Python's exception.
+// Exceptions of the core. A message names the subject, the value, the limit and the remedy; the
+// bindings translate the type to a Python exception.
 #pragma once
 
 #include <sstream>
@@ -8,12 +8,12 @@
 
 namespace megapack {
 
-// A file is not what its name promises (megapack.errors.FormatError).
+// A file is damaged or has another format (megapack.errors.FormatError).
 struct FormatError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Documents or tokens that may not be stored or packed (megapack.errors.DataError).
+// Documents or tokens that cannot be stored or packed (megapack.errors.DataError).
 struct DataError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -25,7 +25,7 @@ std::string concat_message(const Parts&... parts) {
     return out.str();
 }
 
-// Refuses an argument: check<DataError>(ok, "document ", i, " has ...").
+// Throws unless `ok`: check<DataError>(length >= 0, "document ", i, " has length ", length).
 template <typename Error = std::invalid_argument, typename... Parts>
 void check(bool ok, const Parts&... parts) {
     if (!ok) throw Error(concat_message(parts...));

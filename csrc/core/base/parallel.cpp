@@ -23,11 +23,11 @@ void parallel_for(int threads, std::int64_t count, const std::function<void(std:
     };
     const std::int64_t helpers = std::min<std::int64_t>(count, std::max(threads, 1));
     std::vector<std::thread> others;
-    others.reserve(helpers);  // growing with threads in it could fail, and a thread must be joined
+    others.reserve(helpers);  // an allocation must not fail while unjoined threads exist
     try {
         for (std::int64_t t = 1; t < helpers; ++t) others.emplace_back(work);
     } catch (...) {
-        // No more threads, or no memory for one: those there are do all the work.
+        // The system refuses another thread: those that did start do the rest.
     }
     work();
     for (std::thread& thread : others) thread.join();

@@ -1,5 +1,8 @@
-// Independent tasks on a few threads, and how far they have come. Results never depend on the
-// number of threads: a task writes only what is its own.
+// Independent tasks on a few threads, and progress reports. Results never depend on the number of
+// threads: no two tasks write the same memory.
+//
+//     for_each_part(threads, 10, 3, visit)
+//         ->  visit(0, {0, 4}), visit(1, {4, 7}), visit(2, {7, 10})
 #pragma once
 
 #include <algorithm>
@@ -12,22 +15,22 @@
 
 namespace megapack {
 
-// [begin, end) of things that are counted.
+// A half-open range [begin, end).
 struct Part {
     std::int64_t begin, end;
 
     std::int64_t size() const { return end - begin; }
 };
 
-// Part i when `size` things are cut in `count` parts that differ by at most one.
+// Returns part i of [0, size) cut into `count` parts whose sizes differ by at most one.
 inline Part part_of(std::int64_t size, std::int64_t count, std::int64_t i) {
     const std::int64_t small = size / count, larger = size % count;
     const std::int64_t begin = i * small + std::min(i, larger);
     return {begin, begin + small + (i < larger ? 1 : 0)};
 }
 
-// Counts work done by all threads; only the thread that made it calls `report`, so that a report
-// may take a lock (Python's) which the others never need. A report may throw to stop the work.
+// Counts the work done by all threads. Only the thread that constructed it calls `report`, so a
+// report may take the GIL. A report may throw to stop the work.
 class Progress {
   public:
     using Report = std::function<void(std::int64_t done, std::int64_t total)>;
@@ -39,7 +42,7 @@ class Progress {
         const std::int64_t done = done_.fetch_add(amount) + amount;
         if (report_ && done < total_ && std::this_thread::get_id() == owner_) report_(done, total_);
     }
-    // All is done; this is always reported.
+    // Reports completion, in any case.
     void finish() {
         if (report_) report_(total_, total_);
     }
@@ -51,18 +54,18 @@ class Progress {
     std::atomic<std::int64_t> done_{0};
 };
 
-// task(i) for every i in [0, count), each once, on the calling thread and up to `threads - 1`
-// others. The first exception stops the tasks not yet begun and is thrown here.
+// Calls task(i) once for every i in [0, count), on the calling thread and up to `threads - 1`
+// others. After an exception no further task starts; the first exception is rethrown here.
 void parallel_for(int threads, std::int64_t count, const std::function<void(std::int64_t)>& task);
 
-// visit(part, its range) for `size` things in `count` parts, in parallel.
+// Cuts [0, size) into `count` parts and calls visit(part, its range) in parallel.
 template <typename Visit>
 void for_each_part(int threads, std::int64_t size, std::int64_t count, Visit visit) {
     parallel_for(threads, count, [&](std::int64_t p) { visit(p, part_of(size, count, p)); });
 }
 
-// table[part][column], a count, becomes where it begins when everything lies column after column
-// and in a column part after part. Returns where the columns begin and, last, where all ends.
+// Replaces each count table[part][column] by its offset in an array ordered by column, then part.
+// Returns the offsets of the columns and, last, the total.
 template <typename T>
 std::vector<std::int64_t> lay_out(std::vector<std::vector<T>>& table, std::int64_t columns) {
     std::vector<std::int64_t> begins;
@@ -76,7 +79,7 @@ std::vector<std::int64_t> lay_out(std::vector<std::vector<T>>& table, std::int64
     return begins;
 }
 
-// The same for one column: counts[part] becomes where the part begins; returns where all ends.
+// Replaces each count by the sum of the counts before it; returns the total.
 inline std::int64_t lay_out(std::vector<std::int64_t>& counts) {
     std::int64_t position = 0;
     for (std::int64_t& count : counts) position += std::exchange(count, position);

@@ -1,6 +1,6 @@
-// The one source of chance: SplitMix64 read as a counter-based generator (Steele, Lea, Flood,
+// Random numbers of the strategies: SplitMix64 as a counter-based generator (Steele, Lea, Flood,
 // "Fast splittable pseudorandom number generators", OOPSLA 2014). Word i of a key is a pure
-// function of (key, i), so any part of a shuffle can be computed by any thread.
+// function of (key, i), so any thread can compute any part of a shuffle.
 //
 //     word(i)     = mix(key + (i + 1) * 0x9E3779B97F4A7C15)         (64-bit arithmetic, wrapping)
 //     mix(z)      : z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
@@ -9,8 +9,8 @@
 //     below(i, n) = floor(word(i) * n / 2^64)
 //     child(i)    = the generator whose key is word(i)
 //
-// The seed is the key of the root; its children by purpose stand in `Purpose`. A reference in
-// plain Python is tests/reference/random.py.
+// The seed is the key of the root generator, which has one child per `Purpose`.
+// tests/reference/random.py defines the same in Python.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class Random {
     std::uint64_t key_;
 };
 
-// Which child of the seed's generator decides what.
+// Child of the root generator, by what it decides.
 enum class Purpose : std::uint64_t { kDocuments = 0, kAtoms = 1, kSegments = 2, kPools = 3 };
 
 inline constexpr Random random_for(std::uint64_t seed, Purpose purpose) {

@@ -1,5 +1,5 @@
-// A share from 0 to 1 as it was written, and comparisons with it that do not round: 0.1 of 1000
-// tokens are 100 tokens, which binary floating point does not know.
+// An exact share from 0 to 1 and exact comparisons: Ratio(1, 10).floor_of(1000) is 100, while no
+// binary floating point number equals 0.1.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace megapack {
 
 __extension__ using Wide = __int128;
 
-// numerator / denominator; the numbers it is multiplied with are below 2^62.
+// numerator / denominator; may be multiplied with numbers below 2^62.
 class Ratio {
   public:
     constexpr Ratio() = default;
     Ratio(std::int64_t numerator, std::int64_t denominator)
         : numerator_(numerator), denominator_(denominator) {
         check(denominator > 0 && numerator >= 0 && numerator <= denominator, numerator, " / ",
-              denominator, " is no share from 0 to 1");
+              denominator, " is not a share from 0 to 1");
     }
 
     // x > ratio * whole

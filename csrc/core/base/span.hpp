@@ -1,5 +1,5 @@
-// Span<T>: a pointer and a length that somebody else owns (std::span once C++20 is a given). Sizes
-// and positions are signed, as everything that is counted here.
+// Span<T>: a pointer and a length; the caller owns the memory (std::span needs C++20). Sizes and
+// positions are signed, as everywhere in the core.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class Span {
     constexpr Span() = default;
     constexpr Span(T* data, std::int64_t size) : data_(data), size_(size) {}
 
-    // A vector is viewed, never copied; the caller keeps it alive.
+    // Views a vector without a copy; the caller keeps it alive.
     template <typename U, typename = std::enable_if_t<std::is_same_v<std::remove_const_t<T>, U>>>
     Span(std::vector<U>& values)
         : data_(values.data()), size_(static_cast<std::int64_t>(values.size())) {}
@@ -41,7 +41,7 @@ class Span {
     std::int64_t size_ = 0;
 };
 
-// std::size of anything, signed (C++20's std::ssize).
+// Size of a container, signed (std::ssize of C++20).
 template <typename Container>
 std::int64_t ssize(const Container& container) {
     return static_cast<std::int64_t>(container.size());

@@ -1,4 +1,5 @@
-// Tokens, labels, loss mask and positions of a planned micro batch, written to the caller's memory.
+// Writes tokens, labels, loss mask and positions of a planned micro batch to the caller's memory,
+// and counts labels without gathering.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace megapack {
 
-// Row-major (num_rows, row_tokens), each of shape.num_tokens() elements.
+// Row-major (num_rows, row_tokens); shape.num_tokens() elements each.
 struct GatherOutput {
     Span<std::int64_t> tokens;
     Span<std::int64_t> labels;
@@ -19,14 +20,14 @@ struct GatherOutput {
 
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);
 
-// What there is to learn in a sample, without gathering it.
+// Labels of a sample.
 struct LabelTotals {
-    std::int64_t labels = 0;     // tokens that have one
-    double weight = 0;           // sum of their weights, exact below 2^29
-    std::int64_t sequences = 0;  // what it has of documents that has a label of some weight
+    std::int64_t labels = 0;     // tokens with a label
+    double weight = 0;           // sum of their loss weights, exact below 2^29
+    std::int64_t sequences = 0;  // segments with a label of weight above 0
 };
 
 std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,
-                                      Extent label_boundary, const Fim* fim = nullptr);
+                                      const GatherOptions& options);
 
 }  // namespace megapack

@@ -10,12 +10,12 @@
 namespace megapack {
 namespace {
 
-constexpr std::uint64_t kPurpose = 6;  // of the seed's numbers
+constexpr std::uint64_t kPurpose = 6;  // counter of the seed's key for this purpose
 constexpr std::uint64_t kTries = 1024;
 
-using Place = std::pair<std::int64_t, std::int64_t>;  // a token, and a character in it
+using Place = std::pair<std::int64_t, std::int64_t>;  // token of the body, character in it
 
-// In front of a token of the body, or (cut >= 0) inside of it.
+// A cut before a token of the body, or (cut >= 0) inside it.
 struct Cut {
     std::int64_t token;
     std::int64_t cut;
@@ -30,18 +30,18 @@ std::int64_t token_at(const Shard& shard, std::int64_t at) {
     return with_type(shard.tokens, at, [](const auto* t) { return static_cast<std::int64_t>(*t); });
 }
 
-// Of `count` places the one at bits / 2^64 of them, and how far in it, in bits again.
+// Returns floor(bits / 2^64 * count), and the fraction as 64 bits.
 std::pair<std::int64_t, std::uint64_t> place_of(std::uint64_t bits, std::uint64_t count) {
     __extension__ using Wide = unsigned __int128;
     const Wide at = static_cast<Wide>(bits) * count;
     return {static_cast<std::int64_t>(at >> 64), static_cast<std::uint64_t>(at)};
 }
 
-// Transforms one document, in three steps: what a step reads, from tables that are in no cache, was
-// asked for by the one before it, and those of all documents of a sample are taken together.
+// Transforms one document in three steps. Each step prefetches the tables that the next one reads,
+// so all documents of a sample take a step before any takes the next.
 class Writer {
   public:
-    // Draws the places.
+    // Step 1: draws the places.
     Writer(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key,
            std::vector<Run>& runs)
         : fim_(fim), shard_(shard), begin_(segment.token_begin), runs_(runs) {
@@ -52,14 +52,15 @@ class Writer {
         std::tie(low_, high_) = cuts(key);
     }
 
+    // Step 2: finds the cuts.
     void find_cuts() {
         first_ = before(low_);
         second_ = before(high_);
-        if (first_.cut >= 0 && second_.cut >= 0 && first_.token == second_.token) {
+        if (first_.cut >= 0 && second_.cut >= 0 && first_.token == second_.token)
             second_ = {second_.token + 1, -1};
-        }
     }
 
+    // Step 3: appends the runs.
     void write() {
         first_ = allowed(first_);
         second_ = allowed(second_);
@@ -77,7 +78,7 @@ class Writer {
         weigh_sentinels(from);
     }
 
-    // What was decided.
+    // Returns the drawn transformation.
     FimDraw draw(std::int64_t segment, std::int64_t document) const {
         return {segment, document, spm_, position(low_), position(high_)};
     }
@@ -94,21 +95,22 @@ class Writer {
         return std::minmax({token(2), token(3)});
     }
 
-    // Of every token as many places are tried as the longest one has characters, all alike, until
-    // one is a character: so most tokens need not be read.
+    // Draws a token and a character, as if all tokens had the most characters of any token, until
+    // the token has that character. So most tokens need not be read.
     Place character(std::uint64_t key, std::uint64_t k) const {
         return with_type(shard_.tokens, begin_, [&](const auto* tokens) {
             for (std::uint64_t i = 0; i < kTries; ++i) {
                 const std::uint64_t bits = random_bits(key, k + 2 * i);
-                const auto [token, rest] = place_of(bits, static_cast<std::uint64_t>(body_ + 1));
-                const std::int64_t c = place_of(rest, fim_.cuts.most).first;
+                const auto [token, fraction] =
+                    place_of(bits, static_cast<std::uint64_t>(body_ + 1));
+                const std::int64_t c = place_of(fraction, fim_.cuts.most).first;
                 if (token == body_) {
                     if (c == 0) return Place{token, c};
                     continue;
                 }
                 const auto id = static_cast<std::int64_t>(tokens[token]);
                 if (c >= characters_of(id)) continue;
-                __builtin_prefetch(&fim_.cuts.first_cut[id]);  // read when both places are known
+                __builtin_prefetch(&fim_.cuts.first_cut[id]);  // for find_cuts
                 return Place{token, c};
             }
             return Place{body_, 0};
@@ -119,14 +121,13 @@ class Writer {
         return id >= 0 && id < ssize(fim_.cuts.characters) ? fim_.cuts.characters[id] : 0;
     }
 
-    // As it is said: tokens or characters in front of it.
+    // Returns the tokens or characters before a place.
     std::int64_t position(Place place) const {
         if (!by_character()) return place.first;
-        std::int64_t found = place.second;
-        for (std::int64_t t = 0; t < place.first; ++t) {
-            found += characters_of(token_at(shard_, begin_ + t));
-        }
-        return found;
+        std::int64_t characters = place.second;
+        for (std::int64_t t = 0; t < place.first; ++t)
+            characters += characters_of(token_at(shard_, begin_ + t));
+        return characters;
     }
 
     Cut before(Place place) const {
@@ -149,28 +150,25 @@ class Writer {
 
     void sentinel(std::int64_t id) { runs_.push_back({-1, 1, id}); }
 
-    // Of the body what stands between two cuts, which are not inside of one token.
+    // Appends the body between two cuts, which are not inside the same token.
     void tokens(Cut from, Cut to) {
         if (from.cut >= 0) parts(from.token++, 2 * from.cut + 1);
-        if (to.token > from.token) {
+        if (to.token > from.token)
             runs_.push_back({begin_ + from.token, to.token - from.token, -1});
-        }
         if (to.cut >= 0) parts(to.token, 2 * to.cut);
     }
 
     void parts(std::int64_t token, std::int64_t part) {
         const CharacterCuts& cuts = fim_.cuts;
-        for (std::int64_t p = cuts.first_part[part]; p < cuts.first_part[part + 1]; ++p) {
+        for (std::int64_t p = cuts.first_part[part]; p < cuts.first_part[part + 1]; ++p)
             runs_.push_back({begin_ + token, 1, cuts.parts[p]});
-        }
     }
 
-    // Each weighs as the token of the document that follows it, or the last one.
+    // Gives each sentinel the loss weight of the document's token after it, else of the last one.
     void weigh_sentinels(std::int64_t from) {
         std::int64_t at = -1;
-        for (std::int64_t r = ssize(runs_) - 1; at < 0; --r) {
+        for (std::int64_t r = ssize(runs_) - 1; at < 0; --r)
             if (runs_[r].at >= 0) at = runs_[r].at + runs_[r].length - 1;
-        }
         for (std::int64_t r = ssize(runs_) - 1; r >= from; --r) {
             if (runs_[r].at < 0) runs_[r].at = at;
             at = runs_[r].at;
@@ -188,9 +186,10 @@ class Writer {
     std::vector<Run>& runs_;
 };
 
-// What is read of a document before it is gathered: how it ends, and of places in characters the
-// tokens that are tried first (a place may be the token beside, as the end is not known yet).
-void prefetch_tried(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key) {
+// Prefetches what the draw of a document reads: its last token and, for cuts between characters,
+// the tokens of the first draws (perhaps their neighbors, because the end of the body is not yet
+// known).
+void prefetch_draws(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key) {
     prefetch(shard.tokens, segment.token_begin + segment.length - 1, 1);
     if (fim.cuts.first_cut.empty()) return;
     for (std::uint64_t word = 2; word < 6; ++word) {
@@ -226,8 +225,8 @@ void check_fim(const Fim& fim) {
     }
     for (const std::int32_t part : cuts.parts) check(part >= 0, "a part is token ", part);
     const auto most = std::max_element(cuts.characters.begin(), cuts.characters.end());
-    check(most != cuts.characters.end() && cuts.most == *most,
-          "the most characters of a token are said to be ", cuts.most);
+    check(most != cuts.characters.end() && cuts.most == *most, "cuts.most is ", cuts.most,
+          "; it must be the largest number of characters of a token");
 }
 
 std::uint64_t fim_key(std::uint64_t seed, std::int64_t epoch) {
@@ -239,17 +238,19 @@ void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
                    std::vector<FimDraw>* draws) {
     segments.clear();
     read_segments(shard, ref, segments);
-    if (fim == nullptr || !(ref.fim_rate > 0)) return;
-    const std::uint64_t epoch_key = fim_key(ref.seed, ref.epoch);
-    std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // segments, and their keys
+    if (fim == nullptr || ref.view == nullptr || ref.view->fim_rates.empty()) return;
+    const double rate = ref.view->fim_rates[ref.position];
+    if (!(rate > 0)) return;
+    const std::uint64_t epoch_key = fim_key(ref.view->seed, ref.view->epochs[ref.position]);
+    std::vector<std::pair<std::int64_t, std::uint64_t>> drawn;  // (segment, key)
     for (std::int64_t s = 0; s < ssize(segments); ++s) {
         const Segment& segment = segments[s];
         const bool whole = segment.begin == 0 && segment.ends_document;
-        if (!whole || segment.length < 2 || segment.length > shard.fim_longest) continue;
+        if (!whole || segment.length < 2 || segment.length > shard.longest_transformed) continue;
         const std::uint64_t key = random_bits(epoch_key, number_of(shard, segment));
-        if (!(random_unit(key, 0) < ref.fim_rate)) continue;
+        if (!(random_unit(key, 0) < rate)) continue;
         drawn.emplace_back(s, key);
-        prefetch_tried(*fim, shard, segment, key);
+        prefetch_draws(*fim, shard, segment, key);
     }
     std::vector<Writer> writers;
     writers.reserve(drawn.size());
@@ -261,9 +262,8 @@ void read_segments(const Fim* fim, const Shard& shard, SampleRef ref,
         writers[i].write();
         segment.runs.end = ssize(runs);
         segment.placed = 0;
-        for (auto r = segment.runs.begin; r < segment.runs.end; ++r) {
+        for (auto r = segment.runs.begin; r < segment.runs.end; ++r)
             segment.placed += runs[r].length;
-        }
         if (draws == nullptr) continue;
         const auto document = static_cast<std::int64_t>(number_of(shard, segment));
         draws->push_back(writers[i].draw(drawn[i].first, document));

@@ -32,10 +32,10 @@ class Planner {
     Planner(Span<const Shard> shards, const GatherShape& shape, const GatherOptions& options)
         : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}, {}} {}
 
-    // One slot of `slot` tokens holding `ref`.
+    // Adds a slot of `slot` tokens with sample `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
         const Shard& shard = shards_[ref.shard];
-        read_segments(options_.fim, shard, ref, segments_, plan_.runs);
+        read_segments(options_.transform, shard, ref, segments_, plan_.runs);
         const std::int64_t used = add_segments(shard, ref, slot);
         add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
     }
@@ -52,23 +52,23 @@ class Planner {
     std::int64_t add_segments(const Shard& shard, SampleRef ref, std::int64_t slot) {
         std::int64_t used = 0;    // tokens of the sample so far
         std::int64_t placed = 0;  // the same with alignment
-        std::int64_t begin = 0;   // where what attends to itself began
+        std::int64_t begin = 0;   // of the attention segment
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
             check<FormatError>(segment.placed <= shape_.capacity - used, shard.documents.name(),
                                ", sample ", ref.sample, " has more than ", shape_.capacity,
-                               " tokens, the capacity it is asked for with");
+                               " tokens, the capacity of its bucket");
             used += segment.placed;
             const std::int64_t end = placed + segment.placed;
-            const bool goes_on = attends_on(i);
-            const std::int64_t next = goes_on ? end : align_up(end, options_.alignment);
+            const bool continues = next_attends(i);
+            const std::int64_t next = continues ? end : align_up(end, options_.alignment);
             check(next <= slot, shard.documents.name(), ", sample ", ref.sample, " needs ", next,
                   " of ", slot, " tokens when its ", segments_.size(), " segments are aligned to ",
                   options_.alignment, "; pack with alignment=", options_.alignment,
                   " (megapack-build pack --alignment ", options_.alignment,
                   "), or make the row longer");
-            add_piece(shard, i, next - placed, placed, begin, ref.factor);
-            if (!goes_on) {
+            add_piece(shard, i, next - placed, placed, begin, ref.factor());
+            if (!continues) {
                 const auto source = static_cast<std::int32_t>(shard.source);
                 plan_.segments.push_back({end - begin, next - begin, source});
                 begin = next;
@@ -78,13 +78,13 @@ class Planner {
         return placed;
     }
 
-    // Whether the segment behind segment i of the sample sees it.
-    bool attends_on(std::int64_t i) const {
+    // True if the segment after segment i attends to it.
+    bool next_attends(std::int64_t i) const {
         if (i + 1 == ssize(segments_) || options_.attention == Extent::kDocument) return false;
         return options_.attention == Extent::kSample || segments_[i + 1].joined;
     }
 
-    // `at`: where it begins in the sample; `group`: where its group does.
+    // `at`: begin of the piece in the sample; `group`: begin of its attention segment.
     void add_piece(const Shard& shard, std::int64_t i, std::int64_t room, std::int64_t at,
                    std::int64_t group, float factor) {
         const Segment& segment = segments_[i];
@@ -142,11 +142,10 @@ GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
     for (std::int64_t i = 0; i < shape.num_rows * slots; ++i) {
         const bool ends_row = (i + 1) % slots == 0;
         const std::int64_t room = ends_row ? shape.row_tokens - (slots - 1) * slot : slot;
-        if (i < samples.size()) {
+        if (i < samples.size())
             planner.add_sample(samples[i], room);
-        } else {
+        else
             planner.add_padding(room, 0);
-        }
     }
     return planner.take();
 }
@@ -155,7 +154,7 @@ std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded
                                              std::int64_t entries) {
     check(entries >= 0, "num_cu_seqlens is ", entries, "; it must not be negative");
     std::vector<std::vector<std::int32_t>> lists(1, {0});
-    std::int64_t at = 0;  // by rooms, to see where a row ends
+    std::int64_t at = 0;  // position in the rows
     for (const AttentionSegment& segment : plan.segments) {
         if (per_row && at > 0 && at % plan.shape.row_tokens == 0) lists.push_back({0});
         at += segment.room;

@@ -1,4 +1,7 @@
-// Where every token of a micro batch goes: decided and checked in full before the first is copied.
+// Plan of a micro batch: the place of every token, checked completely before the first is copied.
+//
+//     samples of documents 5 + 1 and 3 tokens, one row of 14, capacity 7
+//         ->  pieces of 5, 1, 1 (padding), 3, 4 (padding) tokens; cu_seqlens {0, 5, 6, 7, 10, 14}
 #pragma once
 
 #include <cstdint>
@@ -10,12 +13,12 @@
 namespace megapack {
 
 enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
-// Attention, and the label of a document's last token: stay in the document, go on in the documents
-// of its group that stand behind it, or cross every boundary.
+// Reach of attention, and of the label of a document's last token: the document, the following
+// documents of its group, or the whole sample.
 enum class Extent { kDocument, kGroup, kSample };
 
-// What the loss mask makes of a step: every token weighs as its weight says, or every sequence
-// (what a sample has of a document) weighs 1, its tokens in proportion to their weights.
+// Unit of the loss mask. kTokenMean: a token has its loss weight. kSequenceMean: the weights of a
+// sequence (the tokens of a document in a sample) sum to 1.
 enum class Loss { kTokenMean, kSequenceMean };
 
 struct GatherOptions {
@@ -25,11 +28,10 @@ struct GatherOptions {
     Loss loss = Loss::kTokenMean;
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
-    const Fim* fim = nullptr;  // none
+    const Fim* transform = nullptr;  // null: none
 };
 
-// A row is cut into row_tokens / capacity equal slots, one sample each; what a slot has beyond its
-// sample is padding.
+// A row has row_tokens / capacity equal slots, one sample each. The rest of a slot is padding.
 struct GatherShape {
     std::int64_t num_rows;
     std::int64_t row_tokens;
@@ -39,31 +41,31 @@ struct GatherShape {
     std::int64_t slots_per_row() const { return row_tokens / capacity; }
 };
 
-// The label of a segment's last token: that at `at` in the file, or (literal >= 0) a token of its
-// weight; none where `at` is -1.
+// Label of the last token of a segment: the token at `at` in the file, or (literal >= 0) a token
+// with its loss weight. at = -1: no label.
 struct Label {
     std::int64_t at = -1;
     std::int64_t literal = -1;
 };
 
-// What a sample has of one document, or (shard == nullptr) padding, and where it goes.
+// Tokens of one document in a sample, or (shard == nullptr) padding.
 struct Piece {
     const Shard* shard;
     std::int64_t token_begin;
     std::int64_t length;
-    std::int64_t room;            // length and the padding behind it
+    std::int64_t room;            // length and the padding after it
     std::int64_t first_position;  // position id of its first token
     Label last_label;             // of its last token
     float factor;                 // on its loss mask
-    Part runs;                    // of a transformed document, else none: it is as in the file
+    Part runs;                    // of a transformed document, else empty
 };
 
-// The next token of its document, or the first of the `next` segment of the sample, with
-// label_boundary = kSample always and with kGroup where that is of its group.
+// Returns the next token of the document; at its end the first token of the `next` segment, if
+// label_boundary reaches it.
 Label last_label(const Segment& segment, const Segment* next, const std::vector<Run>& runs,
                  Extent label_boundary);
 
-// What attends to itself only; source is -1 for padding.
+// A segment of cu_seqlens: its tokens attend only to each other. source is -1 for padding.
 struct AttentionSegment {
     std::int64_t length;
     std::int64_t room;
@@ -72,23 +74,23 @@ struct AttentionSegment {
 
 struct GatherPlan {
     GatherShape shape;
-    std::vector<Piece> pieces;  // their rooms tile the rows, and so do the segments'
+    std::vector<Piece> pieces;  // their rooms add up to the rows, and so do those of the segments
     std::vector<AttentionSegment> segments;
     std::vector<Run> runs;  // of transformed documents
 
     std::int64_t max_seqlen() const;
-    std::vector<std::int32_t> sources() const;  // of every segment
+    std::vector<std::int32_t> sources() const;  // per segment
 };
 
-// Samples fill the slots in order; slots without a sample are padding, one segment each.
-// Throws what read_segments throws, and std::invalid_argument for a shape or an alignment that
+// Plans a micro batch. Samples fill the slots in order; a slot without a sample is one segment of
+// padding. Throws like read_segments, and std::invalid_argument for a shape or an alignment that
 // cannot hold the samples.
 GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
                        const GatherShape& shape, const GatherOptions& options);
 
-// cu_seqlens of all rows in one run (per_row = false: one list) or of each row (num_rows lists).
-// Every list is filled with its last value up to `entries`; 0 means as many as the longest has.
-// `padded` counts rooms instead of lengths.
+// Returns cu_seqlens: one list of all rows, or (per_row) a list of each row. Lists are filled with
+// their last value up to `entries`; 0: up to the longest list. `padded`: with the padding after
+// each segment.
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries);
 

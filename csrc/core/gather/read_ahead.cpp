@@ -23,7 +23,7 @@ Pages pages_of(const void* data, std::int64_t num_bytes) {
     return {begin / page * page, (end + page - 1) / page * page};
 }
 
-// Whether the advice was taken does not matter.
+// Returns the bytes of the pages, whether or not the kernel follows the advice.
 std::int64_t advise(Pages pages, int advice) {
     const std::uintptr_t size = pages.end - pages.begin;
     static_cast<void>(madvise(reinterpret_cast<void*>(pages.begin), size, advice));
@@ -37,34 +37,30 @@ void add_pages(const TokenArray& array, const TokenRange& range, std::vector<Pag
     out.push_back(pages_of(data + range.begin * itemsize, (range.end - range.begin) * itemsize));
 }
 
-// Touching or overlapping ranges of a source become one.
+// Merges touching and overlapping ranges of a shard.
 std::vector<TokenRange> merged(std::vector<TokenRange> ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const TokenRange& a, const TokenRange& b) {
         return std::tie(a.shard, a.begin) < std::tie(b.shard, b.begin);
     });
     std::vector<TokenRange> out;
-    for (const TokenRange& range : ranges) {
-        if (!out.empty() && out.back().shard == range.shard && range.begin <= out.back().end) {
+    for (const TokenRange& range : ranges)
+        if (!out.empty() && out.back().shard == range.shard && range.begin <= out.back().end)
             out.back().end = std::max(out.back().end, range.end);
-        } else {
+        else
             out.push_back(range);
-        }
-    }
     return out;
 }
 
 }  // namespace
 
-void will_need(Span<const std::uint8_t> bytes) {
+void read_ahead(Span<const std::uint8_t> bytes) {
     advise(pages_of(bytes.data(), bytes.size()), MADV_WILLNEED);
 }
 
-void read_exactly(Span<const Shard> shards) {
-    for (const Shard& shard : shards) {
-        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights}) {
+void disable_readahead(Span<const Shard> shards) {
+    for (const Shard& shard : shards)
+        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights})
             advise(pages_of(array.data, array.size * bytes_of(array.type)), MADV_RANDOM);
-        }
-    }
 }
 
 std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples) {
@@ -74,7 +70,7 @@ std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const Sample
         segments.clear();
         read_segments(shards[sample.shard], sample, segments);
         for (const Segment& segment : segments) {
-            // The last token of a segment has the next one of its document as its label.
+            // The label of the last token is the next token of the document.
             const std::int64_t length = segment.length + (segment.ends_document ? 0 : 1);
             ranges.push_back({sample.shard, segment.token_begin, segment.token_begin + length});
         }
@@ -82,21 +78,20 @@ std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const Sample
     return merged(std::move(ranges));
 }
 
-std::int64_t will_need_samples(Span<const Shard> shards, Span<const SampleRef> samples) {
+std::int64_t read_ahead_samples(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<Pages> wanted;
     for (const TokenRange& range : token_ranges(shards, samples)) {
-        add_pages(shards[range.shard].tokens, range, wanted);
-        add_pages(shards[range.shard].labels, range, wanted);
-        add_pages(shards[range.shard].weights, range, wanted);
+        const Shard& shard = shards[range.shard];
+        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights})
+            add_pages(array, range, wanted);
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });
     std::int64_t num_bytes = 0;
     for (std::size_t i = 0; i < wanted.size();) {
         Pages run = wanted[i];
-        for (++i; i < wanted.size() && wanted[i].begin <= run.end; ++i) {
+        for (++i; i < wanted.size() && wanted[i].begin <= run.end; ++i)
             run.end = std::max(run.end, wanted[i].end);
-        }
         num_bytes += advise(run, MADV_WILLNEED);
     }
     return num_bytes;

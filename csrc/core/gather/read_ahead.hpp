@@ -1,4 +1,4 @@
-// Memory-mapped arrays into the page cache before they are read.
+// Readahead of memory-mapped arrays into the page cache.
 #pragma once
 
 #include <cstdint>
@@ -9,27 +9,26 @@
 
 namespace megapack {
 
-// Asks the kernel to read these bytes ahead. Advice: for memory that is no mapping it does nothing.
-void will_need(Span<const std::uint8_t> bytes);
+// Asks the kernel to read these bytes ahead. Has no effect on memory that is not mapped.
+void read_ahead(Span<const std::uint8_t> bytes);
 
-// Tells it that the arrays of tokens, labels and weights are read in no order: what is read is then
-// what was asked for, and not what lies around it (by default 128 KiB for every missing page).
-void read_exactly(Span<const Shard> shards);
+// Turns off the kernel's readahead (by default 128 KiB per missing page) for tokens, labels and
+// weights, which are read in random order.
+void disable_readahead(Span<const Shard> shards);
 
-// Tokens [begin, end) of a shard, and as many labels and weights where it has them.
+// Tokens [begin, end) of a shard, with their labels and weights.
 struct TokenRange {
     std::int64_t shard;
     std::int64_t begin;
     std::int64_t end;
 };
 
-// What a gather of these samples reads, by shard and position; no two ranges of a shard touch.
-// Throws as read_segments does.
+// Returns the tokens that a gather of these samples reads, by shard and position; ranges of a shard
+// do not touch. Throws like read_segments.
 std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples);
 
-// As will_need, for what a gather of these samples reads of tokens, labels and weights: a
-// request for every run of touching pages. Returns how many bytes they are. Throws as read_segments
-// does.
-std::int64_t will_need_samples(Span<const Shard> shards, Span<const SampleRef> samples);
+// Asks the kernel to read the tokens, labels and weights of these samples ahead: a request per
+// range of contiguous pages. Returns the number of bytes. Throws like read_segments.
+std::int64_t read_ahead_samples(Span<const Shard> shards, Span<const SampleRef> samples);
 
 }  // namespace megapack

@@ -13,14 +13,14 @@ constexpr const char* kRemedy =
 
 constexpr std::int64_t kLine = 64;  // bytes of a cache line
 
-// Where a document's tokens lie: [begin, end) in the file.
+// Tokens [begin, end) of the file.
 struct Range {
     std::int64_t begin;
     std::int64_t end;
 };
 
-// What a reader of the whole .idx would refuse is refused here, too, as far as it concerns this
-// document: it begins where the one before it ends, and its sequences follow each other.
+// Returns the tokens of a document. Makes the checks of a complete reader for this document: it
+// begins where the one before it ends, and its sequences are contiguous.
 Range document_range(const Shard& shard, std::int64_t document) {
     const IndexView& index = shard.documents;
     index.require_document(document);
@@ -39,35 +39,35 @@ Range document_range(const Shard& shard, std::int64_t document) {
 }
 
 Segment read_segment(const Shard& shard, SampleRef ref, std::int64_t s) {
-    const auto refuse = [&](bool ok, auto... what) {
+    const auto check_segment = [&](bool ok, auto... parts) {
         check<FormatError>(ok, shard.documents.name(), ", sample ", ref.sample, ", segment ", s,
-                           what..., kRemedy);
+                           parts..., kRemedy);
     };
     Segment segment{};
     segment.document = shard.samples.segment_document[s];
     segment.begin = shard.samples.segment_begin[s];
     segment.length = shard.samples.segment_length[s];
     const auto num_documents = static_cast<std::int64_t>(shard.documents.num_documents());
-    refuse(segment.document >= 0 && segment.document < num_documents, " names document ",
-           segment.document, " of ", num_documents);
+    check_segment(segment.document >= 0 && segment.document < num_documents, " names document ",
+                  segment.document, " of ", num_documents);
     const Range range = document_range(shard, segment.document);
     const std::int64_t document_length = range.end - range.begin;
-    // No sum of untrusted numbers before both are known to be small: it could overflow.
-    refuse(segment.begin >= 0 && segment.begin < document_length && segment.length > 0 &&
-               segment.length <= document_length - segment.begin,
-           " is tokens [", segment.begin, ", +", segment.length, ") of a document of ",
-           document_length);
+    // Untrusted numbers are compared before they are added: a sum could overflow.
+    check_segment(segment.begin >= 0 && segment.begin < document_length && segment.length > 0 &&
+                      segment.length <= document_length - segment.begin,
+                  " is tokens [", segment.begin, ", +", segment.length, ") of a document of ",
+                  document_length);
     segment.token_begin = range.begin + segment.begin;
     segment.ends_document = segment.begin + segment.length == document_length;
     segment.placed = segment.length;
     return segment;
 }
 
-bool is_excluded(const Shard& shard, std::int64_t document, std::int64_t lists) {
-    if (lists == 0) return false;
+bool is_excluded(const Shard& shard, std::int64_t document, const StepView* view) {
+    if (view == nullptr || !view->excludes(1)) return false;
     const auto* at = std::lower_bound(shard.excluded.begin(), shard.excluded.end(), document);
     return at != shard.excluded.end() && *at == document &&
-           shard.excluded_by[at - shard.excluded.begin()] <= lists;
+           view->excludes(shard.excluded_by[at - shard.excluded.begin()]);
 }
 
 }  // namespace
@@ -88,41 +88,40 @@ std::int64_t bytes_of(TokenType type) {
     return 8;
 }
 
-void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count) {
-    const std::int64_t itemsize = bytes_of(from.type);
-    const auto* begin = static_cast<const unsigned char*>(from.data) + at * itemsize;
+void prefetch(const TokenArray& array, std::int64_t at, std::int64_t count) {
+    const std::int64_t itemsize = bytes_of(array.type);
+    const auto* begin = static_cast<const unsigned char*>(array.data) + at * itemsize;
     const auto before = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(begin) % kLine);
-    for (std::int64_t byte = -before; byte < count * itemsize; byte += kLine) {
+    for (std::int64_t byte = -before; byte < count * itemsize; byte += kLine)
         __builtin_prefetch(begin + byte);
-    }
 }
 
 void check_shard(const Shard& shard) {
     check(shard.samples.sample_segment_offsets.size() > 0,
-          "sample_segment_offsets is empty; it has num_samples + 1");
+          "sample_segment_offsets is empty; it must have num_samples + 1 elements");
     const std::int64_t num_segments = shard.samples.segment_length.size();
     check<FormatError>(shard.samples.segment_document.size() == num_segments &&
                            shard.samples.segment_begin.size() == num_segments,
                        "segment_document, segment_begin and segment_length have ",
                        shard.samples.segment_document.size(), ", ",
                        shard.samples.segment_begin.size(), " and ", num_segments,
-                       " elements; they must have as many", kRemedy);
+                       " elements; they must have equally many", kRemedy);
     check<FormatError>(shard.joined.size() == 0 || shard.joined.size() == num_segments,
                        "segment_joined has ", shard.joined.size(), " elements and there are ",
                        num_segments, " segments", kRemedy);
     check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
                        "the label file has ", shard.labels.size, " elements, the token file ",
-                       shard.tokens.size, "; labels stand beside the tokens, one for each");
+                       shard.tokens.size, "; it must have one label per token");
     check<FormatError>(
         !shard.has_weights() ||
             (shard.weights.size == shard.tokens.size && shard.weights.type == TokenType::kUint16),
         "the file of loss weights has ", shard.weights.size, " elements, the token file ",
-        shard.tokens.size, "; weights stand beside the tokens, one float16 for each");
-    check(!shard.has_labels() || shard.fim_longest < 0,
-          "labels are chosen for the tokens as they stand; fill-in-the-middle would move them");
+        shard.tokens.size, "; it must have one float16 per token");
+    check(!shard.has_labels() || shard.longest_transformed < 0,
+          "fill-in-the-middle moves tokens and cannot be used with a label file");
     check(shard.excluded.size() == shard.excluded_by.size() &&
               std::is_sorted(shard.excluded.begin(), shard.excluded.end()),
-          "excluded documents are not ascending, or there is not one list for each");
+          "excluded documents must ascend, with one list for each");
 }
 
 void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
@@ -130,7 +129,7 @@ void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
     check(runs.first_ids.size() == count + 1 && runs.first_samples.size() == count &&
               runs.first_ids[0] == 0 &&
               std::is_sorted(runs.first_ids.begin(), runs.first_ids.end()),
-          "runs of samples do not follow each other from 0 on");
+          "runs of samples must be contiguous from id 0 on");
     for (std::int64_t r = 0; r < count; ++r) {
         check(runs.shards[r] >= 0 && runs.shards[r] < num_shards && runs.first_samples[r] >= 0,
               "run ", r, " begins with sample ", runs.first_samples[r], " of shard ",
@@ -139,19 +138,8 @@ void check_runs(const SampleRuns& runs, std::int64_t num_shards) {
 }
 
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      const StepView& view) {
-    const auto check_entries = [&](const auto& values, const char* name) {
-        check(values.data() == nullptr || values.size() == sample_ids.size(), values.size(), " ",
-              name, " for ", sample_ids.size(), " samples; give one for each");
-    };
-    check_entries(view.loss_weight, "factors");
-    check_entries(view.epochs, "epochs");
-    check_entries(view.fim_rates, "fim_rates");
-    check((view.epochs.data() == nullptr) == (view.fim_rates.data() == nullptr),
-          "give epochs and fim_rates, or neither of them");
-    for (const double rate : view.fim_rates) {
-        check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
-    }
+                                      const StepView* view) {
+    if (view != nullptr) view->check_entries(sample_ids.size());
     const std::int64_t num_samples = runs.first_ids[runs.shards.size()];
     std::vector<SampleRef> refs;
     refs.reserve(sample_ids.size());
@@ -160,25 +148,16 @@ std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::in
                                  " samples");
         const auto* after = std::upper_bound(runs.first_ids.begin(), runs.first_ids.end(), id);
         const std::int64_t run = after - runs.first_ids.begin() - 1;
-        SampleRef ref{runs.shards[run], runs.first_samples[run] + id - runs.first_ids[run]};
-        const std::int64_t i = ssize(refs);
-        ref.num_lists = view.num_lists;
-        if (view.loss_weight.size() > 0) ref.factor = view.loss_weight[i];
-        if (view.epochs.size() > 0) {
-            ref.epoch = view.epochs[i];
-            ref.fim_rate = view.fim_rates[i];
-            ref.seed = view.seed;
-        }
-        refs.push_back(ref);
+        refs.push_back({runs.shards[run], runs.first_samples[run] + id - runs.first_ids[run], view,
+                        ssize(refs)});
     }
     return refs;
 }
 
 std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<std::int64_t> result;
-    for (const SampleRef& ref : samples) {
+    for (const SampleRef& ref : samples)
         if (!shards[ref.shard].is_open()) result.push_back(ref.shard);
-    }
     std::sort(result.begin(), result.end());
     result.erase(std::unique(result.begin(), result.end()), result.end());
     return result;
@@ -189,13 +168,13 @@ void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out)
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of ", shard.documents.name(), ", which has ", num_samples);
     const Part part = shard.samples.segments(ref.sample);
-    bool group_stands = false;  // something of the group stands in the sample already
+    bool group_started = false;  // the sample already has a segment of the group
     for (std::int64_t s = part.begin; s < part.end; ++s) {
         Segment segment = read_segment(shard, ref, s);
-        group_stands = group_stands && shard.joined.size() > 0 && shard.joined[s] != 0;
-        if (is_excluded(shard, segment.document, ref.num_lists)) continue;
-        segment.joined = group_stands;
-        group_stands = true;
+        group_started = group_started && shard.joined.size() > 0 && shard.joined[s] != 0;
+        if (is_excluded(shard, segment.document, ref.view)) continue;
+        segment.joined = group_started;
+        group_started = true;
         out.push_back(segment);
     }
 }

@@ -1,4 +1,5 @@
-// What the gather reads: token arrays and the sample index, memory-mapped as they lie on disk.
+// Inputs of the gather: token arrays and sample index of a shard, memory-mapped; what a step
+// requires of its samples; shard of every sample id.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace megapack {
 
-// The integer types of .bin files (and of label files beside them).
+// Integer types of token and label files.
 enum class TokenType : std::uint8_t { kUint8, kInt8, kInt16, kUint16, kInt32, kInt64 };
 
 std::int64_t bytes_of(TokenType type);
@@ -21,8 +22,8 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
-// Has these elements brought into the cache; changes nothing else.
-void prefetch(const TokenArray& from, std::int64_t at, std::int64_t count);
+// Prefetches elements [at, at + count) into the processor's cache.
+void prefetch(const TokenArray& array, std::int64_t at, std::int64_t count);
 
 // Calls f with a typed pointer to element `at`.
 template <typename F>
@@ -44,87 +45,105 @@ auto with_type(const TokenArray& array, std::int64_t at, F f) {
     return f(static_cast<const std::int64_t*>(array.data) + at);
 }
 
-// One dataset with its sample index: a source, or one of the shards of a source. Nothing in it is
-// trusted: every number that is used as an address is checked at the moment it is read.
+// A shard of a source with its sample index. No number is trusted: one that is used as an address
+// is checked when it is read.
 struct Shard {
-    Shard() = default;  // not open yet: it has no samples
+    Shard() = default;  // not open: it has no samples
     explicit Shard(IndexView index) : documents(std::move(index)) {}
 
-    std::int64_t source = 0;  // number of the source that it is of
-    IndexView documents;      // the mapped .idx: no table per process, nothing to build
+    std::int64_t source = 0;  // number of its source
+    IndexView documents;      // the mapped .idx, read in place
     TokenArray tokens;        // the mapped .bin
-    TokenArray labels;        // beside the tokens, not shifted, -100 = none; may be absent
-    TokenArray weights;       // of their losses, beside the tokens: bits of float16; may be absent
+    TokenArray labels;        // optional; per token, not shifted, negative: no label
+    TokenArray weights;       // optional; loss weight per token, as bits of float16
     SampleView samples;       // without bucket_sample_offsets
-    // Of every segment whether it goes on in the group of the one before it; empty: none does.
+    // Per segment: 1 if it continues the group of the segment before it; empty: none does.
     Span<const std::uint8_t> joined;
-    Span<const std::int64_t> excluded;     // documents that some list masks, ascending
-    Span<const std::int64_t> excluded_by;  // the first list that has each, counted from 1
-    std::int64_t first_document = 0;       // its number in the source
-    std::int64_t fim_longest = -1;  // documents of 2 to so many tokens have room for sentinels
+    Span<const std::int64_t> excluded;      // excluded documents, ascending
+    Span<const std::int64_t> excluded_by;   // the first exclusion list that has each, from 1 on
+    std::int64_t first_document = 0;        // number in the source of its first document
+    std::int64_t longest_transformed = -1;  // documents of 2 to so many tokens may be transformed
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
     bool has_weights() const { return weights.data != nullptr; }
 };
 
-// A segment that has been checked: it lies inside its document, and the document inside the file.
+// A checked segment: it is inside its document, and the document inside the file.
 struct Segment {
     std::int64_t document;
     std::int64_t begin;  // position in the document
     std::int64_t length;
     std::int64_t token_begin;  // position in the file
     bool ends_document;
-    bool joined;          // the segment before it is of its group, and stands in the sample
-    std::int64_t placed;  // tokens in the batch, more than in the file where it has runs
-    Part runs;            // what a transformed document consists of (fim.hpp)
+    bool joined;          // the segment before it in the sample belongs to the same group
+    std::int64_t placed;  // tokens in the batch; more than `length` if it is transformed
+    Part runs;            // of a transformed document (fim.hpp), else empty
 };
 
-// What a step requires of its samples, as `StepView` in megapack/data/steps.py. A span is empty or
-// has one entry per sample.
+// Requirements of a step on its samples, as `StepView` in megapack/data/steps.py. A span is empty
+// or has one entry per sample.
 struct StepView {
     std::int64_t num_lists = 0;       // exclusion lists in force
-    Span<const float> loss_weight;    // factors on the losses of the samples; empty: 1
-    Span<const std::int64_t> epochs;  // epoch of each sample within its source, for fim.hpp
-    Span<const double> fim_rates;     // share of documents that are transformed; empty: none
+    Span<const float> loss_weight;    // factor on the loss mask of each sample; empty: 1
+    Span<const std::int64_t> epochs;  // epoch of each sample within its source
+    Span<const double> fim_rates;     // share of documents to transform (fim.hpp); empty: none
     std::uint64_t seed = 0;           // of the run
+
+    // Throws std::invalid_argument unless it is a view of so many samples with rates in [0, 1].
+    void check_entries(std::int64_t num_samples) const {
+        const auto check_size = [&](const auto& values, const char* name) {
+            check(values.data() == nullptr || values.size() == num_samples, values.size(), " ",
+                  name, " for ", num_samples, " samples; give one for each");
+        };
+        check_size(loss_weight, "factors");
+        check_size(epochs, "epochs");
+        check_size(fim_rates, "fim_rates");
+        check((epochs.data() == nullptr) == (fim_rates.data() == nullptr),
+              "give epochs and fim_rates, or neither of them");
+        for (const double rate : fim_rates)
+            check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
+    }
+    // True if exclusion list number `list`, from 1 on, is in force.
+    bool excludes(std::int64_t list) const { return list <= num_lists; }
 };
 
-// A sample of an existing shard, with what the step requires of it.
+// A sample of an existing shard and its place in the view of the step, which the caller keeps
+// alive.
 struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
-    std::int64_t num_lists = 0;  // exclusion lists in force
-    float factor = 1.0F;         // on the loss of its labels
-    std::int64_t epoch = 0;
-    double fim_rate = 0;
-    std::uint64_t seed = 0;
+    const StepView* view = nullptr;  // null: no requirements
+    std::int64_t position = 0;       // in the view
+
+    float factor() const {
+        return view == nullptr || view->loss_weight.empty() ? 1.0F : view->loss_weight[position];
+    }
 };
 
-// Refuses arrays whose sizes contradict each other. Costs nothing: no element is read.
+// Checks that the sizes of the arrays agree; reads no element.
 void check_shard(const Shard& shard);
 
-// What sample ids stand for, whatever is open: the ids of run r, from first_ids[r] on, are
-// consecutive samples of shards[r], from first_samples[r] on.
+// Samples of consecutive ids: ids [first_ids[r], first_ids[r + 1]) are samples of shards[r], from
+// first_samples[r] on.
 struct SampleRuns {
-    Span<const std::int64_t>
-        first_ids;  // one more than there are runs; from 0 on, never descending
+    Span<const std::int64_t> first_ids;  // (runs + 1), from 0 on, never descending
     Span<const std::int64_t> shards;
     Span<const std::int64_t> first_samples;
 };
 
-// Refuses runs that contradict each other, or speak of other shards than [0, num_shards).
+// Checks that the runs fit together and their shards are in [0, num_shards).
 void check_runs(const SampleRuns& runs, std::int64_t num_shards);
 
 // Finds the shard of every sample. Throws std::out_of_range for a sample that does not exist, and
-// std::invalid_argument for a view with too few or too many entries or a rate outside [0, 1].
+// std::invalid_argument for a wrong view (StepView::check_entries).
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
-                                      const StepView& view = {});
+                                      const StepView* view = nullptr);
 
-// Numbers of those shards of some samples that are not open, ascending.
+// Returns the numbers of the shards of these samples that are not open, ascending.
 std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples);
 
-// The segments of a sample in order but those of excluded documents, appended to `out`. Throws
+// Appends the segments of a sample to `out`, without those of excluded documents. Throws
 // std::out_of_range for a sample that does not exist and FormatError for an index that points
 // outside its dataset.
 void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out);

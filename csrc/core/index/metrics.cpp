@@ -6,7 +6,7 @@
 namespace megapack {
 namespace {
 
-// A bit for every document.
+// A set of documents, one bit each.
 class DocumentSet {
   public:
     explicit DocumentSet(std::int64_t num_documents)
@@ -27,7 +27,7 @@ class DocumentSet {
     std::int64_t size_ = 0;
 };
 
-// Offsets begin at 0 and end at `last`; that they ascend is seen when they are followed.
+// Checks that offsets begin at 0 and end at `last`. Reading the ranges checks that they ascend.
 void check_ends(const Integers& offsets, std::int64_t last, const char* name) {
     const std::int64_t begin = offsets[0], end = offsets[offsets.size() - 1];
     check<FormatError>(begin == 0 && end == last, name, " run from ", begin, " to ", end,
@@ -79,7 +79,8 @@ std::vector<std::int64_t> label_tokens(const SampleView& samples, const Integers
     for (std::int64_t i = 0; i < ssize(result); ++i) {
         const Part segments = samples.segments(i);
         for (std::int64_t s = segments.begin; s < segments.end; ++s) {
-            // Unsigned: whatever a damaged index says, a sum that wraps is no document's length.
+            // Unsigned, because numbers of a damaged index may overflow; a wrapped sum never equals
+            // a length.
             const std::uint64_t end = static_cast<std::uint64_t>(samples.segment_begin[s]) +
                                       static_cast<std::uint64_t>(samples.segment_length[s]);
             const auto length = static_cast<std::uint64_t>(length_of[s]);

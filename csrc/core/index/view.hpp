@@ -1,6 +1,6 @@
-// The arrays of a packing, wherever they lie: in memory, or mapped from a .samples file. Nothing in
-// them is trusted: a number that is used as an address is checked at the moment it is read, and
-// what is read of a file is compared with the checksums of its blocks.
+// Arrays of a packing, in memory or mapped from a .samples file. No number is trusted: one that is
+// used as an address is checked when it is read, and blocks of a file are compared with their
+// checksums before their numbers are used.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@
 
 namespace megapack {
 
-// int32 or int64 numbers of an index, possibly unaligned (inside a mapped file), read as int64: the
-// width is looked up at run time, so what reads an index is compiled once.
+// int32 or int64 numbers of an index, possibly unaligned (in a mapped file), read as int64. The
+// width is looked up at run time, so readers of an index are compiled once.
 class Integers {
   public:
     Integers() = default;
-    // `checks`: of these bytes, if they are a file's; the caller keeps it.
+    // `checks`: checksums of these bytes, if known; the caller keeps them alive.
     Integers(const void* data, std::int64_t size, bool wide, const BlockChecks* checks = nullptr)
         : data_(static_cast<const unsigned char*>(data)),
           size_(size),
@@ -31,12 +31,12 @@ class Integers {
     std::int64_t operator[](std::int64_t i) const {
         return wide_ ? read<std::int64_t>(i) : read<std::int32_t>(i);
     }
-    // Asked for before numbers [begin, end) are read and relied on: FormatError where a block of
-    // the file that they lie in is damaged.
+    // Checks the blocks of numbers [begin, end) before they are used; FormatError if one is
+    // damaged.
     void require(std::int64_t begin, std::int64_t end) const {
         if (checks_ != nullptr) checks_->require(begin * width(), end * width());
     }
-    // Where number i lies, for a prefetch.
+    // Address of number i, for a prefetch.
     const void* address(std::int64_t i) const { return data_ + i * width(); }
 
   private:
@@ -64,7 +64,7 @@ struct SampleView {
     std::int64_t num_samples() const { return sample_segment_offsets.size() - 1; }
     std::int64_t num_segments() const { return segment_length.size(); }
 
-    // Costs nothing: no element is read.
+    // Compares the sizes of the arrays; reads no element.
     void check_sizes() const {
         check<FormatError>(sample_segment_offsets.size() > 0 &&
                                segment_document.size() == num_segments() &&
@@ -74,7 +74,7 @@ struct SampleView {
     Part samples(std::int64_t bucket) const {
         return range(bucket_sample_offsets, bucket, num_samples(), "bucket ", " claims samples ");
     }
-    // Their numbers may be read from then on.
+    // Also checks the blocks of these segments.
     Part segments(std::int64_t sample) const {
         const Part part =
             range(sample_segment_offsets, sample, num_segments(), "sample ", " claims segments ");
@@ -94,13 +94,13 @@ struct SampleView {
     }
 };
 
-// Lengths of documents looked up by number at random.
+// Lengths of documents, looked up in random order with a prefetch.
 class LengthLookup {
   public:
     LengthLookup(const Integers& segment_document, const Integers& lengths)
         : segment_document_(segment_document), lengths_(lengths) {}
 
-    // Of the document that a segment names.
+    // Length of the document of a segment.
     std::int64_t operator[](std::int64_t segment) const {
         if (segment + kAhead < segment_document_.size()) {
             const std::int64_t ahead = segment_document_[segment + kAhead];
@@ -113,7 +113,7 @@ class LengthLookup {
     }
 
   private:
-    static constexpr std::int64_t kAhead = 32;  // asking early hides the wait
+    static constexpr std::int64_t kAhead = 32;  // segments between prefetch and use
 
     Integers segment_document_, lengths_;
 };

@@ -1,6 +1,6 @@
-// The bucket strategies: `bucket` drains pools, planned whole on their histograms
-// (bucket_plan.hpp); `bucket_stream` gives a sample per added document, as BucketLLM's Algorithm 1
-// is printed.
+// The bucket strategies. `bucket` plans whole pools on their histograms (bucket_plan.hpp) and
+// writes the plan (PoolWriter); `bucket_stream` packs a sample per added document, like Algorithm 1
+// of BucketLLM (StreamingPool).
 #include <algorithm>
 #include <atomic>
 #include <queue>
@@ -27,7 +27,7 @@ void shuffle_segments(const Samples<Id, Length>& samples, std::int64_t begin, st
     });
 }
 
-// Writes the samples of one pool, in each bucket from a sample and a segment on.
+// Writes the samples of one pool; `sample` and `segment`: the first ones in each bucket.
 template <typename Id, typename Length>
 class PoolWriter {
   public:
@@ -44,7 +44,7 @@ class PoolWriter {
         out_.put(at.segment + chunk, document, begin, out_.bucket_capacity.back());
     }
 
-    // `shuffled`: sample i of the plan has its segments in the order of chance.child(i).
+    // `shuffled`: puts the segments of sample i of the plan in the order of chance.child(i).
     void write_plan(const SortedRests<Id>& sorted, std::int64_t num_chunks, bool shuffled,
                     Random chance) {
         cursors_.back().sample += num_chunks;
@@ -70,7 +70,7 @@ class PoolWriter {
   private:
     using Place = Rest<Id, Length>;
 
-    // Everything but the head; segments per sample.
+    // Writes a pattern without its head; returns the segments per sample.
     std::int64_t write_pattern(const Pattern& pattern, std::int64_t entry,
                                const SortedRests<Id>& sorted, const Cursor& at) {
         columns_.clear();
@@ -91,7 +91,7 @@ class PoolWriter {
         return ssize(columns_);
     }
 
-    // The same where some documents are what a head has left.
+    // Writes a pattern in which some documents are remainders of heads.
     void write_one_by_one(std::int64_t count, const SortedRests<Id>& sorted, Cursor at) const {
         for (std::int64_t i = 0; i < count; ++i) {
             out_.open_sample(at.sample++, at.segment);
@@ -113,7 +113,7 @@ class PoolWriter {
         return rank < sorted.class_begin[length + 1] - sorted.class_begin[length];
     }
 
-    // Number `rank` of a class: one of the sorted rests, or what a head left of its document.
+    // Returns document `rank` of a class: a sorted rest, or the remainder of a head.
     Place find(const SortedRests<Id>& sorted, std::int64_t length, std::int64_t rank) const {
         const std::int64_t begin = sorted.class_begin[length];
         if (is_sorted(sorted, length, rank))
@@ -125,7 +125,8 @@ class PoolWriter {
         return place;
     }
 
-    // Which documents the heads are of; what one leaves may be what a later one takes from.
+    // Finds the documents of the heads; a later head may be cut from the remainder of an earlier
+    // one.
     void resolve_heads(const SortedRests<Id>& sorted) {
         for (std::int64_t h = 0; h < ssize(plan_.heads); ++h) {
             const Head& head = plan_.heads[h];
@@ -135,7 +136,7 @@ class PoolWriter {
         for (const Head& head : plan_.heads) heads_.push_back(find(sorted, head.length, head.rank));
     }
 
-    // What head `head` left of its document is number `rank` of its class.
+    // The remainder of head `head` is document `rank` of class `length`.
     struct Added {
         std::int64_t length, rank, head;
 
@@ -153,7 +154,7 @@ class PoolWriter {
     std::vector<Added> added_;
 };
 
-// First in, first out, per class; all classes share one array of nodes.
+// A queue per class; all classes share one array of nodes.
 template <typename T>
 class ClassQueues {
   public:
@@ -181,12 +182,13 @@ class ClassQueues {
     }
 
   private:
-    std::vector<std::int64_t> front_, back_;  // per class, -1: none
+    std::vector<std::int64_t> front_, back_;  // per class, -1: empty
     std::vector<T> values_;
     std::vector<std::int64_t> next_;
     std::int64_t free_ = -1;
 };
 
+// The pool of `bucket_stream`: documents come in one by one, `generate` packs one sample.
 template <typename Id, typename Length>
 class StreamingPool {
   public:
@@ -198,7 +200,7 @@ class StreamingPool {
           queues_(largest_ + 1),
           buckets_(rules.capacities.size()) {}
 
-    // Memory for all that is cut: where there is too little, nobody waits for it to run out.
+    // Reserves memory for all cut pieces: too little memory fails at once, not after hours.
     void reserve(Span<const Length> lengths) {
         std::size_t pieces = 0;
         for (const std::int64_t length : lengths)
@@ -219,7 +221,7 @@ class StreamingPool {
 
     std::int64_t size() const { return size_; }
 
-    // One sample.
+    // Packs one sample.
     void generate() {
         const Random chance = chance_.child(ordinal_++);
         if (!long_.empty()) {
@@ -281,7 +283,7 @@ class StreamingPool {
         }
     };
 
-    // The pool's longest document is longer than the largest bucket: its first tokens fill one.
+    // Fills a sample of the largest bucket with the first tokens of the longest document.
     void cut_longest() {
         const auto [length, ticket, document, begin] = long_.top();
         long_.pop();
@@ -313,7 +315,7 @@ class StreamingPool {
     Random chance_;
     BucketPlanner planner_;
     ClassQueues<Piece> queues_;
-    std::priority_queue<LongDocument> long_;  // (length, -arrival, document, begin)
+    std::priority_queue<LongDocument> long_;  // (length, -ticket, document, begin)
     std::vector<Bucket> buckets_;
 };
 
@@ -327,26 +329,28 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
     const std::int64_t num_pools = std::max<std::int64_t>(n / size + (n % size > 0 ? 1 : 0), 1);
     check(rules.given.empty() || num_pools == 1, "given patterns need one pool, not ", num_pools);
     run.progress.add_total(2 * n);
-    Dealt<Id, Length> dealt;
+    RandomGroups<Id, Length> pools;
     if (num_pools > 1)
-        dealt = deal<Id, Length>(lengths, num_pools, random_for(run.seed, Purpose::kPools),
-                                 run.threads);
+        pools = split_at_random<Id, Length>(lengths, num_pools,
+                                            random_for(run.seed, Purpose::kPools), run.threads);
     const auto pool = [&](std::int64_t p) -> Documents<Id, Length> {
         if (num_pools == 1) return in_file_order<Id>(lengths);
-        Documents<Id, Length> own{lengths, dealt.items.data() + dealt.offsets[p],
-                                  dealt.offsets[p + 1] - dealt.offsets[p],
-                                  lengths.totals().longest};
-        if (own.longest <= own.size()) return own;
-        own.longest = 0;  // the histogram of a small pool ends with its longest document
-        for (std::int64_t i = 0; i < own.size(); ++i)
-            own.longest = std::max<std::int64_t>(own.longest, own[i].length);
-        return own;
+        Documents<Id, Length> documents{lengths, pools.items.data() + pools.offsets[p],
+                                        pools.offsets[p + 1] - pools.offsets[p],
+                                        lengths.totals().longest};
+        if (documents.longest <= documents.size()) return documents;
+        // A small pool gets a short histogram, up to its longest document.
+        documents.longest = 0;
+        for (std::int64_t i = 0; i < documents.size(); ++i)
+            documents.longest = std::max<std::int64_t>(documents.longest, documents[i].length);
+        return documents;
     };
 
     const std::int64_t buckets = ssize(rules.capacities);
     std::vector<BucketPlan> plans(num_pools);
     std::vector<std::int64_t> chunks(num_pools);
-    // Plans of many small pools outgrow the documents: what is beyond this is made a second time.
+    // Plans of many small pools need more memory than the documents: plans beyond this limit are
+    // discarded and made again when they are written.
     const std::int64_t kept_limit = (std::int64_t{1} << 26) + n;
     std::atomic<std::int64_t> kept_bytes{0};
     parallel_for(run.threads, num_pools, [&](std::int64_t p) {
@@ -357,8 +361,8 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
         run.progress.advance(pool(p).size());
     });
 
-    // Bucket after bucket, and in a bucket pool after pool; the full chunks stand first in the
-    // last.
+    // Samples are ordered by bucket, then by pool; the largest bucket of a pool starts with the
+    // full chunks.
     std::vector<std::vector<std::int64_t>> sample(num_pools), segment(num_pools);
     for (std::int64_t p = 0; p < num_pools; ++p) {
         sample[p] = plans[p].samples_in_bucket;
@@ -379,7 +383,7 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
         writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
                           random_for(run.seed, Purpose::kSegments).child(p));
         run.progress.advance(pool(p).size());
-        if (num_pools > 1) dealt.items.discard(dealt.offsets[p], dealt.offsets[p + 1]);
+        if (num_pools > 1) pools.items.discard(pools.offsets[p], pools.offsets[p + 1]);
     });
     return out;
 }
@@ -397,7 +401,7 @@ Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const Buc
     std::int64_t num_samples = 0;
     const auto generate = [&] {
         pool.generate();
-        if (++num_samples % kReportEvery == 0) run.progress.advance(0);  // it hears Ctrl-C
+        if (++num_samples % kReportEvery == 0) run.progress.advance(0);  // notices Ctrl-C
     };
     for (std::int64_t i = 0; i < order.size(); ++i) {
         if (i > 0 && i % kReportEvery == 0) run.progress.advance(kReportEvery);

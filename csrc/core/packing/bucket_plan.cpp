@@ -21,16 +21,16 @@ void BucketPlanner::add(std::int64_t length) {
     if (counts_[length]++ == 0) present_.insert(length);
 }
 
-// What is true of the first sample of a pattern stays true of its repeats: a document that was the
-// choice then is there until the last of them, and one that was not there does not come back. Only
-// a head changes what there is, so its sample is not repeated.
+// Every repeat of a pattern makes the same choices as its first sample: the chosen lengths remain
+// available until the last repeat, and no other length appears. Only a head adds a length, so a
+// sample with a head is not repeated.
 void BucketPlanner::next(std::int64_t max_repeats) {
     choose_lengths();
     std::int64_t repeats = max_repeats;
     for (const PatternEntry& entry : chosen_)
         repeats = std::min(repeats, counts_[entry.length] / entry.copies);
     const bool with_head = rules_.overflow == Overflow::kHead && slots_ > 0 &&
-                           rules_.exceeds_threshold(space_, bucket_) && shortest_left() > 0;
+                           rules_.exceeds_threshold(space_, bucket_) && shortest_unchosen() > 0;
     take_chosen(with_head ? 1 : repeats, with_head);
 }
 
@@ -47,11 +47,11 @@ void BucketPlanner::apply(const GivenPattern& given) {
               " where its bucket has room for ", space_, " tokens and ", slots_, " segments");
         choose(length, copies);
     }
-    // A length may be named more than once: its documents are counted together.
+    // A pattern may contain a length more than once: `chosen_` has the sum.
     for (const PatternEntry& entry : chosen_) {
-        const std::int64_t there = entry.length < ssize(counts_) ? counts_[entry.length] : 0;
-        check(entry.copies <= there / given.count, "a given pattern needs ", given.count, " times ",
-              entry.copies, " documents of length ", entry.length, "; there are ", there);
+        const std::int64_t count = entry.length < ssize(counts_) ? counts_[entry.length] : 0;
+        check(entry.copies <= count / given.count, "a given pattern needs ", given.count, " times ",
+              entry.copies, " documents of length ", entry.length, "; there are ", count);
     }
     take_chosen(given.count, false);
 }
@@ -71,16 +71,16 @@ void BucketPlanner::take_chosen(std::int64_t repeats, bool with_head) {
     plan.segments_in_bucket[bucket_] += segments;
 }
 
-// The smallest bucket that holds the longest document, then again and again the longest document
-// that fits in what is left.
+// Opens the smallest bucket that holds the longest document, then repeatedly chooses the longest
+// document that fits into the free space.
 void BucketPlanner::choose_lengths() {
     std::int64_t smallest = 0;
     while (rules_.capacities[smallest] < longest()) ++smallest;
     open(smallest);
     do {
-        for (std::int64_t length = longest_left(space_); length > 0 && slots_ > 0;
-             length = longest_left(std::min(space_, length - 1))) {
-            choose(length, std::min({left(length), space_ / length, slots_}));
+        for (std::int64_t length = longest_unchosen(space_); length > 0 && slots_ > 0;
+             length = longest_unchosen(std::min(space_, length - 1))) {
+            choose(length, std::min({unchosen(length), space_ / length, slots_}));
             if (rules_.pairs && replace_last_by_pair()) return;
         }
     } while (rules_.overflow == Overflow::kPromote && promote());
@@ -92,33 +92,32 @@ void BucketPlanner::open(std::int64_t bucket) {
     slots_ = rules_.segment_limit(bucket);
 }
 
-// Keeps the sample's documents longest first.
+// Adds documents to the open sample; keeps it ordered, longest first.
 void BucketPlanner::choose(std::int64_t length, std::int64_t copies) {
     space_ -= copies * length;
     slots_ -= copies;
     auto at = chosen_.end();
     while (at != chosen_.begin() && (at - 1)->length < length) --at;
     const auto amount = static_cast<std::int32_t>(copies);
-    if (at != chosen_.begin() && (at - 1)->length == length) {
+    if (at != chosen_.begin() && (at - 1)->length == length)
         (at - 1)->copies += amount;
-    } else {
+    else
         chosen_.insert(at, {static_cast<std::int32_t>(length), amount, 0});
-    }
 }
 
 // BucketLLM, Algorithm 2, lines 6 to 12: if the document chosen last leaves more space than the
-// threshold but less than any other document needs, the two documents that together leave the
-// least space take its place; of several such pairs, the one with the longest document.
+// threshold but less than any other document needs, replaces it by the two documents that together
+// leave the least space; of several such pairs, by the one with the longest document.
 bool BucketPlanner::replace_last_by_pair() {
     if (!rules_.exceeds_threshold(space_, bucket_) || slots_ == 0) return false;
-    const std::int64_t shortest = shortest_left();
+    const std::int64_t shortest = shortest_unchosen();
     const std::int64_t single = chosen_.back().length, space = space_ + single;
     if (shortest <= space_ || 2 * shortest > space) return false;
     std::int64_t best = single, longer = 0;
-    for (std::int64_t a = longest_left(space - shortest); 2 * a > best && best < space;
-         a = longest_left(a - 1)) {
-        std::int64_t b = longest_left(std::min(a, space - a));
-        if (b == a && left(a) < 2) b = longest_left(a - 1);
+    for (std::int64_t a = longest_unchosen(space - shortest); 2 * a > best && best < space;
+         a = longest_unchosen(a - 1)) {
+        std::int64_t b = longest_unchosen(std::min(a, space - a));
+        if (b == a && unchosen(a) < 2) b = longest_unchosen(a - 1);
         if (b > 0 && a + b > best) {
             best = a + b;
             longer = a;
@@ -137,11 +136,11 @@ bool BucketPlanner::replace_last_by_pair() {
     return true;
 }
 
-// A sample that would be padded by more than the threshold moves to the smallest larger bucket in
-// which it has room for another document.
+// Moves a sample with more padding than the threshold to the smallest larger bucket that has room
+// for another document.
 bool BucketPlanner::promote() {
     if (!rules_.exceeds_threshold(space_, bucket_)) return false;
-    const std::int64_t shortest = shortest_left();
+    const std::int64_t shortest = shortest_unchosen();
     if (shortest < 0) return false;
     const std::int64_t used = rules_.capacities[bucket_] - space_;
     const std::int64_t segments = rules_.segment_limit(bucket_) - slots_;
@@ -155,35 +154,35 @@ bool BucketPlanner::promote() {
     return false;
 }
 
-// Documents of a length that the present sample has not chosen.
-std::int64_t BucketPlanner::left(std::int64_t length) const {
+// Returns the documents of a length that are neither taken nor in the open sample.
+std::int64_t BucketPlanner::unchosen(std::int64_t length) const {
     std::int64_t count = counts_[length];
     for (const PatternEntry& entry : chosen_)
         if (entry.length == length) count -= entry.copies;
     return count;
 }
 
-std::int64_t BucketPlanner::longest_left(std::int64_t limit) const {
+std::int64_t BucketPlanner::longest_unchosen(std::int64_t limit) const {
     std::int64_t length = present_.at_most(limit);
-    while (length > 0 && left(length) == 0) length = present_.at_most(length - 1);
+    while (length > 0 && unchosen(length) == 0) length = present_.at_most(length - 1);
     return length;
 }
 
-std::int64_t BucketPlanner::shortest_left() const {
+std::int64_t BucketPlanner::shortest_unchosen() const {
     const std::int64_t end = ssize(counts_);
     std::int64_t length = present_.at_least(1);
-    while (length > 0 && left(length) == 0)
+    while (length > 0 && unchosen(length) == 0)
         length = length + 1 < end ? present_.at_least(length + 1) : -1;
     return length;
 }
 
-// Takes `amount` documents of a class; the number of the first.
+// Takes `amount` documents of a class; returns the number of the first.
 std::int64_t BucketPlanner::take(std::int64_t length, std::int64_t amount) {
     if ((counts_[length] -= amount) == 0) present_.erase(length);
     return std::exchange(taken_[length], taken_[length] + amount);
 }
 
-// The first `tokens` tokens of the shortest document; its rest stays in the pool.
+// Takes the first `tokens` tokens of the shortest document; the rest of it stays in the pool.
 std::int32_t BucketPlanner::take_head(std::int64_t tokens) {
     const std::int64_t length = present_.at_least(1), rest = length - tokens;
     Head head{static_cast<std::int32_t>(length), static_cast<std::int32_t>(tokens), take(length, 1),

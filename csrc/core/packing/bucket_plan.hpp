@@ -1,11 +1,12 @@
-// Which lengths share a sample: the bucket strategies decided on a histogram of lengths.
+// Plan of the bucket strategies, made on a histogram of lengths: which lengths share a sample.
 //
-// A pool is drained bucket by bucket: the smallest bucket that holds the longest document, then the
-// largest document that still fits, again and again (BucketLLM, Algorithm 2). Which document of a
-// length is taken plays no part in the choice, so that choice is made once for as many samples as
-// the histogram can repeat: a plan of some ten thousand patterns, whatever the number of documents.
-// Documents of a class are taken in order, so the plan's samples are those of the rule applied
-// document by document.
+// A sample gets the smallest bucket that holds the longest document, then repeatedly the longest
+// document that still fits (BucketLLM, Algorithm 2). The choice depends on lengths only, so one
+// pattern is decided for as many samples as the histogram can repeat: some ten thousand patterns
+// for any number of documents. Documents of equal length are taken in order, so the samples equal
+// those of the rule applied document by document.
+//
+//     counts {2: 4, 5: 2}, buckets {8}  ->  2 samples of lengths 5 2, 1 sample of lengths 2 2
 #pragma once
 
 #include <vector>
@@ -15,22 +16,22 @@
 
 namespace megapack {
 
-// `copies` documents of `length`, from number `rank` of that class on.
+// `copies` documents of `length`, starting with document number `rank` of that length.
 struct PatternEntry {
     std::int32_t length, copies;
     std::int64_t rank;
 };
 
-// `count` samples of the same lengths; sample i takes entry.rank + i * entry.copies and following.
+// `count` samples of the same lengths; sample i starts with document entry.rank + i * entry.copies.
 struct Pattern {
     std::int64_t count;
-    std::uint32_t end_entry;  // its entries follow those of the pattern before
+    std::uint32_t end_entry;  // its entries end here and begin where those before end
     std::int32_t bucket;
     std::int32_t head;  // index of the head that fills the sample, or -1
 };
 
-// The first `tokens` tokens of document `rank` of class `length`; the rest of the document becomes
-// number `rest_rank` of class `length - tokens`.
+// The first `tokens` tokens of document `rank` of class `length`. What remains of it becomes
+// document `rest_rank` of class `length - tokens`.
 struct Head {
     std::int32_t length, tokens;
     std::int64_t rank, rest_rank;
@@ -42,7 +43,7 @@ struct BucketPlan {
     std::vector<Head> heads;
     std::vector<std::int64_t> samples_in_bucket, segments_in_bucket;
 
-    // Keeps the numbers alone. (`= {}` would empty the vectors and keep their memory.)
+    // Keeps only the counts. (`= {}` would keep the memory of the vectors.)
     void forget_samples() {
         patterns = std::vector<Pattern>();
         entries = std::vector<PatternEntry>();
@@ -54,12 +55,12 @@ struct BucketPlan {
     }
 };
 
-// Decides one pattern after the other. Documents of a class are taken in the order in which they
-// came: first those the planner was made with, then those added.
+// Decides patterns one by one. Documents of a class are taken in order: those of the constructor,
+// then those added.
 class BucketPlanner {
   public:
-    // counts[l] documents of length l; none longer than counts.size() - 1, which is at most the
-    // largest capacity, comes later.
+    // Starts with counts[l] documents of length l. Later ones must not be longer than
+    // counts.size() - 1, which is at most the largest capacity.
     BucketPlanner(std::vector<std::int64_t> counts, const BucketRules& rules);
 
     void add(std::int64_t length);
@@ -69,8 +70,7 @@ class BucketPlanner {
     // Appends the next pattern to the plan, at most `max_repeats` samples of it.
     void next(std::int64_t max_repeats);
 
-    // Appends a pattern decided elsewhere. Throws if it does not fit or the documents are not
-    // there.
+    // Appends a given pattern. Throws if it does not fit or lacks documents.
     void apply(const GivenPattern& given);
 
     BucketPlan plan;
@@ -82,28 +82,28 @@ class BucketPlanner {
     void choose(std::int64_t length, std::int64_t copies);
     bool replace_last_by_pair();
     bool promote();
-    std::int64_t left(std::int64_t length) const;
-    std::int64_t longest_left(std::int64_t limit) const;
-    std::int64_t shortest_left() const;
+    std::int64_t unchosen(std::int64_t length) const;
+    std::int64_t longest_unchosen(std::int64_t limit) const;
+    std::int64_t shortest_unchosen() const;
     std::int64_t take(std::int64_t length, std::int64_t amount);
     std::int32_t take_head(std::int64_t tokens);
 
     const BucketRules& rules_;
-    std::vector<std::int64_t> counts_;  // documents there are, by length
-    std::vector<std::int64_t> taken_;   // documents taken so far, by length
-    LengthSet present_;                 // lengths of which there are documents
+    std::vector<std::int64_t> counts_;  // documents not yet taken, by length
+    std::vector<std::int64_t> taken_;   // documents taken, by length
+    LengthSet present_;                 // lengths with counts_ > 0
 
-    // The sample being chosen. Its documents are taken when it is complete.
+    // The open sample. Its documents are taken when it is complete.
     std::vector<PatternEntry> chosen_;
     std::int64_t bucket_ = 0;
-    std::int64_t space_ = 0;  // tokens that it may still take
-    std::int64_t slots_ = 0;  // segments that it may still take
+    std::int64_t space_ = 0;  // free tokens
+    std::int64_t slots_ = 0;  // free segments
 };
 
-// The given patterns, then drains what they leave of a pool.
+// Plans a whole pool: first the given patterns, then all other documents.
 BucketPlan plan_buckets(std::vector<std::int64_t> counts, const BucketRules& rules);
 
-// Samples per bucket if a pool of counts[l] documents of length l is drained; counts from anywhere.
+// Returns the samples per bucket of a pool with counts[l] documents of length l; checks `counts`.
 std::vector<std::int64_t> count_bucket_samples(std::vector<std::int64_t> counts,
                                                const BucketRules& rules);
 

@@ -1,5 +1,5 @@
-// Many samples of the same lengths, written column by column: segment k of all of them, then
-// segment k + 1. Such a loop reads one class in order and does nothing else.
+// Samples with the same segment lengths, written column by column: segment k of all samples, then
+// segment k + 1. Each loop reads the documents of one length in order.
 #pragma once
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 
 namespace megapack {
 
-// Sample i has `kept` tokens of the rest ids[first + i * stride], which is `length` tokens long.
+// Segment of sample i: the first `kept` tokens of rest ids[first + i * stride] of `length` tokens.
 struct Column {
     std::int64_t first, stride;
     std::int32_t length, kept;
 };
 
-// A block of segments stays in the nearest cache while its columns are filled in.
+// Samples per block: its segments stay in the nearest cache while the columns are written.
 inline std::int64_t samples_in_block(const std::vector<Column>& columns) {
     return std::max<std::int64_t>(1024 / static_cast<std::int64_t>(columns.size()), 1);
 }
 
-// Asks for the rests of samples [begin, end), as many as one block has, before they are needed:
-// hardware follows a column only once it has seen some of it, and columns are short.
+// Prefetches the rests of samples [begin, end), one block: columns are too short for the hardware
+// prefetcher to notice them in time.
 template <typename Id>
 void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>& sorted,
                       std::int64_t begin, std::int64_t end) {
@@ -31,12 +31,12 @@ void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>&
     for (const Column& column : columns) {
         const Id* ids = sorted.ids.data() + column.first;
         for (std::int64_t i = begin * column.stride; i < end * column.stride; i += kLine)
-            prefetch(ids + i);
+            __builtin_prefetch(ids + i);
     }
 }
 
-// Where a tail begins follows from the length of its document, which lies anywhere in memory: it is
-// asked for when the tail is met and used some tails later.
+// Writes the begins of tails. A begin follows from the length of the document, which is anywhere in
+// memory: the length is prefetched first and read some tails later.
 template <typename Id, typename Length>
 class TailBegins {
   public:
@@ -44,12 +44,12 @@ class TailBegins {
         : begins_(out.segment_begin.data()), lengths_(lengths) {}
 
     void put(std::int64_t segment, Id document, std::int32_t tail) {
-        if (met_ - done_ == kWaiting) write_oldest();
-        waiting_[met_++ % kWaiting] = {segment, document, tail};
-        prefetch(lengths_.data() + document);
+        if (put_ - written_ == kWaiting) write_oldest();
+        waiting_[put_++ % kWaiting] = {segment, document, tail};
+        __builtin_prefetch(lengths_.data() + document);
     }
     void finish() {
-        while (done_ < met_) write_oldest();
+        while (written_ < put_) write_oldest();
     }
 
   private:
@@ -61,7 +61,7 @@ class TailBegins {
     static constexpr std::uint32_t kWaiting = 16;
 
     void write_oldest() {
-        const Tail& tail = waiting_[done_++ % kWaiting];
+        const Tail& tail = waiting_[written_++ % kWaiting];
         const Length length = lengths_[tail.document];
         begins_[tail.segment] = static_cast<Length>(length - tail.length);
     }
@@ -69,11 +69,11 @@ class TailBegins {
     Length* begins_;
     Span<const Length> lengths_;
     std::array<Tail, kWaiting> waiting_;
-    std::uint32_t met_ = 0, done_ = 0;  // they wrap together
+    std::uint32_t put_ = 0, written_ = 0;  // both wrap at 2^32
 };
 
-// Segments [segment, segment + rows * columns.size()) get what a plan knows without looking at the
-// documents: their lengths, which repeat from sample to sample, and that they begin at 0.
+// Writes lengths and begins of segments [segment, segment + rows * columns.size()): the lengths
+// repeat from sample to sample, the begins are 0 (TailBegins corrects those of tails).
 template <typename Id, typename Length>
 void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    std::int64_t segment, std::int64_t rows) {
@@ -85,7 +85,7 @@ void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& co
     std::fill_n(out.segment_begin.data() + segment, size, Length{0});
 }
 
-// Samples [begin, end) of `columns` to sample `sample`, segment `segment` of `out` and following.
+// Writes samples [begin, end) of `columns` to `out`, from `sample` and `segment` on.
 template <typename Id, typename Length>
 void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    const SortedRests<Id>& sorted, Span<const Length> lengths, std::int64_t begin,

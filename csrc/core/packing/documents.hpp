@@ -1,12 +1,13 @@
-// What every strategy is given, and what they share before they decide anything.
+// Inputs of every strategy, and the orders that strategies share.
 //
-//     Lengths<Length>          document lengths, checked in the one pass that reads them all
-//     Run                      seed, threads, progress: all but the strategy's own rules
-//     Documents<Id, Length>    the documents in the order in which a strategy takes them
-//     deal, shuffle            seeded orders: pools of documents, and a full shuffle
+//     Lengths<Length>          document lengths, checked in one pass
+//     Run                      seed, threads, progress
+//     Documents<Id, Length>    documents in the order in which a strategy takes them
+//     split_at_random          documents in random groups
+//     shuffle                  documents in random order
 //
-// Id is the type of a document number, Length that of a document length: int32 each as long as it
-// suffices, int64 beyond, because packing is bound by memory.
+// Id is the type of a document number, Length that of a document length: int32 if it suffices, else
+// int64, because packing is bound by memory.
 #pragma once
 
 #include <algorithm>
@@ -24,22 +25,22 @@
 
 namespace megapack {
 
-// What may be packed at once; a few such sums and a capacity together stay below 2^63.
+// Limit of a packing. A few such sums and a capacity together stay below 2^63.
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 62;
 
 struct LengthTotals {
     std::int64_t num_tokens = 0;
     std::int64_t longest = 0;
     std::int64_t num_empty = 0;
-    std::int64_t num_longer = 0;  // than the capacity asked about
+    std::int64_t num_longer = 0;  // longer than `capacity`
 };
 
-// Length: int32, int64 or uint64. Throws DataError for a length below 0 and for more than
-// kMaxTokens in all. capacity >= 0.
+// Sums lengths of type int32, int64 or uint64. Throws DataError for a length below 0 and for more
+// than kMaxTokens in all. capacity >= 0.
 template <typename Length>
 LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity = kMaxTokens) {
-    // A block's sum and counts fit where the vector registers keep them: 2^16 narrow lengths in 64
-    // bits, wide ones in more.
+    // Blocks are small enough that their sums and counts stay in vector registers: 2^16 lengths of
+    // 32 bits fit a sum of 64 bits, wider lengths need 128.
     constexpr std::int64_t kBlock = std::int64_t{1} << 16;
     __extension__ using WideSum = unsigned __int128;
     using Unsigned = std::make_unsigned_t<Length>;
@@ -81,8 +82,8 @@ LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity = k
     return totals;
 }
 
-// Lengths that passed the check; the caller keeps them alive and unchanged. Strategies take these
-// and nothing else, so none of them meets a negative length or a sum that 64 bits cannot hold.
+// Checked lengths; the caller keeps them alive and unchanged. Strategies take only these, so they
+// never see a negative length or a sum above 64 bits.
 template <typename Length>
 class Lengths {
   public:
@@ -98,7 +99,7 @@ class Lengths {
     LengthTotals totals_;
 };
 
-// ---- A run: what every strategy is told besides its own rules
+// ---- A run: arguments that all strategies share
 
 constexpr int kMaxThreads = 1024;
 
@@ -108,7 +109,7 @@ inline int checked_threads(std::int64_t threads) {
     return static_cast<int>(threads);
 }
 
-// The result is a function of everything but threads.
+// The result does not depend on `threads`.
 struct Run {
     Run(std::uint64_t seed_, std::int64_t threads_, Progress& progress_)
         : seed(seed_), threads(checked_threads(threads_)), progress(progress_) {}
@@ -118,8 +119,8 @@ struct Run {
     Progress& progress;
 };
 
-// Documents a task handles between two reports of progress. The tests of the core take few, so that
-// small inputs have many parts.
+// Documents per part: tasks report progress after each. The tests of the core set a small number,
+// so that small inputs have many parts.
 #ifndef MEGAPACK_PART_SIZE
 #define MEGAPACK_PART_SIZE (std::int64_t{1} << 20)
 #endif
@@ -128,7 +129,7 @@ constexpr std::int64_t num_parts(std::int64_t size) {
     return (size + MEGAPACK_PART_SIZE - 1) / MEGAPACK_PART_SIZE;
 }
 
-// visit(part, its range) for all documents in parts, in parallel, with progress.
+// Calls visit(part, its range) for all documents in parallel, with progress.
 template <typename Visit>
 void for_each_part(const Run& run, std::int64_t size, Visit visit) {
     for_each_part(run.threads, size, num_parts(size), [&](std::int64_t p, Part range) {
@@ -150,8 +151,8 @@ template <typename Id, typename Length>
 struct Documents {
     Span<const Length> lengths;               // of all documents, in file order
     const Item<Id, Length>* items = nullptr;  // null: file order
-    std::int64_t count = 0;                   // how many are taken
-    std::int64_t longest = kMaxTokens;        // none of them is longer
+    std::int64_t count = 0;                   // documents in this order
+    std::int64_t longest = kMaxTokens;        // upper bound of their lengths
 
     std::int64_t size() const { return count; }
     Item<Id, Length> operator[](std::int64_t i) const {
@@ -159,7 +160,7 @@ struct Documents {
         return {static_cast<Id>(i), lengths[i]};
     }
 
-    // loop(item_at) with item_at(i) = (*this)[i], the order decided once: for inner loops.
+    // Calls loop(item_at) with item_at(i) = (*this)[i]: tests `items` once, not per document.
     template <typename Loop>
     auto in_order(Loop loop) const {
         if (items != nullptr) return loop([from = items](std::int64_t i) { return from[i]; });
@@ -182,49 +183,49 @@ void swap_at_random(std::int64_t size, Random chance, Swap swap) {
 }
 
 template <typename Id, typename Length>
-struct Dealt {
+struct RandomGroups {
     Buffer<Item<Id, Length>> items;     // group after group
-    std::vector<std::int64_t> offsets;  // of the groups in `items`, one more than groups
+    std::vector<std::int64_t> offsets;  // (groups + 1), in `items`
 };
 
-// Document i goes to group chance.below(i, num_groups); a group keeps file order.
+// Puts document i into group chance.below(i, num_groups); a group keeps file order.
 template <typename Id, typename Length>
-Dealt<Id, Length> deal(Span<const Length> lengths, std::int64_t num_groups, Random chance,
-                       int threads) {
+RandomGroups<Id, Length> split_at_random(Span<const Length> lengths, std::int64_t num_groups,
+                                         Random chance, int threads) {
     const std::int64_t n = lengths.size();
     const auto group_of = [&](std::int64_t i) { return chance.below(i, num_groups); };
-    // next[part][group]: first a count, then where the part's next document of the group goes.
+    // next[part][group]: first a count, then the position of the next document.
     std::vector<std::vector<std::int64_t>> next(threads, std::vector<std::int64_t>(num_groups, 0));
     for_each_part(threads, n, threads, [&](std::int64_t p, Part range) {
         for (std::int64_t i = range.begin; i < range.end; ++i) ++next[p][group_of(i)];
     });
-    Dealt<Id, Length> dealt{Buffer<Item<Id, Length>>(n), lay_out(next, num_groups)};
+    RandomGroups<Id, Length> result{Buffer<Item<Id, Length>>(n), lay_out(next, num_groups)};
     for_each_part(threads, n, threads, [&](std::int64_t p, Part range) {
         for (std::int64_t i = range.begin; i < range.end; ++i)
-            dealt.items[next[p][group_of(i)]++] = {static_cast<Id>(i), lengths[i]};
+            result.items[next[p][group_of(i)]++] = {static_cast<Id>(i), lengths[i]};
     });
-    return dealt;
+    return result;
 }
 
-// A uniformly random order. Documents are dealt with chance.child(0) to
-// G = min(4096, ceil(n / 32768)) groups; group g is put in order by swap_at_random with
-// chance.child(1).child(g). The groups fit in a processor's cache, which a shuffle of the whole
-// would not.
+// Returns the documents in a uniformly random order: split_at_random with chance.child(0) into
+// G = min(4096, ceil(n / 32768)) groups, then swap_at_random in group g with
+// chance.child(1).child(g). A group fits in the processor's cache, all documents would not.
 template <typename Id, typename Length>
 Buffer<Item<Id, Length>> shuffle(Span<const Length> lengths, Random chance, int threads) {
     constexpr std::int64_t kGroupSize = std::int64_t{1} << 15, kMaxGroups = std::int64_t{1} << 12;
     const std::int64_t groups =
         std::clamp((lengths.size() + kGroupSize - 1) / kGroupSize, std::int64_t{1}, kMaxGroups);
-    Dealt<Id, Length> dealt = deal<Id, Length>(lengths, groups, chance.child(0), threads);
+    RandomGroups<Id, Length> grouped =
+        split_at_random<Id, Length>(lengths, groups, chance.child(0), threads);
     parallel_for(threads, groups, [&](std::int64_t g) {
-        Item<Id, Length>* items = dealt.items.data() + dealt.offsets[g];
-        swap_at_random(dealt.offsets[g + 1] - dealt.offsets[g], chance.child(1).child(g),
+        Item<Id, Length>* items = grouped.items.data() + grouped.offsets[g];
+        swap_at_random(grouped.offsets[g + 1] - grouped.offsets[g], chance.child(1).child(g),
                        [&](std::int64_t k, std::int64_t j) { std::swap(items[k], items[j]); });
     });
-    return std::move(dealt.items);
+    return std::move(grouped.items);
 }
 
-// pack(documents) on the documents in file order or, if asked, in seeded order.
+// Calls pack(documents) with the documents in file order or, if `shuffled`, in seeded order.
 template <typename Id, typename Length, typename Pack>
 auto pack_in_order(const Lengths<Length>& lengths, bool shuffled, const Run& run, Pack pack) {
     Documents<Id, Length> documents = in_file_order<Id>(lengths);

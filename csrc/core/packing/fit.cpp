@@ -1,11 +1,11 @@
-// First-fit and best-fit decreasing, and Seamless Packing, which fits what its windows leave: bins
-// planned on a histogram of lengths (plan_fit), written as samples (Bins).
+// First-fit and best-fit decreasing, and Seamless Packing, which fits the documents that its
+// windows do not cover. plan_fit plans bins on a histogram of lengths, Bins writes them as samples.
 //
-// Lengths are taken from long to short. Bins with the same contents form a run of consecutive bins;
-// documents of one length fill a run at once, k = space / length to each bin, because after the
-// first of them the same bin is again the first (and the best) that fits. A run is split where the
-// documents of a length end in its middle, so there are at most a few runs per distinct length,
-// whatever the number of documents, and their bins are those of the rule applied one by one.
+// Lengths are taken from long to short. Consecutive bins with the same contents form a run.
+// Documents of one length fill a run at once, space / length of them per bin, because after the
+// first one the same bin is again the first (and the best) that fits. A run is split when the
+// documents of a length end in its middle. So there are a few runs per distinct length, for any
+// number of documents, and the bins equal those of the rule applied document by document.
 //
 //     plan_fit of lengths 5 5 5 2 2, bins of 8, first fit
 //         ->  bins 0 and 1: 5 2; bin 2: 5    (two runs, three entries)
@@ -22,8 +22,8 @@
 namespace megapack {
 namespace {
 
-// Every bin of some run took `copies` documents of `length`: bin b has the numbers
-// base + b * copies and following of that class. `before` is the entry before it, or -1.
+// Every bin of a run has `copies` documents of `length`: bin b those from number base + b * copies
+// on. `before`: the previous entry of the run, or -1.
 struct FitEntry {
     std::int32_t length, copies;
     std::int64_t base;
@@ -34,7 +34,7 @@ struct FitEntry {
 struct FitRun {
     std::int64_t first_bin, count;
     std::int64_t space;
-    std::int32_t last_entry;  // their contents, last first
+    std::int32_t last_entry;  // of the list of their contents
 };
 
 struct FitPlan {
@@ -48,13 +48,13 @@ struct FitPlan {
 
 using RunId = std::int32_t;
 
-// First fit: open runs that fit the present length, by first bin; the others wait under their
-// space until the lengths have come down to it.
+// First fit: a queue by first bin of the runs that fit the current length; other runs wait, by
+// their space, until lengths are short enough.
 class FirstFitOrder {
   public:
     explicit FirstFitOrder(std::int64_t capacity) : waiting_(capacity + 1) {}
 
-    // `length` is the present length, never more than before; every length is announced.
+    // Sets the current length. Call it for every length, from long to short.
     void set_length(std::int64_t length) {
         for (const Key& key : waiting_[length]) active_.push(key);
         length_ = length;
@@ -65,14 +65,13 @@ class FirstFitOrder {
         active_.pop();
         return run;
     }
-    // A run, or what was not used of it, with its new space.
+    // Adds a run, or the unused part of one, with its new space.
     void put(RunId id, const FitRun& run) {
         const Key key{run.first_bin, id};
-        if (run.space >= length_) {
+        if (run.space >= length_)
             active_.push(key);
-        } else if (run.space > 0) {
+        else if (run.space > 0)
             waiting_[run.space].push_back(key);
-        }
     }
     void put_back(RunId id, const FitRun& run) { put(id, run); }
 
@@ -83,7 +82,7 @@ class FirstFitOrder {
     std::int64_t length_ = 0;
 };
 
-// Best fit: per space, runs in the order in which they reached it.
+// Best fit: a queue per space of the runs in the order in which they reached it.
 class BestFitOrder {
   public:
     explicit BestFitOrder(std::int64_t capacity) : spaces_(capacity), queues_(capacity + 1) {}
@@ -105,14 +104,13 @@ class BestFitOrder {
         queues_[run.space].runs.push_back(id);
         spaces_.insert(run.space);
     }
-    // What was not used of the run just taken goes back to the front of its queue.
+    // Returns the unused part of the run just taken to the front of its queue.
     void put_back(RunId id, const FitRun& run) {
         Queue& queue = queues_[run.space];
-        if (queue.front == 0) {
+        if (queue.front == 0)
             queue.runs.insert(queue.runs.begin(), id);
-        } else {
+        else
             queue.runs[--queue.front] = id;
-        }
         spaces_.insert(run.space);
     }
 
@@ -152,7 +150,7 @@ class Planner {
         }
     }
 
-    // Just as many new bins as `count` documents need, `copies` in each.
+    // Opens the bins that `count` documents need with `copies` in each.
     RunId open_bins(std::int64_t count, std::int64_t copies) {
         const std::int64_t bins = (count + copies - 1) / copies;
         plan_.runs.push_back({num_bins_, bins, capacity_, -1});
@@ -160,13 +158,13 @@ class Planner {
         return static_cast<RunId>(plan_.runs.size()) - 1;
     }
 
-    // Documents rank, rank + 1, ... to a run, as many as it holds of `left`; how many it took.
-    std::int64_t fill(RunId id, std::int64_t length, std::int64_t rank, std::int64_t left) {
+    // Puts documents rank, rank + 1, ... into a run, at most `count`; returns their number.
+    std::int64_t fill(RunId id, std::int64_t length, std::int64_t rank, std::int64_t count) {
         FitRun run = plan_.runs[id];
         const std::int64_t copies = run.space / length;
-        const std::int64_t full = std::min(run.count, left / copies);
-        const std::int64_t single = full < run.count ? left % copies : 0;
-        RunId slot = id;  // where the next part of the run is kept
+        const std::int64_t full = std::min(run.count, count / copies);
+        const std::int64_t single = full < run.count ? count % copies : 0;
+        RunId slot = id;  // of the next part of the run; -1: a new one
         if (full > 0) slot = add(slot, run, full, length, copies, rank);
         if (single > 0) slot = add(slot, run, 1, length, single, rank + full * copies);
         if (run.count > 0) order_.put_back(keep(slot, run), run);
@@ -202,14 +200,14 @@ class Planner {
     std::int64_t num_bins_ = 0;
 };
 
-// counts[l] documents of length l, for l in [0, counts.size()); counts.size() - 1 <= capacity.
+// Plans bins for counts[l] documents of length l; counts.size() - 1 <= capacity.
 FitPlan plan_fit(const std::vector<std::int64_t>& counts, std::int64_t capacity, Fit fit) {
     if (fit == Fit::kFirst) return Planner<FirstFitOrder>(capacity).run(counts);
     return Planner<BestFitOrder>(capacity).run(counts);
 }
 
-// Runs of a plan's bins as segments, longest first; those past `capacity` tokens are cut or left
-// out. Where the bins of every run stand is known beforehand, so threads can write different bins.
+// Writes runs of bins as segments, longest first; segments past `capacity` tokens are cut or
+// dropped. The offsets of every run are known beforehand, so threads write different bins.
 template <typename Id, typename Length>
 class Bins {
   public:
@@ -226,13 +224,13 @@ class Bins {
             next.first_token += run.count * next.tokens;
         }
         next.columns.clear();
-        runs_.push_back(next);  // where the last run ends
+        runs_.push_back(next);  // the end of the last run
     }
 
     std::int64_t num_segments() const { return runs_.back().first_segment; }
     std::int64_t lost_tokens() const { return lost_tokens_; }
 
-    // One sample each.
+    // Writes every bin as a sample.
     void write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment,
                int threads) const {
         for_each_part(threads, num_bins(), threads, [&](std::int64_t, Part range) {
@@ -245,15 +243,15 @@ class Bins {
         });
     }
 
-    // Joined in their order and cut every `capacity` tokens; the segment after the last. Threads
-    // take consecutive bins; where in the samples a thread begins follows from the tokens before,
-    // where in the segments only from counting them.
+    // Joins the bins in order, cuts them every `capacity` tokens and returns the segment after the
+    // last. Threads take consecutive bins. The first sample of a thread follows from the tokens
+    // before it; its first segment is known only after counting.
     std::int64_t write_joined(const Samples<Id, Length>& out, std::int64_t sample,
                               std::int64_t segment, int threads) const {
         out.open_sample(sample, segment);
         std::vector<std::int64_t> next(threads + 1, 0);
         for_each_part(threads, num_bins(), threads, [&](std::int64_t p, Part range) {
-            if (p + 1 == threads) return;  // nobody begins after the last
+            if (p + 1 == threads) return;  // no thread begins after the last
             SegmentCounter counter(capacity_, token_of(range.begin));
             for_each_rest(range,
                           [&](const Column& column, std::int64_t) { counter.push(column.length); });
@@ -276,8 +274,8 @@ class Bins {
   private:
     struct Contents {
         std::vector<Column> columns;
-        std::int64_t tokens = 0;                                         // of a bin
-        std::int64_t first_bin = 0, first_segment = 0, first_token = 0;  // among the runs
+        std::int64_t tokens = 0;  // per bin
+        std::int64_t first_bin = 0, first_segment = 0, first_token = 0;
     };
 
     std::int64_t num_bins() const { return runs_.back().first_bin; }
@@ -320,14 +318,14 @@ class Bins {
         return run->first_token + (bin - run->first_bin) * run->tokens;
     }
 
-    // visit(run, which of its bins) for the bins [begin, end).
+    // Calls visit(run, range of its bins) for the runs of `bins`.
     template <typename Visit>
     void for_each_run(Part bins, Visit visit) const {
         for (const Contents* run = run_of(bins.begin); run->first_bin < bins.end; ++run)
             visit(*run, Part{std::max(bins.begin, run->first_bin) - run->first_bin,
                              std::min(bins.end, run[1].first_bin) - run->first_bin});
     }
-    // visit(column, number of the bin in its run) for their rests.
+    // Calls visit(column, number of the bin in its run) for the rests of `range`.
     template <typename Visit>
     void for_each_rest(Part range, Visit visit) const {
         for_each_run(range, [&](const Contents& run, Part bins) {
@@ -339,11 +337,11 @@ class Bins {
     const SortedRests<Id>& sorted_;
     Span<const Length> lengths_;
     std::int64_t capacity_, lost_tokens_ = 0;
-    std::vector<Contents> runs_;  // and one behind the last
+    std::vector<Contents> runs_;  // and an end marker
     std::vector<FitEntry> entries_;
 };
 
-// How stage one of Seamless Packing treats a document of at least `capacity` tokens.
+// Stage one of Seamless Packing: cuts of a document of at least `capacity` tokens.
 class SlidingCut {
   public:
     explicit SlidingCut(const SeamlessRules& rules) : capacity(rules.capacity), rules_(rules) {
@@ -351,8 +349,9 @@ class SlidingCut {
         check_extra_capacity(rules.extra_capacity);
     }
 
-    // n = floor(length / L) samples are full; n + 1 windows must overlap by D tokens in all: by at
-    // most ceil(n r_max L) (equations 1 and 2), or by n floor(r_max L) in the authors' program.
+    // Returns true if the document is covered by windows. n = floor(length / L) samples would be
+    // full; n + 1 windows overlap by D tokens in all, which may be at most ceil(n r_max L)
+    // (equations 1 and 2), or n floor(r_max L) in the authors' program.
     bool slides(std::int64_t length) const {
         const std::int64_t n = length / capacity, overlap = (n + 1) * capacity - length;
         if (overlap == capacity) return false;  // exactly n samples
@@ -426,7 +425,7 @@ Samples<Id, Length> pack_fit_decreasing(const Lengths<Length>& lengths, const Fi
     run.progress.advance(n);
 
     const std::int64_t chunks = sort.num_chunks();
-    // Every rest is one segment at most; fewer where extra_capacity drops some.
+    // A rest has at most one segment; extra_capacity may drop some.
     Samples<Id, Length> out({capacity}, {0, chunks + plan.num_bins()}, chunks + sort.num_rests());
     const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
         out.put_alone(chunk, document, begin, capacity);
@@ -453,18 +452,19 @@ Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const Seamless
     run.progress.advance(n);
 
     std::vector<FitRun> full, leftover;
-    std::int64_t num_full = 0, left = 0;
-    for (const FitRun& same : plan.runs) {
-        const std::int64_t tokens = bin_capacity - same.space;
+    std::int64_t num_full = 0, leftover_tokens = 0;
+    for (const FitRun& bins : plan.runs) {
+        const std::int64_t tokens = bin_capacity - bins.space;
         const bool too_short =
             rules.placement == Placement::kPublished ? tokens <= capacity : tokens < capacity;
-        (too_short ? leftover : full).push_back(same);
-        (too_short ? left : num_full) += same.count * (too_short ? tokens : 1);
+        (too_short ? leftover : full).push_back(bins);
+        (too_short ? leftover_tokens : num_full) += bins.count * (too_short ? tokens : 1);
     }
-    const std::int64_t chunks = sort.num_chunks(), more = (left + capacity - 1) / capacity;
-    // Every rest is one segment at most, and every cut of the joined bins splits one in two.
-    Samples<Id, Length> out({capacity}, {0, chunks + num_full + more},
-                            chunks + sort.num_rests() + more);
+    const std::int64_t chunks = sort.num_chunks();
+    const std::int64_t num_joined = (leftover_tokens + capacity - 1) / capacity;
+    // A rest has at most one segment, and every cut of the joined bins adds one.
+    Samples<Id, Length> out({capacity}, {0, chunks + num_full + num_joined},
+                            chunks + sort.num_rests() + num_joined);
     const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
         out.put_alone(chunk, document, begin, capacity);
     });
@@ -476,9 +476,9 @@ Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const Seamless
     const Bins<Id, Length> bins(plan, full, sorted, documents.lengths, capacity);
     bins.write(out, chunks, chunks, run.threads);
     out.dropped_tokens += bins.lost_tokens();
-    const Bins<Id, Length> rest(plan, leftover, sorted, documents.lengths, capacity);
+    const Bins<Id, Length> joined(plan, leftover, sorted, documents.lengths, capacity);
     const std::int64_t end =
-        rest.write_joined(out, chunks + num_full, chunks + bins.num_segments(), run.threads);
+        joined.write_joined(out, chunks + num_full, chunks + bins.num_segments(), run.threads);
     out.truncate(out.num_samples(), end);
     if (rules.drop_last) out.drop_partial_sample();
     run.progress.advance(n);

@@ -1,5 +1,5 @@
-// A set of lengths in [0, limit] that answers "the largest member <= x" in a few instructions:
-// a bit per length, a bit per word of those, and so on up (64-ary).
+// A set of lengths in [0, limit] that finds the largest member <= x in a few instructions: a bit
+// per length, a bit per word of those bits, and so on (64-ary tree).
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,9 @@ class LengthSet {
     }
     bool empty() const { return levels_.back()[0] == 0; }
 
-    // The largest member, or -1.
+    // Returns the largest member, or -1.
     std::int64_t largest() const { return at_most(limit_); }
-    // The largest member <= x, or -1.
+    // Returns the largest member <= x, or -1.
     std::int64_t at_most(std::int64_t x) const {
         if (x < 0) return -1;
         x = std::min(x, limit_);
@@ -52,7 +52,7 @@ class LengthSet {
         }
         return -1;
     }
-    // The smallest member >= x, or -1.
+    // Returns the smallest member >= x, or -1.
     std::int64_t at_least(std::int64_t x) const {
         auto i = static_cast<std::size_t>(x);
         for (std::size_t l = 0; l < levels_.size(); ++l) {

@@ -1,6 +1,5 @@
-// The strategies that need no plan of bins: streams (concat, bucket_naive), units of documents and
-// the atoms of both (pad, concat), next fit (next_fit, length_sorted), and binary digits
-// (decompose).
+// Strategies without a plan of bins: streams (concat, bucket_naive), atoms of streams and documents
+// (concat, pad), next fit (next_fit, length_sorted), binary digits (decompose).
 #include <limits>
 #include <type_traits>
 
@@ -10,16 +9,16 @@
 namespace megapack {
 namespace {
 
-// ---- Streams: documents joined, per bucket, in their order, and cut at its capacity; the last
-// sample may be short
+// ---- Streams: the documents of a bucket joined in order and cut at its capacity; the last sample
+// may be short
 
 std::int64_t smallest_that_holds(const std::vector<std::int64_t>& capacities, std::int64_t length) {
-    std::int64_t b = 0;  // no branch to mispredict: there are few buckets
+    std::int64_t b = 0;  // without a branch, which would be mispredicted; there are few buckets
     for (std::int64_t i = 0; i + 1 < ssize(capacities); ++i) b += capacities[i] < length ? 1 : 0;
     return b;
 }
 
-// visit(bucket, item) for every document of a part.
+// Calls visit(bucket, item) for every document of a part.
 template <typename Id, typename Length, typename Visit>
 void for_each_document(const Documents<Id, Length>& documents,
                        const std::vector<std::int64_t>& capacities, Part range, Visit visit) {
@@ -29,14 +28,14 @@ void for_each_document(const Documents<Id, Length>& documents,
     }
 }
 
-// One bucket. On one thread nothing needs to be counted beforehand: every cut splits at most one
-// document, and a part begins where the part before has ended.
+// Packs one bucket. A single thread skips the pass that counts segments: a part begins where the
+// part before it ended, and every cut splits at most one document, which bounds their number.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std::int64_t capacity,
                                     const Run& run) {
     const std::int64_t n = documents.size(), parts = num_parts(n);
-    const bool in_turn = run.threads == 1;
-    run.progress.add_total((in_turn ? 2 : 3) * n);
+    const bool sequential = run.threads == 1;
+    run.progress.add_total((sequential ? 2 : 3) * n);
     std::vector<std::int64_t> position(parts + 1, 0), segment(parts + 1, 0);
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         const Documents<Id, Length> items = documents;
@@ -49,7 +48,7 @@ Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std:
     const std::int64_t samples = (position[parts] + capacity - 1) / capacity;
     Samples<Id, Length> out({capacity}, {0, samples}, n + samples);
     out.open_sample(0, 0);
-    if (!in_turn) {
+    if (!sequential) {
         for_each_part(run, n, [&](std::int64_t p, Part range) {
             const Documents<Id, Length> items = documents;
             SegmentCounter counter(capacity, position[p]);
@@ -61,19 +60,19 @@ Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std:
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         StreamCutter<Id, Length> cutter(out, capacity, 0, segment[p], position[p]);
         cutter.push_range(documents, range, position[p + 1]);
-        if (in_turn) segment[p + 1] = cutter.num_segments();
+        if (sequential) segment[p + 1] = cutter.num_segments();
     });
     out.truncate(samples, segment[parts]);
     return out;
 }
 
-// Every document goes to the smallest bucket that holds it, or to the largest.
+// Packs a stream per bucket; a document goes to the smallest bucket that holds it, or the largest.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
                                       const std::vector<std::int64_t>& capacities, const Run& run) {
     const std::int64_t n = documents.size(), buckets = ssize(capacities);
     run.progress.add_total(3 * n);
-    // Where each part begins: its token position in every stream, then its first segment there.
+    // Begin of each part: token position in every stream, first segment in every stream.
     std::vector<std::vector<std::int64_t>> position(num_parts(n)), segment(num_parts(n));
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         position[p].assign(buckets, 0);
@@ -111,8 +110,8 @@ Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
 
 // ---- Atoms of a stream or of documents, in seeded order
 
-// Units, a sample each, in atoms of units_of[a] units; the first `num_shuffled` atoms in seeded
-// order (Purpose::kAtoms). They become samples of the capacity.
+// Joins units (a sample each in `units`) to samples of the capacity. Atom a consists of units_of[a]
+// units; the first `num_shuffled` atoms are taken in seeded order (Purpose::kAtoms).
 template <typename Id, typename Length>
 Samples<Id, Length> reorder_atoms(const Samples<Id, Length>& units,
                                   const std::vector<std::int32_t>& units_of,
@@ -143,7 +142,7 @@ Samples<Id, Length> reorder_atoms(const Samples<Id, Length>& units,
     return out;
 }
 
-// `stream`: the stream of all documents cut in units.
+// Shuffles the atoms of a stream that is cut in units.
 template <typename Id, typename Length>
 Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomSize& sizes,
                                   const Run& run) {
@@ -153,12 +152,12 @@ Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomS
         tokens += length;
     const std::int64_t full = tokens / sizes.atom_size;
     std::vector<std::int32_t> units(full, static_cast<std::int32_t>(per_atom));
-    const std::int64_t rest = stream.num_samples() - full * per_atom;
-    if (rest > 0) units.push_back(static_cast<std::int32_t>(rest));
+    const std::int64_t partial = stream.num_samples() - full * per_atom;
+    if (partial > 0) units.push_back(static_cast<std::int32_t>(partial));
     return reorder_atoms(stream, units, full, sizes, run);
 }
 
-// Every document cut in units, one sample each, in the order of documents.
+// Cuts every document in units, a sample each, in the order of documents.
 template <typename Id, typename Length>
 Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::int64_t unit,
                                  const Run& run) {
@@ -185,7 +184,7 @@ Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::in
 
 // ---- Next fit
 
-// Samples filled one after the other, from sample `sample` and segment `segment` of `out` on.
+// Fills samples one by one, from `sample` and `segment` of `out` on.
 template <typename Id, typename Length>
 class NextFit {
   public:
@@ -223,14 +222,14 @@ Samples<Id, Length> pack_documents(const Documents<Id, Length>& documents, std::
     Samples<Id, Length> out({capacity}, {0, chunks + rests}, chunks + rests);
     NextFit<Id, Length> open(out, capacity, chunks, chunks);
     std::int64_t chunk = 0;
-    // Each sample depends on the one before: on one thread, whatever the run has.
+    // Always one thread: each sample depends on the one before.
     for_each_part(Run(run.seed, 1, run.progress), n, [&](std::int64_t, Part range) {
         for (std::int64_t i = range.begin; i < range.end; ++i) {
             const Item<Id, Length> item = documents[i];
-            std::int64_t begin = 0, left = item.length;
-            for (; left >= capacity; begin += capacity, left -= capacity)
+            std::int64_t begin = 0, length = item.length;
+            for (; length >= capacity; begin += capacity, length -= capacity)
                 out.put_alone(chunk++, item.document, static_cast<Length>(begin), capacity);
-            if (left > 0) open.push(item.document, static_cast<Length>(begin), left);
+            if (length > 0) open.push(item.document, static_cast<Length>(begin), length);
         }
     });
     out.truncate(open.num_samples(), open.num_segments());
@@ -242,14 +241,15 @@ Samples<Id, Length> pack_documents(const Documents<Id, Length>& documents, std::
 void check_powers_of_two(const std::vector<std::int64_t>& capacities) {
     check_capacities(capacities);
     check((capacities[0] & (capacities[0] - 1)) == 0, "bucket ", capacities[0],
-          " is no power of two");
+          " is not a power of two");
     for (std::int64_t b = 1; b < ssize(capacities); ++b)
         check(capacities[b] == 2 * capacities[b - 1], "bucket ", capacities[b], " follows ",
               capacities[b - 1],
-              "; every power of two between the smallest and the largest is one");
+              "; buckets are all powers of two from the smallest to the largest");
 }
 
-// visit(bucket, number of pieces) for the digits of a length, largest first; the tokens dropped.
+// Calls visit(bucket, number of pieces) for the digits of a length, largest first; returns the
+// dropped tokens.
 template <typename Visit>
 std::int64_t for_each_digit(std::int64_t length, const std::vector<std::int64_t>& capacities,
                             Visit visit) {
@@ -281,8 +281,8 @@ Samples<Id, Length> pack_pad(const Lengths<Length>& lengths, const PadRules& rul
         units_of.assign(units.num_samples(), 1);
     } else {
         for (std::int64_t i = 0; i < documents.size(); ++i)
-            for (std::int64_t left = documents[i].length; left > 0; left -= sizes.atom_size) {
-                const std::int64_t tokens = std::min(left, sizes.atom_size);
+            for (std::int64_t length = documents[i].length; length > 0; length -= sizes.atom_size) {
+                const std::int64_t tokens = std::min(length, sizes.atom_size);
                 units_of.push_back(
                     static_cast<std::int32_t>((tokens + sizes.capacity - 1) / sizes.capacity));
             }

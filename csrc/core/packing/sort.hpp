@@ -1,25 +1,15 @@
-// Documents cut at a capacity, and what is left of them in order of length: a stable counting sort.
+// Documents cut at a capacity, their rests sorted by length (a stable counting sort).
 //
-// A document of length len gives floor(len / capacity) full chunks, which are samples of their own,
-// and a rest of len mod capacity tokens: the whole document if it is shorter than the capacity, its
-// tail otherwise. The rests are what the packers pack; class l holds the rests of length l.
+// A document of `length` tokens consists of floor(length / capacity) full chunks, a sample each,
+// and a rest of length mod capacity tokens: the whole document if it is shorter than the capacity,
+// else its tail. Strategies pack the rests; class l contains the rests of length l. Capacity 8:
+//
+//     documents of 3, 9, 20 and 3 tokens  ->  chunks {1, 2, 2}, rests ids {~1, 0, 3, ~2}
 #pragma once
 
 #include "core/packing/documents.hpp"
 
 namespace megapack {
-
-inline void prefetch([[maybe_unused]] const void* address) {
-#if defined(__GNUC__)
-    __builtin_prefetch(address);
-#endif
-}
-
-inline void prefetch_for_write([[maybe_unused]] const void* address) {
-#if defined(__GNUC__)
-    __builtin_prefetch(address, 1);
-#endif
-}
 
 // How a document of at least `capacity` tokens is cut.
 struct PlainCut {
@@ -27,21 +17,21 @@ struct PlainCut {
 
     std::int64_t num_chunks(std::int64_t length) const { return length / capacity; }
     std::int64_t tail(std::int64_t length) const { return length % capacity; }
-    // Where chunk k of a document begins.
+    // Position in the document at which chunk k begins.
     std::int64_t begin(std::int64_t /*length*/, std::int64_t k) const { return k * capacity; }
 };
 
-// Rests in order of length, equal lengths in order of documents; a tail stands as ~document.
+// Rests by length, equal lengths in order of documents. A tail is stored as ~document.
 template <typename Id>
 struct SortedRests {
     Buffer<Id> ids;
-    std::vector<std::int64_t> class_begin;  // of class l in `ids`; one more than classes
+    std::vector<std::int64_t> class_begin;  // (classes + 1): offset of class l in `ids`
 };
 
 template <typename Id, typename Length, typename Cut = PlainCut>
 class LengthSort {
   public:
-    // Counts the classes; documents are read in `threads` parts, the result is the same for any.
+    // Counts the classes. The result does not depend on `threads`.
     LengthSort(const Documents<Id, Length>& documents, Cut cut, int threads)
         : documents_(documents),
           cut_(cut),
@@ -57,8 +47,7 @@ class LengthSort {
         num_chunks_ = lay_out(next_chunk_);
     }
 
-    // counts()[l] rests of length l, for l from 1 to the longest there can be (below the capacity);
-    // counts()[0] is 0.
+    // Returns the number of rests by length, up to the longest possible one; counts()[0] is 0.
     const std::vector<std::int64_t>& counts() const { return counts_; }
     std::int64_t num_chunks() const { return num_chunks_; }
     std::int64_t num_rests() const {
@@ -67,8 +56,8 @@ class LengthSort {
         return sum;
     }
 
-    // Sorts; on_chunk(chunk, document, begin) for every full chunk, numbered in document order.
-    // May be called once.
+    // Sorts; may be called once. Calls on_chunk(chunk, document, begin) for every full chunk,
+    // numbered in document order.
     template <typename OnChunk>
     SortedRests<Id> sort(OnChunk on_chunk) {
         SortedRests<Id> sorted{Buffer<Id>(num_rests()), lay_out(next_, num_classes_)};
@@ -79,7 +68,7 @@ class LengthSort {
     }
 
   private:
-    // The classes together are larger than the nearest caches.
+    // Documents between a prefetch and its write: the classes exceed the nearest caches.
     static constexpr std::int64_t kAhead = 128;
 
     void count(std::int64_t p, Part range) {
@@ -118,7 +107,7 @@ class LengthSort {
             std::int64_t i = range.begin;
             for (; i + kAhead < range.end; ++i) {
                 const std::int64_t ahead = item_at(i + kAhead).length;
-                prefetch_for_write(ids + next[std::min(ahead, last_class)]);
+                __builtin_prefetch(ids + next[std::min(ahead, last_class)], 1);  // for writing
                 place(item_at(i));
             }
             for (; i < range.end; ++i) place(item_at(i));
@@ -135,7 +124,7 @@ class LengthSort {
     std::int64_t num_chunks_ = 0;
 };
 
-// Where in its document the rest `id` (see SortedRests) of `length` tokens begins, and which it is.
+// Document and begin of the rest `id` (see SortedRests) of `length` tokens.
 template <typename Id, typename Length>
 struct Rest {
     Id document;

@@ -1,22 +1,22 @@
-// The strategies of the core at one glance: what each is told, what all of them give.
+// The strategies of the core: the rules of each, and the samples that all of them return.
 //
 //     pad             a document per sample, the rest padding                  simple.cpp
 //     concat          documents joined to one stream, cut every capacity       simple.cpp
-//     bucket_naive    the same per bucket (BucketLLM's "Naive Bucketing")      simple.cpp
-//     next_fit        a rest that does not fit opens the next sample           simple.cpp
-//     length_sorted   next_fit over the rests from short to long               simple.cpp
+//     bucket_naive    concat per bucket (BucketLLM's "Naive Bucketing")        simple.cpp
+//     next_fit        a document that does not fit opens the next sample       simple.cpp
+//     length_sorted   next_fit from short to long documents                    simple.cpp
 //     decompose       documents cut by the binary digits of their length       simple.cpp
 //     fit_decreasing  first fit and best fit, from long to short               fit.cpp
 //     seamless        overlapping windows, then first fit                      fit.cpp
-//     bucket          the longest document's bucket, then what fits, drained   bucket.cpp
-//     bucket_stream   the same as documents come (BucketLLM, Algorithm 1)      bucket.cpp
+//     bucket          per sample: the longest document, then what fits best    bucket.cpp
+//     bucket_stream   bucket on a pool that is refilled (BucketLLM, Alg. 1)    bucket.cpp
 //
 // A strategy is
 //
 //     template <typename Id, typename Length>
 //     Samples<Id, Length> pack_<name>(const Lengths<Length>&, const <Name>Rules&, const Run&);
 //
-// its rules checked at its beginning. Documents of 3, 9 and 4 tokens in samples of 8:
+// It checks its rules first. Documents of 3, 9 and 4 tokens in samples of 8:
 //
 //     pack_concat      ->  [0: 0..3, 1: 0..5]  [1: 5..9, 2: 0..4]
 //     pack_next_fit    ->  [1: 0..8]  [0: 0..3, 1: 8..9, 2: 0..4]
@@ -31,7 +31,7 @@
 
 namespace megapack {
 
-// ---- What every strategy gives
+// ---- Samples
 
 // Samples grouped by bucket, in the arrays of megapack's SampleIndex (docs/file_formats.md);
 // segment_* have one entry per segment.
@@ -46,8 +46,8 @@ struct Samples {
     std::int64_t dropped_tokens = 0;
     std::int64_t repeated_tokens = 0;
 
-    // Where the samples of every bucket begin and, last, how many there are; `num_segments` may be
-    // an upper bound.
+    // `sample_offsets`: first sample of every bucket and, last, the number of samples. Both it and
+    // `num_segments` may be upper bounds, see `truncate`.
     Samples(std::vector<std::int64_t> capacities, std::vector<std::int64_t> sample_offsets,
             std::int64_t num_segments)
         : bucket_capacity(std::move(capacities)),
@@ -69,13 +69,12 @@ struct Samples {
         segment_begin[segment] = begin;
         segment_length[segment] = static_cast<std::int32_t>(length);
     }
-    // Sample `at` is segment `at` and no other.
+    // Makes segment `at` the only segment of sample `at`.
     void put_alone(std::int64_t at, Id document, Length begin, std::int64_t length) const {
         open_sample(at, at);
         put(at, document, begin, length);
     }
-    // The upper bounds of the constructor become the numbers there really are; samples leave the
-    // last bucket.
+    // Replaces upper bounds of the constructor by the true numbers; shortens the last bucket.
     void truncate(std::int64_t samples, std::int64_t segments) {
         bucket_sample_offsets.back() = samples;
         sample_segment_offsets.truncate(samples + 1);
@@ -84,7 +83,7 @@ struct Samples {
         segment_length.truncate(segments);
         sample_segment_offsets[samples] = segments;
     }
-    // Removes the last sample of a one-bucket packing if it is not full; its tokens are dropped.
+    // Drops the last sample of a packing with one bucket if it is not full.
     void drop_partial_sample() {
         const std::int64_t last = num_samples() - 1;
         if (last < 0) return;
@@ -97,9 +96,9 @@ struct Samples {
     }
 };
 
-// ---- What they may be told; every check throws std::invalid_argument
+// ---- Rules; every check throws std::invalid_argument
 
-// A histogram of so many lengths is kept for every thread or pool in work.
+// Every thread or pool keeps a histogram with an entry for each length up to the capacity.
 constexpr std::int64_t kMaxCapacity = std::int64_t{1} << 24;
 
 inline void check_capacity(std::int64_t capacity) {
@@ -116,7 +115,7 @@ inline void check_capacities(const std::vector<std::int64_t>& capacities) {
     }
 }
 
-// How far bins may exceed the capacity; what lies past the capacity in a bin is dropped.
+// extra_capacity: tokens by which bins may exceed the capacity; a bin loses what exceeds it.
 inline void check_extra_capacity(std::int64_t extra_capacity) {
     check(extra_capacity >= 0 && extra_capacity <= kMaxCapacity, "extra_capacity is ",
           extra_capacity, " tokens; it must be from 0 to ", kMaxCapacity);
@@ -125,9 +124,9 @@ inline void check_extra_capacity(std::int64_t extra_capacity) {
 // Atom sizes (Chen et al. 2024, A.3): the corpus is cut in atoms of `atom_size` tokens, which are
 // shuffled and then merged (atom_size < capacity) or split (atom_size > capacity) to samples.
 //
-// One of atom_size and capacity divides the other. A *unit* is the smaller of the two: an atom is
-// one unit or several, a sample too. With atom_size equal to capacity atoms are samples; nothing is
-// shuffled then, since the order of samples belongs to the schedule.
+// One of atom_size and capacity divides the other. The smaller one is a *unit*: atoms and samples
+// consist of units. With atom_size equal to capacity an atom is a sample and nothing is shuffled,
+// because the schedule decides the order of samples.
 struct AtomSize {
     std::int64_t capacity, atom_size;
 
@@ -142,31 +141,32 @@ struct AtomSize {
     }
 };
 
-// Atoms are pieces of documents, and a piece shorter than its unit is followed by padding (all
-// padding of a sample stands at its end, as everywhere).
+// Atoms are pieces of documents; a piece shorter than its unit is padded. All padding of a sample
+// is at its end, as in every strategy.
 struct PadRules {
     AtomSize sizes;
 };
 
 struct ConcatRules {
-    AtomSize sizes;          // atoms: full ones are shuffled, a partial one stays last
-    bool shuffle = false;    // the documents are joined in seeded order (Purpose::kDocuments)
-    bool drop_last = false;  // a last sample that is not full counts as dropped
+    AtomSize sizes;          // full atoms are shuffled, a partial one stays last
+    bool shuffle = false;    // documents are joined in seeded order (Purpose::kDocuments)
+    bool drop_last = false;  // drops the last sample if it is not full
 };
 
-// Documents go to the smallest bucket that holds them, or to the largest; in a bucket, concat.
+// A document goes to the smallest bucket that holds it, else to the largest; concat per bucket.
 struct BucketNaiveRules {
     std::vector<std::int64_t> capacities;  // ascending
     bool shuffle = false;                  // documents in seeded order (Purpose::kDocuments)
 };
 
-// Full chunks are samples of their own; a rest that does not fit in the open sample closes it.
+// A full chunk of a document is a sample. The rest goes to the open sample; if it does not fit, a
+// new sample is opened.
 struct NextFitRules {
     std::int64_t capacity;
     bool shuffle = false;  // documents in seeded order (Purpose::kDocuments)
 };
 
-// next_fit over the rests from short to long, equal lengths in file order.
+// next_fit of the rests (sort.hpp) from short to long, equal lengths in file order.
 struct LengthSortedRules {
     std::int64_t capacity;
 };
@@ -178,11 +178,11 @@ struct DecomposeRules {
     std::vector<std::int64_t> capacities;  // all powers of two from the smallest to the largest
 };
 
-// First fit takes the bin opened first among those that fit; best fit the one with the least space,
-// among equals the one that reached that space first.
+// First fit takes the bin that was opened first among those that fit; best fit the one with the
+// least space, among equals the one that reached that space first.
 enum class Fit { kFirst, kBest };
 
-// Full chunks are samples of their own, the rests are fitted from long to short to bins of
+// A full chunk of a document is a sample. The rests go, from long to short, into bins of
 // capacity + extra_capacity.
 struct FitRules {
     std::int64_t capacity;
@@ -190,55 +190,54 @@ struct FitRules {
     Fit fit = Fit::kFirst;
 };
 
-// Where the windows of a long document begin.
-//   kExact: evenly spread, nothing lost.
-//   kPaper: equation 3 as printed, which may leave the document's end uncovered.
+// Begins of the windows of a long document.
+//   kExact: evenly spread, no token lost.
+//   kPaper: equation 3 as printed, which may lose the end of the document.
 //   kPublished: the arithmetic of the authors' program.
 enum class Placement { kExact, kPaper, kPublished };
 
 // Seamless Packing (Yin et al. 2025, section 3): long documents are covered by overlapping windows
-// where that needs little repetition; the rest is fitted to bins slightly larger than a sample.
+// if that needs little repetition; everything else goes to bins slightly larger than a sample.
 struct SeamlessRules {
     std::int64_t capacity;
-    Ratio r_max;  // largest share of a sample that is repeated
+    Ratio r_max;  // largest repeated share of a sample
     Placement placement;
     std::int64_t extra_capacity = 0;
-    bool drop_last = false;  // a last sample that is not full counts as dropped
+    bool drop_last = false;  // drops the last sample if it is not full
 };
 
-// What becomes of a sample in which nothing fits any more and whose space exceeds the threshold.
+// Treatment of a sample in which no document fits and whose space exceeds the threshold.
 enum class Overflow {
-    kPad,      // it is padded, as below the threshold
-    kHead,     // it takes the head of the shortest document (BucketLLM)
-    kPromote,  // it moves to a larger bucket
+    kPad,      // pad it, as below the threshold
+    kHead,     // fill it with the head of the shortest document (BucketLLM)
+    kPromote,  // move it to a larger bucket
 };
 
-// `count` samples of `bucket` decided elsewhere: (length, copies) each, longest first.
+// `count` samples of `bucket` that the caller decided: (length, copies) pairs, longest first.
 struct GivenPattern {
     std::int32_t bucket;
     std::int64_t count;
     std::vector<std::pair<std::int32_t, std::int32_t>> lengths;
 };
 
-// Of `bucket`, every document draws one of ceil(n / pool_size) pools (Purpose::kPools); the pools
-// are drained one after the other, each in file order among documents of equal length. Given
-// patterns need a single pool.
+// `bucket`: every document draws one of ceil(n / pool_size) pools (Purpose::kPools). All documents
+// of a pool are packed before the next pool; equal lengths are taken in file order. Given patterns
+// need a single pool.
 //
-// Of `bucket_stream`, documents in shuffled order (Purpose::kDocuments) enter one pool; from the
-// pool_size-th on each is followed by one sample, and what is left in the end is drained. A
-// document longer than the largest bucket gives its first tokens when it is the longest.
+// `bucket_stream`: documents in shuffled order (Purpose::kDocuments) enter one pool; once it has
+// pool_size documents, one sample is packed after each; in the end the pool is packed completely. A
+// document longer than the largest bucket is cut there when it is the longest of the pool.
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
     Overflow overflow = Overflow::kPad;
     Ratio padding_threshold;        // as a share of the capacity
     bool pairs = false;             // BucketLLM's pair search (Algorithm 2, lines 6 to 12)
     bool shuffle_segments = false;  // in seeded order (a head last), not longest first
-    // Documents that are packed together, on average; at least 1.
+    // Average number of documents that are packed together; at least 1.
     std::int64_t pool_size = std::int64_t{1} << 20;
-    // Segments that a sample of the largest bucket may have, those of smaller buckets in
-    // proportion; 0: any number.
+    // Most segments of a sample of the largest bucket; smaller buckets in proportion; 0: no limit.
     std::int64_t max_segments = 0;
-    std::vector<GivenPattern> given;  // come first
+    std::vector<GivenPattern> given;  // packed first
 
     void check_rules() const {
         check_capacities(capacities);
@@ -273,8 +272,8 @@ MEGAPACK_DECLARE_STRATEGY(seamless, SeamlessRules);
 MEGAPACK_DECLARE_STRATEGY(bucket, BucketRules);
 MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
 
-// In a strategy's source: instantiates it for the widths that occur. (Few documents of more than
-// 2^31 - 1 tokens are packed with wide numbers, too; `pack` narrows them.)
+// Instantiates a strategy, in its source file, for the widths that occur. (Documents of more than
+// 2^31 - 1 tokens always use wide document numbers; `pack` narrows them.)
 #define MEGAPACK_INSTANTIATE_STRATEGY(name, Rules)                    \
     MEGAPACK_INSTANTIATE_AS(name, Rules, std::int32_t, std::int32_t); \
     MEGAPACK_INSTANTIATE_AS(name, Rules, std::int64_t, std::int32_t); \
@@ -282,10 +281,10 @@ MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
 #define MEGAPACK_INSTANTIATE_AS(name, Rules, Id, Length) \
     template Samples<Id, Length> pack_##name(const Lengths<Length>&, const Rules&, const Run&)
 
-// What stage one of Seamless Packing makes of the documents.
+// Result of stage one of Seamless Packing.
 struct StageOne {
     std::int64_t num_sliding = 0;   // documents covered by overlapping windows
-    std::int64_t short_tokens = 0;  // left to stage two
+    std::int64_t short_tokens = 0;  // for stage two
     std::int64_t dropped_tokens = 0, repeated_tokens = 0;
 };
 

@@ -1,19 +1,19 @@
-// Documents joined to a stream that is cut every `capacity` tokens: what writes its segments, and
-// what counts them. Capacity 8, documents of 3, 9 and 4 tokens:
+// Documents joined to a stream that is cut every `capacity` tokens: StreamCutter writes the
+// segments, SegmentCounter counts them. Capacity 8, documents of 3, 9 and 4 tokens:
 //
-//     0 0 0 1 1 1 1 1 | 1 1 1 1 2 2 2 2   ->  4 segments, cut inside of document 1
+//     0 0 0 1 1 1 1 1 | 1 1 1 1 2 2 2 2   ->  4 segments, one cut inside document 1
 #pragma once
 
 #include "core/packing/strategy.hpp"
 
 namespace megapack {
 
-// Writes a stream's segments: a sample is open, `room` tokens of it are free, `segment` is next.
+// Writes the segments of a stream. `room_` tokens of the open sample are free.
 template <typename Id, typename Length>
 class StreamCutter {
   public:
-    // A cutter that stands `position` tokens into a stream whose first sample is `sample`; whoever
-    // lays out the streams has opened that first sample, a cutter opens the later ones.
+    // Starts `position` tokens into a stream whose first sample is `sample`. The caller opens that
+    // first sample, the cutter opens later ones.
     StreamCutter(const Samples<Id, Length>& out, std::int64_t capacity, std::int64_t sample,
                  std::int64_t segment, std::int64_t position)
         : out_(&out),
@@ -36,7 +36,7 @@ class StreamCutter {
         room_ -= length;
     }
 
-    // The documents of `range`, whole; `end` is the position of the stream after them.
+    // Appends the documents of `range`; `end` is the position in the stream after them.
     void push_range(const Documents<Id, Length>& documents, Part range, std::int64_t end) {
         const std::int64_t last = stream_ + end / capacity_;
         for (std::int64_t i = range.begin; i < range.end; ++i) {
@@ -49,10 +49,11 @@ class StreamCutter {
     std::int64_t num_segments() const { return segment_; }
 
   private:
-    // Documents end samples at random: a branch on it is mispredicted. So every document is written
-    // as if the next sample began in it, and what was written too much is overwritten by what comes
-    // after it: something does, as long as a sample before `last` is still to be opened. Returns
-    // the first document for which that is not certain, or that spans a whole sample.
+    // Appends documents from i on without a branch: whether a document ends a sample is random, and
+    // a branch on it would be mispredicted. Every document is written as if the next sample began
+    // in it; later documents overwrite what was too much, as long as a sample before `last` remains
+    // to be opened. Returns the first document for which that is uncertain, or that spans a whole
+    // sample.
     template <typename ItemAt>
     std::int64_t push_before(std::int64_t last, std::int64_t i, std::int64_t end, ItemAt item_at) {
         Id* const document = out_->segment_document.data();
@@ -68,7 +69,7 @@ class StreamCutter {
             const Item<Id, Length> item = item_at(i);
             const Length beyond = item.length - room;
             if (beyond >= capacity) break;
-            const Length before = beyond >> kSign;  // all bits: the document ends in this sample
+            const Length before = beyond >> kSign;  // all bits set: it ends in this sample
             const Length first = room + (beyond & before);
             document[segment] = item.document;
             begin[segment] = 0;
@@ -88,10 +89,10 @@ class StreamCutter {
     }
 
     const Samples<Id, Length>* out_;
-    std::int64_t capacity_, stream_, sample_, segment_, room_;  // stream_: its first sample
+    std::int64_t capacity_, stream_, sample_, segment_, room_;  // stream_: first sample
 };
 
-// How many segments the same stream has, without writing them.
+// Counts the segments of a stream without writing them.
 class SegmentCounter {
   public:
     SegmentCounter(std::int64_t capacity, std::int64_t position)
@@ -104,7 +105,7 @@ class SegmentCounter {
             segments_ += beyond / capacity_;
             beyond %= capacity_;
         }
-        // Documents end samples at random: no branch here, it would be mispredicted.
+        // No branch: whether a document ends a sample is random, so it would be mispredicted.
         segments_ += beyond > 0 ? 1 : 0;
         room_ = (beyond >= 0 ? capacity_ : 0) - beyond;
     }

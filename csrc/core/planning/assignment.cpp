@@ -13,11 +13,11 @@ namespace {
 
 constexpr std::int64_t kNone = -1;
 
-using Entry = std::pair<std::int64_t, std::int64_t>;  // what is looked for, and a bin or a rank
+using Entry = std::pair<std::int64_t, std::int64_t>;  // the key, and a bin or a rank
 
 }  // namespace
 
-std::int64_t Items::dearest(std::int64_t item) const {
+std::int64_t Items::largest_cost(std::int64_t item) const {
     const auto first = cost.begin() + item * kinds;
     return *std::max_element(first, first + kinds);
 }
@@ -29,7 +29,7 @@ bool holds(const Items& items, const StepRules& rules, std::int64_t degree, std:
     return true;
 }
 
-// ---- what a bin holds ---------------------------------------------------------------------------
+// ---- Contents of bins
 
 void Assignment::open_bins() {
     std::vector<Bin> bins;
@@ -62,6 +62,12 @@ void Assignment::count(std::int64_t item, std::int64_t b, std::int64_t sign) {
         amount_[b * items_.kinds + k] += sign * items_.amount[item * items_.kinds + k];
 }
 
+void Assignment::open_bin(Bin bin) {
+    bins_.push_back(std::move(bin));
+    cost_.resize(bins_.size() * items_.kinds, 0);
+    amount_.resize(bins_.size() * items_.cap.size(), 0);
+}
+
 void Assignment::put(std::int64_t item, std::int64_t b) {
     bins_[b].items.push_back(static_cast<std::int32_t>(item));
     count(item, b, 1);
@@ -74,12 +80,12 @@ void Assignment::remove(std::int64_t place, std::int64_t b) {
 
 void Assignment::swap(std::int64_t place, std::int64_t b, std::int64_t other_place,
                       std::int64_t other) {
-    std::int32_t &mine = bins_[b].items[place], &theirs = bins_[other].items[other_place];
-    count(mine, b, -1);
-    count(theirs, other, -1);
-    std::swap(mine, theirs);
-    count(mine, b, 1);
-    count(theirs, other, 1);
+    std::int32_t &item = bins_[b].items[place], &other_item = bins_[other].items[other_place];
+    count(item, b, -1);
+    count(other_item, other, -1);
+    std::swap(item, other_item);
+    count(item, b, 1);
+    count(other_item, other, 1);
 }
 
 void Assignment::swap_ranks(std::int64_t b, std::int64_t other) {
@@ -87,25 +93,25 @@ void Assignment::swap_ranks(std::int64_t b, std::int64_t other) {
 }
 
 std::vector<std::int32_t> Assignment::empty(std::int64_t b) {
-    std::vector<std::int32_t> items, loose;
+    std::vector<std::int32_t> items, removed;
     items.swap(bins_[b].items);
     for (const std::int32_t item : items) {
         if (items_.family[item] >= 0) {
             bins_[b].items.push_back(item);
         } else {
             count(item, b, -1);
-            loose.push_back(item);
+            removed.push_back(item);
         }
     }
-    return loose;
+    return removed;
 }
 
 bool Assignment::fits(std::int64_t b, std::int64_t item, std::int64_t other) const {
     const Bin& bin = bins_[b];
-    const auto change = [&](const std::vector<std::int64_t>& of, std::int64_t step,
+    const auto change = [&](const std::vector<std::int64_t>& values, std::int64_t step,
                             std::int64_t k) {
-        return (item == kNone ? 0 : of[item * step + k]) -
-               (other == kNone ? 0 : of[other * step + k]);
+        return (item == kNone ? 0 : values[item * step + k]) -
+               (other == kNone ? 0 : values[other * step + k]);
     };
     if (bin.tokens + change(items_.tokens, 1, 0) > bin.degree * rules_.max_tokens ||
         bin.documents + change(items_.documents, 1, 0) > rules_.max_documents)
@@ -117,7 +123,7 @@ bool Assignment::fits(std::int64_t b, std::int64_t item, std::int64_t other) con
     return true;
 }
 
-bool Assignment::is_loose(std::int64_t b) const {
+bool Assignment::has_movable_item(std::int64_t b) const {
     const std::vector<std::int32_t>& items = bins_[b].items;
     return std::any_of(items.begin(), items.end(), [&](auto i) { return items_.family[i] < 0; });
 }
@@ -135,12 +141,12 @@ std::vector<std::int64_t> Assignment::by_falling_work() const {
     return order;
 }
 
-// ---- all items, one after the other -------------------------------------------------------------
+// ---- Greedy assignment
 
-// The chunks of a family go to micro batches of the rank that has least work so far.
+// Puts the items of each family into micro batches of the rank that has the least work so far.
 bool Assignment::place_families() {
     std::set<Entry> ranks;                 // by work
-    std::vector<std::set<Entry>> bins_of;  // by work, of every rank that was asked
+    std::vector<std::set<Entry>> bins_of;  // by work, per rank; filled when first used
     for (std::int64_t begin = 0, end = 0; begin < items_.size(); begin = end) {
         for (end = begin + 1; end < items_.size() && items_.family[begin] >= 0 &&
                               items_.family[end] == items_.family[begin];)
@@ -150,23 +156,23 @@ bool Assignment::place_families() {
         for (std::int64_t r = ssize(ranks); r < rules_.num_ranks; ++r)
             ranks.emplace_hint(ranks.end(), 0, r);
         bins_of.resize(rules_.num_ranks);
-        // The first with as many micro batches that have room.
-        std::vector<std::int64_t> found;
+        // Find the first rank with room in as many micro batches as the family has items.
+        std::vector<std::int64_t> chosen;
         auto rank = ranks.begin();
         for (; rank != ranks.end(); ++rank) {
-            std::set<Entry>& mine = bins_of[rank->second];
-            for (std::int64_t m = ssize(mine); m < num_micro_batches_; ++m)
-                mine.emplace_hint(mine.end(), 0, m * rules_.num_ranks + rank->second);
-            found.clear();
-            for (auto at = mine.begin(); at != mine.end() && ssize(found) < end - begin; ++at)
-                if (has_room(at->second, begin + ssize(found))) found.push_back(at->second);
-            if (ssize(found) == end - begin) break;
+            std::set<Entry>& bins = bins_of[rank->second];
+            for (std::int64_t m = ssize(bins); m < num_micro_batches_; ++m)
+                bins.emplace_hint(bins.end(), 0, m * rules_.num_ranks + rank->second);
+            chosen.clear();
+            for (auto at = bins.begin(); at != bins.end() && ssize(chosen) < end - begin; ++at)
+                if (has_room(at->second, begin + ssize(chosen))) chosen.push_back(at->second);
+            if (ssize(chosen) == end - begin) break;
         }
         if (rank == ranks.end()) return false;
         auto [load, r] = *rank;
         ranks.erase(rank);
         for (std::int64_t item = begin; item < end; ++item) {
-            const std::int64_t b = found[item - begin], before = work(b);
+            const std::int64_t b = chosen[item - begin], before = work(b);
             put(item, b);
             bins_[b].pinned = true;
             load += work(b) - before;
@@ -178,16 +184,16 @@ bool Assignment::place_families() {
     return true;
 }
 
-bool Assignment::assign_dearest_first(bool by_tokens) {
+bool Assignment::assign_greedily(bool by_tokens) {
     open_bins();
     if (!place_families()) return false;
     std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> order;  // the item last
     for (std::int64_t i = 0; i < items_.size(); ++i)
         if (items_.family[i] < 0)
-            order.push_back({by_tokens ? 0 : -items_.dearest(i), -items_.tokens[i], i});
+            order.push_back({by_tokens ? 0 : -items_.largest_cost(i), -items_.tokens[i], i});
     std::sort(order.begin(), order.end());
     if (!by_tokens && items_.kinds > 1) {
-        // The largest of a bin's costs with the item: another bin for every item, all are tried.
+        // Of several kinds, every item prefers another bin: compare all bins.
         for (const auto& [cost, tokens, item] : order) {
             std::int64_t to = kNone, least = 0;
             for (std::int64_t b = 0; b < num_bins(); ++b) {
@@ -213,19 +219,19 @@ bool Assignment::assign_dearest_first(bool by_tokens) {
     for (std::int64_t b = 0; b < num_bins(); ++b) entries.push_back(entry(b));
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> least(std::greater<>{},
                                                                          std::move(entries));
-    // Bins without room for a document wait until a document comes that is short enough.
+    // Bins without room for an item wait until an item is short enough.
     std::priority_queue<Entry> waiting;
     for (const auto& [cost, tokens, item] : order) {
         for (; !waiting.empty() && waiting.top().first >= -tokens; waiting.pop())
             least.push(entry(waiting.top().second));
-        std::vector<Entry> full;  // of something else than tokens
+        std::vector<Entry> too_small;  // enough tokens are free, but a cap prevents the item
         while (!least.empty() && !has_room(least.top().second, item)) {
             const std::int64_t b = least.top().second;
             const std::int64_t room = rules_.max_tokens - bins_[b].tokens;
             if (room < -tokens)
                 waiting.push({room, b});
             else if (bins_[b].documents < rules_.max_documents)
-                full.push_back(least.top());
+                too_small.push_back(least.top());
             least.pop();
         }
         if (least.empty()) return false;
@@ -233,7 +239,7 @@ bool Assignment::assign_dearest_first(bool by_tokens) {
         least.pop();
         put(item, b);
         least.push(entry(b));
-        for (const Entry& other : full) least.push(other);
+        for (const Entry& other : too_small) least.push(other);
     }
     fill_empty_bins();
     return true;
@@ -262,14 +268,14 @@ bool Assignment::assign_best_fit() {
     return true;
 }
 
-// The cheapest item that the bin holds, of the bin with most work that has several.
+// Takes the cheapest item that fits from the bin with the most work that has several.
 void Assignment::fill_empty_bins() {
     std::vector<std::int64_t> empty;
     for (std::int64_t b = 0; b < num_bins(); ++b)
         if (bins_[b].items.empty()) empty.push_back(b);
     if (empty.empty()) return;
     std::vector<std::int64_t> order = by_falling_work();
-    const auto cannot = [&](auto b) { return bins_[b].items.size() < 2 || !is_loose(b); };
+    const auto cannot = [&](auto b) { return bins_[b].items.size() < 2 || !has_movable_item(b); };
     order.erase(std::remove_if(order.begin(), order.end(), cannot), order.end());
     for (const std::int64_t b : empty) {
         for (const std::int64_t from : order) {
@@ -278,7 +284,8 @@ void Assignment::fill_empty_bins() {
             std::int64_t best = kNone;
             for (std::int64_t i = 0; i < ssize(items); ++i)
                 if (items_.family[items[i]] < 0 && has_room(b, items[i]) &&
-                    (best == kNone || items_.dearest(items[i]) < items_.dearest(items[best])))
+                    (best == kNone ||
+                     items_.largest_cost(items[i]) < items_.largest_cost(items[best])))
                     best = i;
             if (best == kNone) continue;
             const std::int64_t item = items[best];
@@ -289,7 +296,7 @@ void Assignment::fill_empty_bins() {
     }
 }
 
-// ---- whole bins ---------------------------------------------------------------------------------
+// ---- Order of bins
 
 void Assignment::arrange() {
     const std::int64_t ranks = rules_.num_ranks;

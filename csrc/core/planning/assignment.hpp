@@ -1,5 +1,5 @@
-// Items (documents, or groups of them that stay together) dealt to bins, a bin being what some
-// ranks hold in one micro batch.
+// Items (documents, or groups of documents that stay together) in bins. A bin is the content of a
+// rank, or of ranks that share it, in one micro batch.
 #pragma once
 
 #include <cstdint>
@@ -10,27 +10,28 @@
 
 namespace megapack {
 
-// What is dealt. An item too large for one bin comes in chunks of one family, which one rank holds.
+// Items to assign. A group of documents that exceeds a bin consists of several items, a family,
+// which one rank holds.
 struct Items {
     std::int64_t kinds = 1;
-    std::vector<std::int64_t> tokens, squares, documents, family;  // per item; family -1: none
-    // Of item i and kind k: [i * kinds + k]. In units in which no path is below `unit`.
+    std::vector<std::int64_t> tokens, squares, documents, family;  // per item; family: -1, none
+    // cost[i * kinds + k]: of item i and kind k, in units in which no path is below `unit`.
     std::vector<std::int64_t> cost;
     std::int64_t unit = 0;
-    // Where costs are capped: the same in other units, rounded up; and the cap of a rank.
+    // If costs are capped: the cost in other units, rounded up, and the cap of a rank per kind.
     std::vector<std::int64_t> amount, cap;
 
     std::int64_t size() const { return ssize(tokens); }
-    std::int64_t dearest(std::int64_t item) const;  // the largest of its costs
+    std::int64_t largest_cost(std::int64_t item) const;
 };
 
-// Whether so many ranks hold an item.
+// Returns true if `degree` ranks can hold an item.
 bool holds(const Items& items, const StepRules& rules, std::int64_t degree, std::int64_t item);
 
 struct Bin {
     std::int64_t micro_batch, first_rank, degree;
     std::int64_t tokens = 0, documents = 0;
-    bool pinned = false;  // to its rank, by a family
+    bool pinned = false;  // to its rank, because it contains an item of a family
     std::vector<std::int32_t> items{};
 };
 
@@ -39,45 +40,48 @@ class Assignment {
     Assignment(const Items& items, const StepRules& rules, std::int64_t num_micro_batches)
         : items_(items), rules_(rules), num_micro_batches_(num_micro_batches) {}
 
-    // A bin for every rank and micro batch. The dearest item first (longest, by_tokens) into the
-    // bin that has least work with it (fewest tokens) and room. False where one has room nowhere.
-    bool assign_dearest_first(bool by_tokens);
+    // Opens a bin per rank and micro batch; puts items, the most expensive (by_tokens: longest)
+    // first, into the bin with the least work (fewest tokens) that has room. Returns false if no
+    // bin has room for an item.
+    bool assign_greedily(bool by_tokens);
 
-    // The longest item first into the fullest bin with room. False where one has room nowhere.
+    // Opens the same bins; puts items, longest first, into the fullest bin with room. Returns false
+    // if no bin has room for an item.
     bool assign_best_fit();
 
-    // As somebody else dealt them.
+    // Replaces all bins.
     void take(std::vector<Bin> bins);
 
-    // Whether ranks share no bin, and all ranks of all micro batches have one.
+    // True if no ranks share a bin, in any micro batch.
     bool of_single_ranks() const { return num_bins() == num_micro_batches_ * rules_.num_ranks; }
 
-    // Bins of like work become one micro batch, in which the dearest goes to the rank with least
-    // work so far. For bins of one rank each.
+    // Makes micro batches of bins with similar work; in each, the bin with the most work goes to
+    // the rank with the least work so far. Only for bins of one rank each.
     void arrange();
 
-    // As it was; of the same items.
-    void take_back(const Assignment& before) {
+    // Restores an earlier state.
+    void restore(const Assignment& before) {
         bins_ = before.bins_;
         cost_ = before.cost_;
         amount_ = before.amount_;
     }
 
-    // Takes all items out of a bin but those that one rank must hold, and says which.
+    // Removes and returns all items of a bin that belong to no family.
     std::vector<std::int32_t> empty(std::int64_t bin);
+    void open_bin(Bin bin);  // without items
     void put(std::int64_t item, std::int64_t bin);
     void remove(std::int64_t place, std::int64_t bin);
-    // The item at a place of one bin for the item at a place of another.
+    // Exchanges the item at a place of one bin with the item at a place of another.
     void swap(std::int64_t place, std::int64_t bin, std::int64_t other_place, std::int64_t other);
     void swap_ranks(std::int64_t bin, std::int64_t other);
 
-    // A bin without items gets one of a bin that has several.
+    // Moves an item of a bin with several into each empty bin.
     void fill_empty_bins();
 
-    // Whether a bin has an item that is of no family.
-    bool is_loose(std::int64_t bin) const;
+    // True if a bin has an item that belongs to no family.
+    bool has_movable_item(std::int64_t bin) const;
     bool has_room(std::int64_t bin, std::int64_t item) const { return fits(bin, item, -1); }
-    // Whether a bin holds `item` (none: -1) without `other` (none: -1).
+    // True if a bin can hold `item` (none: -1) after `other` (none: -1) leaves it.
     bool fits(std::int64_t bin, std::int64_t item, std::int64_t other) const;
 
     const Items& items() const { return items_; }
@@ -85,9 +89,9 @@ class Assignment {
     std::int64_t num_micro_batches() const { return num_micro_batches_; }
     std::int64_t num_bins() const { return ssize(bins_); }
     const std::vector<Bin>& bins() const { return bins_; }
-    // Of all ranks of a bin, by kind.
+    // Cost of all ranks of a bin, by kind.
     const std::int64_t* cost(std::int64_t bin) const { return &cost_[bin * items_.kinds]; }
-    // The largest of a bin's costs, of one of its ranks.
+    // Largest cost of a bin, per rank.
     std::int64_t work(std::int64_t bin) const;
 
   private:
@@ -101,25 +105,24 @@ class Assignment {
     const StepRules& rules_;
     std::int64_t num_micro_batches_;
     std::vector<Bin> bins_;
-    std::vector<std::int64_t> cost_, amount_;  // of bin b and kind k, of all its ranks
+    std::vector<std::int64_t> cost_, amount_;  // [b * kinds + k], of all ranks of bin b
 };
 
-// ---- With ranks that share (sharing.cpp)
+// ---- Documents that several ranks share (sharing.cpp)
 
-// Deals items, longest first, to groups of ranks opened in all micro batches: long ones so that
-// ranks have equal attention, short ones so that ranks have equal tokens. Also where ranks are
-// nearly full: by sums of lengths that fit exactly. False where one has room nowhere.
+// Assigns items, longest first, to groups of ranks: long ones so that ranks have equal attention,
+// short ones so that ranks have equal tokens. Finds sums of lengths that fit exactly, so it also
+// succeeds if ranks are nearly full. Returns false if no group has room for an item.
 bool assign_shared(Assignment& assignment);
 
-// Every item in a micro batch of its own, on as many ranks as hold it.
+// Assigns every item to a separate micro batch and to the ranks that it needs.
 void assign_apart(Assignment& assignment);
 
-// ---- Until ranks have equal work (balance.cpp)
+// ---- Equal work (balance.cpp)
 
-// Makes small, by exchanging items as long as that pays, at most so many exchanges being looked at,
-// what ranks wait for each other: of every kind of cost its path (`Balance`), and of the paths the
-// longest. Then, the paths being as they are, the busiest rank of the step. Returns a number that
-// is smaller for a better arrangement of the same items.
-std::int64_t balance(Assignment& assignment, std::int64_t looks);
+// Minimizes the waiting of ranks by exchanging items; evaluates at most `budget` exchanges. Every
+// kind of cost has a path (see Balance); the longest one counts. Then minimizes the busiest rank of
+// the step without making a path longer. Returns a number that is smaller for a better assignment.
+std::int64_t balance(Assignment& assignment, std::int64_t budget);
 
 }  // namespace megapack

@@ -1,4 +1,5 @@
-// Documents that several ranks share: groups of ranks opened for the longest, filled with the rest.
+// Documents that several ranks share. Groups of ranks are opened for long documents, so that ranks
+// have equal attention (MicroBatch), then filled with short ones to equal tokens (Pool).
 #include <algorithm>
 #include <limits>
 #include <queue>
@@ -13,12 +14,13 @@ namespace {
 
 constexpr std::int64_t kNone = -1;
 
-// An item as it is dealt here: what counts is its length, and its attention.
+// An item: number, tokens, attention.
 struct Document {
     std::int64_t length, square, id;
 };
 
-// Those that need most ranks before others (costs may be capped). Ties: the smaller item first.
+// Returns the items that need most ranks first (costs may be capped), then the longest, then the
+// one with the smaller number.
 std::vector<Document> longest_first(const Items& items, const StepRules& rules) {
     std::vector<Document> documents;
     std::vector<std::int64_t> degree(items.size(), 1);
@@ -34,91 +36,70 @@ std::vector<Document> longest_first(const Items& items, const StepRules& rules) 
     return documents;
 }
 
-// ---- groups of ranks, and what they hold so far -------------------------------------------------
+// ---- Groups of ranks
 
-struct Group {
-    std::int64_t micro_batch, first_rank, degree;
-    std::int64_t tokens = 0, squares = 0, documents = 0;
-};
-
+// Groups of ranks as bins of an assignment.
 class Groups {
   public:
-    // `mean_tokens`: what a rank holds in a micro batch when all hold as much.
-    Groups(const Items& items, const StepRules& rules, std::int64_t num_micro_batches,
-           std::int64_t mean_tokens)
-        : items_(items),
-          rules_(rules),
+    // `mean_tokens`: tokens of a rank in a micro batch if all hold equally many.
+    Groups(Assignment& assignment, std::int64_t mean_tokens)
+        : assignment_(assignment),
           mean_tokens_(mean_tokens),
-          next_rank_(num_micro_batches, 0),
-          group_of_(items.size(), kNone) {}
+          next_rank_(assignment.num_micro_batches(), 0) {
+        assignment.take({});
+    }
 
-    const Items& items() const { return items_; }
-    const StepRules& rules() const { return rules_; }
+    const Items& items() const { return assignment_.items(); }
+    const StepRules& rules() const { return assignment_.rules(); }
     std::int64_t mean_tokens() const { return mean_tokens_; }
     std::int64_t num_micro_batches() const { return ssize(next_rank_); }
-    std::int64_t size() const { return ssize(groups_); }
-    const Group& operator[](std::int64_t g) const { return groups_[g]; }
+    std::int64_t size() const { return assignment_.num_bins(); }
+    const Bin& operator[](std::int64_t g) const { return assignment_.bins()[g]; }
+    std::int64_t squares(std::int64_t g) const { return squares_[g]; }
 
     std::int64_t free_ranks(std::int64_t micro_batch) const {
-        return rules_.num_ranks - next_rank_[micro_batch];
+        return rules().num_ranks - next_rank_[micro_batch];
     }
     // The first rank of a group is a multiple of its degree.
     bool can_open(std::int64_t micro_batch, std::int64_t degree) const {
         return free_ranks(micro_batch) >= degree && next_rank_[micro_batch] % degree == 0;
     }
-    // A group of the next free ranks.
+    // Opens a group of the next free ranks.
     void open(std::int64_t micro_batch, std::int64_t degree) {
-        groups_.push_back({micro_batch, next_rank_[micro_batch], degree});
-        amount_.resize(groups_.size() * items_.cap.size(), 0);
+        assignment_.open_bin({micro_batch, next_rank_[micro_batch], degree});
+        squares_.push_back(0);
         next_rank_[micro_batch] += degree;
     }
 
-    // Tokens that still go into a group; 0 where it may hold no other document.
+    // Free tokens of a group; 0 if it has the most documents.
     std::int64_t room(std::int64_t g) const {
-        const Group& group = groups_[g];
-        const bool full = group.documents == rules_.max_documents;
-        return full ? 0 : group.degree * rules_.max_tokens - group.tokens;
+        const Bin& group = (*this)[g];
+        const bool full = group.documents == rules().max_documents;
+        return full ? 0 : group.degree * rules().max_tokens - group.tokens;
     }
     bool has_room(std::int64_t g, const Document& document) const {
-        const Group& group = groups_[g];
-        if (document.length > room(g) ||
-            group.documents + items_.documents[document.id] > rules_.max_documents)
-            return false;
-        for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
-            if (amount_[g * items_.kinds + k] + items_.amount[document.id * items_.kinds + k] >
-                group.degree * items_.cap[k])
-                return false;
-        return true;
+        return assignment_.has_room(g, document.id);
     }
-    // Tokens by which a group is short of `per_rank` (negative where it has more).
+    // Tokens that a group lacks to `per_rank` tokens per rank; negative if it has more.
     std::int64_t missing(std::int64_t g, std::int64_t per_rank) const {
-        return groups_[g].degree * per_rank - groups_[g].tokens;
+        return (*this)[g].degree * per_rank - (*this)[g].tokens;
     }
 
     void place(const Document& document, std::int64_t g) {
-        groups_[g].tokens += document.length;
-        groups_[g].squares += document.square;
-        groups_[g].documents += items_.documents[document.id];
-        for (std::int64_t k = 0; k < ssize(items_.cap); ++k)
-            amount_[g * items_.kinds + k] += items_.amount[document.id * items_.kinds + k];
-        group_of_[document.id] = g;
+        assignment_.put(document.id, g);
+        squares_[g] += document.square;
     }
 
-    std::int64_t group_of(std::int64_t item) const { return group_of_[item]; }
-
   private:
-    const Items& items_;
-    const StepRules& rules_;
+    Assignment& assignment_;
     std::int64_t mean_tokens_;
     std::vector<std::int64_t> next_rank_;  // per micro batch
-    std::vector<Group> groups_;
-    std::vector<std::int64_t> amount_;    // per group and kind, where costs are capped
-    std::vector<std::int64_t> group_of_;  // per item
+    std::vector<std::int64_t> squares_;    // per group
 };
 
-// ---- long documents make the attention: ranks of a micro batch have as much each ----------------
+// ---- Long documents: equal attention of the ranks of a micro batch
 
-// One micro batch whose ranks should have mean_squares of attention each.
+// A micro batch whose ranks should have mean_squares of attention each.
 class MicroBatch {
   public:
     MicroBatch(Groups& groups, std::int64_t number, std::int64_t mean_squares,
@@ -128,9 +109,10 @@ class MicroBatch {
           mean_squares_(mean_squares),
           least_degree_(least_degree),
           first_group_(groups.size()),
-          empty_wish_(mean_squares / groups.mean_tokens()) {}
+          initial_wish_(mean_squares / groups.mean_tokens()) {}
 
-    // To the group that wishes for the longest documents; a new one wishes most. False: no room.
+    // Places a document in the group that wants the longest documents (see update), or opens a
+    // group. Returns false without room.
     bool place(const Document& document) {
         const std::int64_t degree = degree_of(document);
         std::int64_t best = kNone, most = std::numeric_limits<std::int64_t>::min();
@@ -142,7 +124,7 @@ class MicroBatch {
             best = i;
             most = state.wish;
         }
-        if (groups_.can_open(number_, degree) && (best == kNone || most < empty_wish_)) {
+        if (groups_.can_open(number_, degree) && (best == kNone || most < initial_wish_)) {
             best = ssize(state_);
             open(degree);
         }
@@ -152,13 +134,13 @@ class MicroBatch {
         return true;
     }
 
-    // Whether a document of this length may find room.
+    // True if a document of this length may fit.
     bool has_room(std::int64_t length) const {
         const auto fits = [&](const State& state) { return state.room >= length; };
         return groups_.free_ranks(number_) > 0 || std::any_of(state_.begin(), state_.end(), fits);
     }
 
-    void open_the_rest() {
+    void open_free_ranks() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
             while (!groups_.can_open(number_, degree)) degree /= 2;
@@ -171,9 +153,9 @@ class MicroBatch {
         std::int64_t wish, room, degree;
     };
 
-    // The fewest ranks that hold the document and get at most half of the attention from it that
-    // they should have: other documents then make up for what cannot be divided evenly. Where the
-    // linear layers cost far more, a small share of their cost counts as attention.
+    // Returns the fewest ranks that hold the document and get at most half of their attention from
+    // it, so that other documents can even out the rest. If linear layers cost far more than
+    // attention, a small share of their cost counts as attention.
     std::int64_t degree_of(const Document& document) const {
         const StepRules& rules = groups_.rules();
         std::int64_t degree = least_degree_;
@@ -191,13 +173,13 @@ class MicroBatch {
         update(ssize(state_) - 1);
     }
 
-    // Documents of length `wish` would give a group the attention and the tokens that it misses.
-    // It keeps a little room for the short ones, with which all groups are filled exactly.
+    // Recomputes `wish`: documents of this length would give the group the attention and the tokens
+    // that it lacks. Keeps some room for short documents, which fill all groups exactly.
     void update(std::int64_t i) {
         const std::int64_t g = first_group_ + i, mean_tokens = groups_.mean_tokens();
-        const Group& group = groups_[g];
+        const Bin& group = groups_[g];
         const std::int64_t tokens = groups_.missing(g, mean_tokens);
-        const std::int64_t squares = group.degree * mean_squares_ - group.squares;
+        const std::int64_t squares = group.degree * mean_squares_ - groups_.squares(g);
         state_[i].wish = squares / std::max<std::int64_t>(tokens, 1);
         state_[i].room = groups_.room(g);
         if (group.documents > 0)
@@ -205,48 +187,48 @@ class MicroBatch {
     }
 
     Groups& groups_;
-    std::int64_t number_, mean_squares_, least_degree_, first_group_, empty_wish_;
+    std::int64_t number_, mean_squares_, least_degree_, first_group_, initial_wish_;
     std::vector<State> state_;
 };
 
-// The first `count` documents decide the groups, none of fewer ranks than `least_degree` unless no
-// more are left. Those that are not dealt, and all behind them.
+// Opens groups for the first `count` documents, with at least `least_degree` ranks each while ranks
+// are free. Returns the documents that are not placed.
 std::vector<Document> assign_long(Groups& groups, const std::vector<Document>& documents,
                                   std::int64_t count, std::int64_t least_degree) {
-    std::vector<Document> left(documents.begin(), documents.begin() + count);
-    std::int64_t tokens_left = 0, shortest = std::numeric_limits<std::int64_t>::max();
-    for (const Document& document : left) {
-        tokens_left += document.length;
+    std::vector<Document> unplaced(documents.begin(), documents.begin() + count);
+    std::int64_t unplaced_tokens = 0, shortest = std::numeric_limits<std::int64_t>::max();
+    for (const Document& document : unplaced) {
+        unplaced_tokens += document.length;
         shortest = std::min(shortest, document.length);
     }
     for (std::int64_t m = 0; m < groups.num_micro_batches(); ++m) {
-        const std::int64_t to_come = groups.num_micro_batches() - m;
-        const std::int64_t share = (tokens_left + to_come - 1) / to_come;
+        const std::int64_t num_open = groups.num_micro_batches() - m;
+        const std::int64_t share = (unplaced_tokens + num_open - 1) / num_open;
         std::int64_t tokens = 0, squares = 0;
-        for (std::int64_t i = 0; i < ssize(left) && tokens < share; ++i) {
-            tokens += left[i].length;
-            squares += left[i].square;
+        for (std::int64_t i = 0; i < ssize(unplaced) && tokens < share; ++i) {
+            tokens += unplaced[i].length;
+            squares += unplaced[i].square;
         }
         MicroBatch micro_batch(groups, m, squares / groups.rules().num_ranks, least_degree);
-        std::int64_t seen = 0, kept = 0;
-        for (tokens = 0; seen < ssize(left) && tokens < share && micro_batch.has_room(shortest);
-             ++seen) {
-            if (micro_batch.place(left[seen])) {
-                tokens += left[seen].length;
-            } else {
-                left[kept++] = left[seen];
-            }
+        std::int64_t i = 0, kept = 0;
+        for (tokens = 0; i < ssize(unplaced) && tokens < share && micro_batch.has_room(shortest);
+             ++i) {
+            if (micro_batch.place(unplaced[i]))
+                tokens += unplaced[i].length;
+            else
+                unplaced[kept++] = unplaced[i];
         }
-        left.erase(left.begin() + kept, left.begin() + seen);
-        micro_batch.open_the_rest();
-        tokens_left -= tokens;
+        unplaced.erase(unplaced.begin() + kept, unplaced.begin() + i);
+        micro_batch.open_free_ranks();
+        unplaced_tokens -= tokens;
     }
-    left.insert(left.end(), documents.begin() + count, documents.end());
-    return left;
+    unplaced.insert(unplaced.end(), documents.begin() + count, documents.end());
+    return unplaced;
 }
 
-// ---- documents that are left, found by their length: a few whose lengths make an exact sum ------
+// ---- Short documents: equal tokens of all ranks
 
+// Unplaced documents by length; finds a few whose lengths have an exact sum.
 class Pool {
   public:
     explicit Pool(Span<const Document> documents);  // longest first; kept alive by the caller
@@ -255,14 +237,14 @@ class Pool {
     bool has_up_to(std::int64_t length) const { return longest_up_to(length) >= 0; }
     Document take_longest(std::int64_t length) { return take(longest_up_to(length)); }
 
-    // One, two or three documents (at most `count`) whose lengths sum to `sum`; none if none do.
+    // Takes one, two or three documents (at most `count`) whose lengths sum to `sum`; else none.
     std::vector<Document> take_sum(std::int64_t sum, std::int64_t count);
 
-    // All that are left, longest first.
-    std::vector<Document> rest();
+    // Takes all documents, longest first.
+    std::vector<Document> take_all();
 
   private:
-    // A kind is one of the lengths, shortest first.
+    // A kind is the rank of a length among the distinct lengths, shortest first.
     std::int64_t longest_up_to(std::int64_t length) const;
     std::int64_t kind_of(std::int64_t length) const;
     bool has(std::int64_t kind) const { return kind >= 0 && count_[kind] > 0; }
@@ -270,9 +252,9 @@ class Pool {
     Document take(std::int64_t kind);
 
     Span<const Document> documents_;
-    std::vector<std::int64_t> length_, end_, count_;  // per kind; its documents end at end_
-    std::vector<std::int32_t> kind_;                  // per length from length_[0] on, -1 for none
-    std::int64_t longest_ = -1, size_ = 0;            // the longest kind that is left
+    std::vector<std::int64_t> length_, end_, count_;  // per kind; end_: in documents_
+    std::vector<std::int32_t> kind_;                  // per length from length_[0] on; -1: none
+    std::int64_t longest_ = -1, size_ = 0;            // longest kind with documents
 };
 
 Pool::Pool(Span<const Document> documents) : documents_(documents), size_(documents.size()) {
@@ -303,12 +285,11 @@ std::int64_t Pool::kind_of(std::int64_t length) const {
     return at < 0 || at >= ssize(kind_) ? -1 : kind_[at];
 }
 
-// Two kinds near to each other, so that short ones are left for the last groups.
+// Prefers two similar lengths, which keeps short documents for the last groups.
 std::pair<std::int64_t, std::int64_t> Pool::pair_of_sum(std::int64_t sum) const {
     for (std::int64_t k = longest_up_to(sum / 2); k >= 0; --k) {
-        const std::int64_t rest = sum - length_[k];
-        if (rest > length_[longest_]) break;
-        const std::int64_t other = kind_of(rest);
+        if (sum - length_[k] > length_[longest_]) break;
+        const std::int64_t other = kind_of(sum - length_[k]);
         if (has(k) && has(other) && (other != k || count_[k] > 1)) return {k, other};
     }
     return {-1, -1};
@@ -332,7 +313,7 @@ std::vector<Document> Pool::take_sum(std::int64_t sum, std::int64_t count) {
     return {};
 }
 
-std::vector<Document> Pool::rest() {
+std::vector<Document> Pool::take_all() {
     std::vector<Document> documents;
     while (size_ > 0) documents.push_back(take(longest_));
     return documents;
@@ -345,9 +326,7 @@ Document Pool::take(std::int64_t kind) {
     return document;
 }
 
-// ---- short documents fill every rank of every micro batch to the same number of tokens ----------
-
-// Deals each document to the group whose ranks miss most tokens; false where one has no room.
+// Places each document in the group whose ranks lack most tokens; returns false without room.
 bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     using Entry = std::pair<std::int64_t, std::int64_t>;  // tokens missing per rank, -group
     const auto entry = [&](std::int64_t g) {
@@ -356,10 +335,10 @@ bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     std::vector<Entry> entries;
     for (std::int64_t g = 0; g < groups.size(); ++g) entries.push_back(entry(g));
     std::priority_queue<Entry> emptiest(entries.begin(), entries.end());
-    std::vector<Entry> aside;
+    std::vector<Entry> skipped;  // without room for the document
     for (const Document& document : documents) {
         while (!emptiest.empty() && !groups.has_room(-emptiest.top().second, document)) {
-            aside.push_back(emptiest.top());
+            skipped.push_back(emptiest.top());
             emptiest.pop();
         }
         if (emptiest.empty()) return false;
@@ -367,23 +346,23 @@ bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
         emptiest.pop();
         groups.place(document, g);
         emptiest.push(entry(g));
-        for (const Entry& other : aside) emptiest.push(other);
-        aside.clear();
+        for (const Entry& other : skipped) emptiest.push(other);
+        skipped.clear();
     }
     return true;
 }
 
-// Fills a group to `per_rank` tokens: down to what three documents can make, then exactly, or as
-// nearly as 16 tokens.
+// Fills a group to `per_rank` tokens per rank: with the longest documents until three documents can
+// complete it exactly or within 16 tokens.
 void fill(Groups& groups, std::int64_t g, std::int64_t per_rank, Pool& pool) {
     constexpr std::int64_t kWaste = 16;
     while (pool.size() > 0) {
         const std::int64_t missing = std::min(groups.missing(g, per_rank), groups.room(g));
         const std::int64_t places = groups.rules().max_documents - groups[g].documents;
         for (std::int64_t sum = missing; sum > missing - kWaste; --sum) {
-            const auto found = pool.take_sum(sum, std::min<std::int64_t>(places, 3));
-            for (const Document& document : found) groups.place(document, g);
-            if (!found.empty()) return;
+            const auto documents = pool.take_sum(sum, std::min<std::int64_t>(places, 3));
+            for (const Document& document : documents) groups.place(document, g);
+            if (!documents.empty()) return;
         }
         if (!pool.has_up_to(missing)) return;
         groups.place(pool.take_longest(missing), g);
@@ -391,7 +370,7 @@ void fill(Groups& groups, std::int64_t g, std::int64_t per_rank, Pool& pool) {
 }
 
 bool assign_short(Groups& groups, const std::vector<Document>& documents) {
-    // Exact sums know lengths alone.
+    // Exact sums consider only lengths, neither caps nor groups of documents.
     const Items& items = groups.items();
     if (!items.cap.empty() || std::any_of(items.documents.begin(), items.documents.end(),
                                           [](std::int64_t count) { return count > 1; }))
@@ -399,8 +378,8 @@ bool assign_short(Groups& groups, const std::vector<Document>& documents) {
     const std::int64_t size = ssize(documents), kept = std::min(size, 3 * groups.size() + 1024);
     if (!assign_to_emptiest(groups, {documents.data(), size - kept})) return false;
 
-    // Those that miss least first: they have the fewest ways to be filled. What room there is in
-    // excess is left together, in the last groups.
+    // Groups that lack least come first, because they can be filled in the fewest ways. Free room
+    // then remains in the last groups.
     std::vector<std::pair<std::int64_t, std::int64_t>> order;
     for (std::int64_t g = 0; g < groups.size(); ++g)
         order.push_back({groups.missing(g, groups.mean_tokens()) / groups[g].degree, g});
@@ -409,11 +388,11 @@ bool assign_short(Groups& groups, const std::vector<Document>& documents) {
     const std::int64_t mean = groups.mean_tokens();
     const std::int64_t per_rank = std::min(groups.rules().max_tokens, mean + mean / 512);
     for (const auto& [missing, g] : order) fill(groups, g, per_rank, pool);
-    return assign_to_emptiest(groups, pool.rest());
+    return assign_to_emptiest(groups, pool.take_all());
 }
 
-// How many of the documents count as long: the longest, with `share` of the tokens, and all that
-// one rank cannot hold.
+// Returns how many documents count as long: the longest ones with `share` tokens in all, and all
+// that one rank cannot hold.
 std::int64_t num_long(const Groups& groups, const std::vector<Document>& documents,
                       std::int64_t share) {
     std::int64_t count = 0;
@@ -422,15 +401,6 @@ std::int64_t num_long(const Groups& groups, const std::vector<Document>& documen
         tokens += documents[count].length;
     }
     return count;
-}
-
-std::vector<Bin> bins_of(const Groups& groups) {
-    std::vector<Bin> bins;
-    for (std::int64_t g = 0; g < groups.size(); ++g)
-        bins.push_back({groups[g].micro_batch, groups[g].first_rank, groups[g].degree});
-    for (std::int64_t i = 0; i < groups.items().size(); ++i)
-        bins[groups.group_of(i)].items.push_back(static_cast<std::int32_t>(i));
-    return bins;
 }
 
 }  // namespace
@@ -442,14 +412,15 @@ bool assign_shared(Assignment& assignment) {
     std::int64_t tokens = 0;
     for (const Document& document : documents) tokens += document.length;
     const std::int64_t places = assignment.num_micro_batches() * rules.num_ranks;
-    // What cannot be filled with a quarter of the tokens may be with all of them.
+    // A quarter of the tokens counts as short; if that does not fill the groups, all of them.
     for (const std::int64_t share : {tokens - tokens / 4, std::int64_t{0}}) {
         for (std::int64_t least = 1; least <= rules.max_context_parallel_size; least *= 2) {
-            Groups groups(items, rules, assignment.num_micro_batches(),
-                          (tokens + places - 1) / places);
+            Groups groups(assignment, (tokens + places - 1) / places);
             const std::int64_t count = num_long(groups, documents, share);
             if (!assign_short(groups, assign_long(groups, documents, count, least))) continue;
-            assignment.take(bins_of(groups));
+            std::vector<Bin> bins = assignment.bins();
+            for (Bin& bin : bins) std::sort(bin.items.begin(), bin.items.end());
+            assignment.take(std::move(bins));
             return true;
         }
     }

@@ -14,12 +14,12 @@ namespace megapack {
 namespace {
 
 constexpr std::int64_t kMostWork = std::int64_t{1} << 56;
-// Costs of all items are whole numbers that sum to this or less.
+// Upper bound of the sum of all integer costs.
 constexpr std::int64_t kWorkOfAll = std::int64_t{1} << 48;
 constexpr std::int64_t kMostKinds = 64;
 constexpr std::int64_t kMostPlaces = std::int64_t{1} << 24;  // ranks times micro batches
-// Exchanges that are looked at: what is left to gain after these costs more time than it saves.
-constexpr std::int64_t kLooks = std::int64_t{1} << 18;
+// Exchanges to evaluate: more of them would cost more time than they save.
+constexpr std::int64_t kExchanges = std::int64_t{1} << 18;
 
 void check_rules(const StepRules& rules) {
     constexpr std::int64_t kMost = std::int64_t{1} << 20;
@@ -57,7 +57,7 @@ void check_lengths(Span<const std::int64_t> lengths, const StepRules& rules) {
     }
 }
 
-// What documents cost, by kind, and what a rank may have of it in a micro batch.
+// Costs of documents by kind, and their caps.
 class Costs {
   public:
     Costs(Span<const std::int64_t> lengths, const GivenCosts& given, const StepRules& rules)
@@ -75,21 +75,22 @@ class Costs {
     }
 
     std::int64_t kinds() const { return kinds_; }
-    // In a power of two near the largest cost, so that no sum overflows or vanishes.
+    // Cost relative to a power of two near the largest one, so that sums neither overflow nor
+    // vanish.
     double of(std::int64_t i, std::int64_t k) const { return std::ldexp(given(i, k), -shift_[k]); }
     std::int64_t num_caps() const { return ssize(cap_); }
     std::int64_t cap(std::int64_t k) const { return cap_[k]; }
-    // In units of a power of two, so that whole numbers stay exact; else rounded up.
+    // Cost in units of a power of two: integers stay exact, other numbers are rounded up.
     std::int64_t amount(std::int64_t i, std::int64_t k) const {
         const double cost = given(i, k);
         const double units = std::ceil(std::ldexp(cost, exponent_[k] - shift_[k]));
         const std::int64_t rounded =
             std::max(static_cast<std::int64_t>(units), std::int64_t{cost > 0});
-        return std::min(rounded,
-                        cap_[k] * max_context_parallel_size_);  // of one that fits, see check_kind
+        // A document that fits by `fit` must fit after rounding, too.
+        return std::min(rounded, cap_[k] * max_context_parallel_size_);
     }
-    // Whether so many ranks as may share documents hold some. Decided by the costs as given: the
-    // units of a plan depend on its other documents.
+    // Returns true if max_context_parallel_size ranks hold the documents. Compares the given costs,
+    // because the units of `amount` depend on other documents.
     bool fit(Span<const std::int64_t> documents, std::int64_t k) const {
         double cost = 0;
         for (const std::int64_t i : documents) cost += given(i, k);
@@ -126,8 +127,8 @@ class Costs {
         }
         const double cap = std::ldexp(caps_[k], -shift_[k]);
         exponent_.push_back(sum > 0 ? 40 - std::ilogb(sum) : 0);
-        // Rounded down, costs up: ranks never exceed it. A document that costs exactly as much
-        // would not fit then, so ``amount`` is at most the cap. A cap above the sum of all is none.
+        // The cap is rounded down and costs are rounded up, so ranks never exceed it. A cap above
+        // the sum of all costs has no effect.
         cap_.push_back(cap >= sum ? std::numeric_limits<std::int64_t>::max() >> 21
                                   : static_cast<std::int64_t>(std::ldexp(cap, exponent_[k])));
     }
@@ -146,28 +147,29 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
     return (a + b - 1) / b;
 }
 
-// The documents of every item.
+// Documents of every item, and its family (see Items).
 struct Members {
     std::vector<std::vector<std::int64_t>> documents;
     std::vector<std::int64_t> family;
 
-    void add(std::vector<std::int64_t> item, std::int64_t of) {
+    void add(std::vector<std::int64_t> item) {
         documents.push_back(std::move(item));
-        family.push_back(of);
+        family.push_back(-1);
     }
 };
 
-// Each document by itself, longest first; ties: the smaller first.
+// Makes an item of each document, longest first; ties: the smaller number first.
 Members single_documents(Span<const std::int64_t> lengths) {
     std::vector<std::pair<std::int64_t, std::int64_t>> order;
     for (std::int64_t i = 0; i < lengths.size(); ++i) order.push_back({-lengths[i], i});
     std::sort(order.begin(), order.end());
     Members members;
-    for (const auto& [length, i] : order) members.add({i}, -1);
+    for (const auto& [length, i] : order) members.add({i});
     return members;
 }
 
-// Those of a group together, as many as a bin holds: more are chunks of one family.
+// Makes items of the documents of each group, as many documents per item as a bin holds. The items
+// of a group with several ones form a family.
 Members chunks_of_groups(Span<const std::int64_t> lengths, const Costs& costs,
                          const std::map<std::int64_t, std::vector<std::int64_t>>& groups,
                          const StepRules& rules) {
@@ -186,7 +188,7 @@ Members chunks_of_groups(Span<const std::int64_t> lengths, const Costs& costs,
                 fits = fits && amount[k] <= costs.cap(k);
             }
             if (!fits) {
-                members.add({}, -1);
+                members.add({});
                 tokens = lengths[i];
                 for (std::int64_t k = 0; k < ssize(amount); ++k) amount[k] = costs.amount(i, k);
             }
@@ -198,7 +200,7 @@ Members chunks_of_groups(Span<const std::int64_t> lengths, const Costs& costs,
     return members;
 }
 
-// All of a group together, in one micro batch: as many ranks share it as hold it.
+// Makes one item of each group.
 Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
                      const std::map<std::int64_t, std::vector<std::int64_t>>& groups,
                      const StepRules& rules) {
@@ -221,7 +223,7 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
                   " ranks (max_context_parallel_size) may have (max_costs_per_rank): raise it, or "
                   "part the group");
         }
-        members.add(documents, -1);
+        members.add(documents);
     }
     return members;
 }
@@ -251,25 +253,26 @@ Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Mem
     return items;
 }
 
-// Costs of every kind in units of its shortest path: the work of all shared evenly (in a pipeline
-// by all bins), or the dearest item, if that is more. So paths can be compared.
-void price(Items& items, const Costs& costs, const Members& members, const StepRules& rules,
-           std::int64_t num_micro_batches) {
+// Sets the costs of every kind, in units of the lower bound of its path: the total divided evenly
+// (in a pipeline by all bins), or the most expensive item, if that is more. So paths are
+// comparable.
+void set_costs(Items& items, const Costs& costs, const Members& members, const StepRules& rules,
+               std::int64_t num_micro_batches) {
     const std::int64_t bins =
         rules.num_ranks * (rules.balance == Balance::kPipeline ? num_micro_batches : 1);
     items.unit = kWorkOfAll / bins;
     items.cost.assign(items.size() * items.kinds, 0);
     for (std::int64_t k = 0; k < items.kinds; ++k) {
         std::vector<double> cost(items.size(), 0.0);
-        double sum = 0, dearest = 0;
+        double sum = 0, largest = 0;
         for (std::int64_t item = 0; item < items.size(); ++item) {
             for (const std::int64_t i : members.documents[item]) cost[item] += costs.of(i, k);
             sum += cost[item];
-            dearest = std::max(dearest, cost[item]);
+            largest = std::max(largest, cost[item]);
         }
         const double least =
             std::max(sum / static_cast<double>(bins),
-                     dearest / static_cast<double>(rules.max_context_parallel_size));
+                     largest / static_cast<double>(rules.max_context_parallel_size));
         const double scale = least > 0 ? static_cast<double>(items.unit) / least : 0;
         for (std::int64_t item = 0; item < items.size(); ++item)
             items.cost[item * items.kinds + k] = static_cast<std::int64_t>(cost[item] * scale);
@@ -298,46 +301,47 @@ StepPlan plan_of(const Assignment& assignment, const Members& members, std::int6
     return plan;
 }
 
-// What tokens, documents and capped costs need.
+// Returns the micro batches that tokens, documents and capped costs need at least.
 std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
-    const auto sum = [](const std::vector<std::int64_t>& of, std::int64_t step, std::int64_t k) {
-        std::int64_t all = 0;
-        for (std::int64_t i = k; i < ssize(of); i += step) all += of[i];
-        return all;
+    // Sums every `step`-th value from the k-th on; needs ceil(sum / cap) places, num_ranks at a
+    // time.
+    const auto needed = [&](const std::vector<std::int64_t>& values, std::int64_t cap,
+                            std::int64_t step = 1, std::int64_t k = 0) {
+        std::int64_t sum = 0;
+        for (std::int64_t i = k; i < ssize(values); i += step) sum += values[i];
+        return ceil_div(cap == 0 ? 0 : ceil_div(sum, cap), rules.num_ranks);
     };
-    const auto needed = [&](std::int64_t all, std::int64_t cap) {
-        return ceil_div(cap == 0 ? 0 : ceil_div(all, cap), rules.num_ranks);
-    };
-    std::int64_t most = std::max(needed(sum(items.tokens, 1, 0), rules.max_tokens),
-                                 needed(sum(items.documents, 1, 0), rules.max_documents));
+    std::int64_t most = std::max(needed(items.tokens, rules.max_tokens),
+                                 needed(items.documents, rules.max_documents));
     for (std::int64_t k = 0; k < ssize(items.cap); ++k)
-        most = std::max(most, needed(sum(items.amount, items.kinds, k), items.cap[k]));
+        most = std::max(most, needed(items.amount, items.cap[k], items.kinds, k));
     return most;
 }
 
-// Ways to deal all items into so many micro batches. Sharing is only as good as its groups of
-// ranks: where single ranks can hold every item, both are tried.
+// Returns assignments of all items to `m` micro batches, none if it finds none. If a single rank
+// can hold every item, tries single ranks and shared documents: groups of ranks may balance worse.
 std::vector<Assignment> assignments(const Items& items, const StepRules& rules, std::int64_t m) {
     bool single = true, families = false;
     for (std::int64_t i = 0; i < items.size(); ++i) {
         single = single && holds(items, rules, 1, i);
         families = families || items.family[i] >= 0;
     }
-    std::vector<Assignment> found;
+    std::vector<Assignment> candidates;
     Assignment assignment(items, rules, m);
-    if (single && (assignment.assign_dearest_first(false) || assignment.assign_dearest_first(true)))
-        found.push_back(assignment);
+    if (single && (assignment.assign_greedily(false) || assignment.assign_greedily(true)))
+        candidates.push_back(assignment);
     const bool alone = rules.max_context_parallel_size == 1;
-    if (!families && (found.empty() || !alone) && assign_shared(assignment))
-        found.push_back(assignment);
-    if (found.empty() && alone && assignment.assign_best_fit()) found.push_back(assignment);
-    if (found.empty() && !families && m >= items.size()) {
+    if (!families && (candidates.empty() || !alone) && assign_shared(assignment))
+        candidates.push_back(assignment);
+    if (candidates.empty() && alone && assignment.assign_best_fit())
+        candidates.push_back(assignment);
+    if (candidates.empty() && !families && m >= items.size()) {
         assign_apart(assignment);
         return {assignment};
     }
-    for (Assignment& each : found)
+    for (Assignment& each : candidates)
         if (each.of_single_ranks()) each.arrange();
-    return found;
+    return candidates;
 }
 
 }  // namespace
@@ -364,13 +368,13 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
               " micro batches are ", m * rules.num_ranks, " places for documents; at most ",
               kMostPlaces, " are planned: lower num_ranks or micro_batch_multiple, or raise ",
               "max_tokens_per_rank");
-        price(items, costs, members, rules, m);
-        std::vector<Assignment> found = assignments(items, rules, m);
-        if (found.empty()) continue;
+        set_costs(items, costs, members, rules, m);
+        std::vector<Assignment> candidates = assignments(items, rules, m);
+        if (candidates.empty()) continue;
         std::vector<std::int64_t> paths;
-        for (Assignment& assignment : found) paths.push_back(balance(assignment, kLooks));
+        for (Assignment& assignment : candidates) paths.push_back(balance(assignment, kExchanges));
         const auto best = std::min_element(paths.begin(), paths.end()) - paths.begin();
-        return plan_of(found[best], members, lengths.size(), rules.multiple > 1);
+        return plan_of(candidates[best], members, lengths.size(), rules.multiple > 1);
     }
 }
 

@@ -31,9 +31,8 @@ class Assigner {
         std::stable_sort(items.begin(), items.end(),
                          [&](std::int64_t a, std::int64_t b) { return cost(a) > cost(b); });
         std::priority_queue<Entry, std::vector<Entry>, std::greater<>> open;  // load, bin
-        for (std::int64_t b = 0; b < ssize(bins_); ++b) {
+        for (std::int64_t b = 0; b < ssize(bins_); ++b)
             if (sizes_[b] > 0) open.push({0, b});
-        }
         for (const std::int64_t item : items) {
             const std::int64_t b = open.top().second;
             open.pop();
@@ -43,8 +42,8 @@ class Assigner {
         }
     }
 
-    // The fullest bin gives an item for a cheaper one of another bin as long as the larger of the
-    // two totals falls, until it is within 0.1 % of the mean. A polish, not a search: bounded.
+    // Exchanges an item of the fullest bin for a cheaper one of another bin as long as the larger
+    // of the two totals falls, at most 64 times, until the fullest bin is within 0.1 % of the mean.
     void exchange() {
         constexpr int kRounds = 64;
         const double total =
@@ -73,28 +72,28 @@ class Assigner {
   private:
     std::int64_t cost(std::int64_t item) const { return costs_[item]; }
 
-    // The exchange that leaves the smallest maximum of the two bins, if it is below the present
-    // one; of several the first, by the other bin, and by the items as they lie in both.
+    // Makes the exchange after which the larger of the two totals is smallest; returns false if
+    // none lowers it. Ties: the smaller bin, then the first items of both bins.
     bool exchange_from(std::int64_t from) {
         std::int64_t best = loads_[from];
         std::tuple<std::int64_t, std::int64_t, std::int64_t> choice;
         for (std::int64_t to = 0; to < ssize(bins_); ++to) {
             const std::int64_t half = (loads_[from] - loads_[to]) / 2;
-            if (loads_[from] - half >= best) continue;  // moving half leaves the smallest
-            const std::vector<Entry>& theirs = by_cost(to);
+            if (loads_[from] - half >= best) continue;  // half of the difference is the best move
+            const std::vector<Entry>& candidates = by_cost(to);
             const auto first_from = [&](std::int64_t cost) {
-                return std::lower_bound(theirs.begin(), theirs.end(), Entry{cost, 0});
+                return std::lower_bound(candidates.begin(), candidates.end(), Entry{cost, 0});
             };
             for (std::int64_t i = 0; i < ssize(bins_[from]); ++i) {
-                // Costs beside the one that would move half; of equal ones the first item.
-                const std::int64_t mine = cost(bins_[from][i]);
-                const auto above = first_from(mine - half);
+                // Try the costs next to the one that would move half; of equal ones the first item.
+                const std::int64_t given = cost(bins_[from][i]);
+                const auto above = first_from(given - half);
                 Entry least{best, 0};  // the larger total, j
-                if (above != theirs.end())
-                    least = std::min(least, {loads_[from] - mine + above->first, above->second});
-                if (above != theirs.begin()) {
+                if (above != candidates.end())
+                    least = std::min(least, {loads_[from] - given + above->first, above->second});
+                if (above != candidates.begin()) {
                     const auto below = first_from(std::prev(above)->first);
-                    least = std::min(least, {loads_[to] + mine - below->first, below->second});
+                    least = std::min(least, {loads_[to] + given - below->first, below->second});
                 }
                 if (least.first < best) {
                     best = least.first;
@@ -125,7 +124,7 @@ class Assigner {
     Span<const std::int64_t> sizes_;
     Bins bins_;
     std::vector<std::int64_t> loads_;
-    std::vector<std::vector<Entry>> by_cost_;  // of bins that were asked: costs, places
+    std::vector<std::vector<Entry>> by_cost_;  // per bin: (cost, place), filled when first used
 };
 
 void check_assignment(Span<const std::int64_t> costs, Span<const std::int64_t> bin_sizes) {

@@ -14,10 +14,10 @@ __extension__ using Wide = unsigned __int128;
 constexpr std::int64_t kMaxTotal = std::int64_t{1} << 62;
 constexpr std::uint64_t kBelowHalf = (std::uint64_t{1} << 63) - 1;
 
-// floor(positions * share + 1/2 - 2^-64), and the same modulo 1.
+// floor(positions * share + 1/2 - 2^-64) and the fraction, in units of 2^-64.
 struct Split {
     std::int64_t light;
-    std::uint64_t rest;
+    std::uint64_t fraction;
 };
 
 Split split(std::int64_t positions, std::uint64_t share) {
@@ -25,7 +25,7 @@ Split split(std::int64_t positions, std::uint64_t share) {
     return {static_cast<std::int64_t>(scaled >> 64), static_cast<std::uint64_t>(scaled)};
 }
 
-// Nearest to part / whole in units of 2^-64; part is at most half of the whole.
+// Returns part / whole, rounded, in units of 2^-64; part is at most half of the whole.
 std::uint64_t share_of(std::int64_t part, std::int64_t whole) {
     if (whole == 0) return 0;
     const auto total = static_cast<Wide>(whole);
@@ -44,23 +44,23 @@ void check_weights(Span<const std::int64_t> weights) {
     check(total > 0, "all ", weights.size(), " weights of a blend are 0");
 }
 
-// Moves the places that go to the lighter child to the front, both parts in order; returns how
-// many. Without a branch: which child it is cannot be predicted.
-std::int64_t part(Span<std::int32_t> places, std::uint64_t rest, std::uint64_t share,
-                  std::int32_t* aside) {
+// Moves the places of the lighter child to the front, both parts in order; returns their number.
+// Without a branch, because the processor cannot predict the child.
+std::int64_t move_light_to_front(Span<std::int32_t> places, std::uint64_t fraction,
+                                 std::uint64_t share, std::int32_t* buffer) {
     std::int64_t light = 0;
     std::int64_t heavy = 0;
     for (std::int64_t i = 0; i < places.size(); ++i) {
         const std::int32_t place = places[i];
-        const std::uint64_t next = rest + share;
-        const bool to_light = next < rest;  // a carry: one more for the lighter child
+        const std::uint64_t next = fraction + share;
+        const bool to_light = next < fraction;  // a carry: one more for the lighter child
         places[light] = place;
-        aside[heavy] = place;
+        buffer[heavy] = place;
         light += to_light;
         heavy += !to_light;
-        rest = next;
+        fraction = next;
     }
-    std::copy_n(aside, heavy, places.data() + light);
+    std::copy_n(buffer, heavy, places.data() + light);
     return light;
 }
 
@@ -70,7 +70,7 @@ Blend::Blend(Span<const std::int64_t> weights)
     : weights_(weights.begin(), weights.end()), num_sources_(weights.size()) {
     check_weights(weights);
     // Leaves by weight and inner nodes by age both ascend, so the lightest node is the first of one
-    // of the two queues; of equals a leaf.
+    // of the two queues; a leaf wins ties.
     std::vector<std::int32_t> leaves(num_sources_);
     std::iota(leaves.begin(), leaves.end(), 0);
     std::stable_sort(leaves.begin(), leaves.end(),
@@ -95,9 +95,8 @@ Blend::Blend(Span<const std::int64_t> weights)
         node.heavy = lightest();
         const std::int64_t sum = weight_of(node.light) + weight_of(node.heavy);
         node.light_share = share_of(weight_of(node.light), sum);
-        const auto self = static_cast<std::int32_t>(num_sources_ + nodes_.size());
-        parent_[node.light] = self;
-        parent_[node.heavy] = self;
+        const auto parent = static_cast<std::int32_t>(num_sources_ + nodes_.size());
+        parent_[node.light] = parent_[node.heavy] = parent;
         nodes_.push_back(node);
         sums.push_back(sum);
     }
@@ -113,7 +112,7 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
     Range result;
     result.places.resize(size);
     std::iota(result.places.begin(), result.places.end(), 0);
-    std::vector<std::int32_t> aside(size);
+    std::vector<std::int32_t> buffer(size);
     struct Visit {
         std::int32_t node;
         std::int64_t begin;  // position among those of the node
@@ -131,7 +130,8 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
         }
         const Node& node = inner(visit.node);
         const Split before = split(visit.begin, node.light_share);
-        const std::int64_t light = part(visit.places, before.rest, node.light_share, aside.data());
+        const std::int64_t light =
+            move_light_to_front(visit.places, before.fraction, node.light_share, buffer.data());
         open.push_back(
             {node.heavy, visit.begin - before.light, visit.places.subspan(light, count - light)});
         open.push_back({node.light, before.light, visit.places.subspan(0, light)});
@@ -145,10 +145,10 @@ std::vector<std::int64_t> Blend::taken(std::int64_t end) const {
     if (end == 0) return {counts.begin(), counts.begin() + num_sources_};
     counts.back() = end;
     for (std::int64_t i = nodes_.size(); i-- > 0;) {
-        const std::int64_t here = counts[num_sources_ + i];
-        const std::int64_t light = split(here, nodes_[i].light_share).light;
+        const std::int64_t count = counts[num_sources_ + i];
+        const std::int64_t light = split(count, nodes_[i].light_share).light;
         counts[nodes_[i].light] = light;
-        counts[nodes_[i].heavy] = here - light;
+        counts[nodes_[i].heavy] = count - light;
     }
     counts.resize(num_sources_);
     return counts;
@@ -158,9 +158,7 @@ std::int64_t Blend::taken_of(std::int32_t source, std::int64_t end) const {
     check(source >= 0 && source < num_sources_, "source ", source, " of a blend of ", num_sources_);
     check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
     std::vector<std::int32_t> path;  // from the source up to below the root
-    for (std::int32_t node = source; parent_[node] >= 0; node = parent_[node]) {
-        path.push_back(node);
-    }
+    for (std::int32_t node = source; parent_[node] >= 0; node = parent_[node]) path.push_back(node);
     std::int64_t count = end;
     for (auto child = path.rbegin(); child != path.rend(); ++child) {
         const Node& node = inner(parent_[*child]);

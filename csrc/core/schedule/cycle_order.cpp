@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Doubles that are not negative have the order of their bits.
+// Non-negative doubles have the same order as their bits.
 std::uint64_t bits_of(double value) {
     std::uint64_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -27,15 +27,14 @@ double double_of(std::uint64_t bits) {
 
 }  // namespace
 
-// Position after position, from any one on.
+// Iterates over positions, from any one on.
 class CycleOrder::Merge {
   public:
     Merge(const CycleOrder& order, std::int64_t position) : order_(order) {
         const auto draws_before = [&](double time) {
             std::int64_t before = 0;
-            for (const Bucket& bucket : order.buckets_) {
+            for (const Bucket& bucket : order.buckets_)
                 before += order.draws_before(bucket, time, false);
-            }
             return before;
         };
         std::uint64_t low = 0, high = bits_of(kNever);  // draws_before(low) <= position
@@ -50,12 +49,12 @@ class CycleOrder::Merge {
             position_ += ranks_.back();
         }
         for (std::int64_t b = 0; b < ssize(ranks_); ++b) next_.push_back(time_of_next(b));
-        while (position_ < position) advance();  // draws at one and the same time
+        while (position_ < position) advance();  // several draws at the same time
     }
 
     const std::vector<std::int64_t>& ranks() const { return ranks_; }
 
-    // The bucket of this position, and on to the next one.
+    // Returns the bucket of this position and moves to the next.
     std::int64_t advance() {
         const auto bucket = std::min_element(next_.begin(), next_.end()) - next_.begin();
         ++ranks_[bucket];
@@ -93,9 +92,8 @@ CycleOrder::CycleOrder(Span<const std::int64_t> counts, Span<const double> odds,
             bucket.rate = count;
         }
         if (times == Times::kRandom) {
-            for (std::int64_t t = 0; t < counts[b]; ++t) {
+            for (std::int64_t t = 0; t < counts[b]; ++t)
                 bucket.drawn.push_back(random_unit(bucket.key, t));
-            }
             std::sort(bucket.drawn.begin(), bucket.drawn.end());
         }
         buckets_.push_back(std::move(bucket));
@@ -103,11 +101,10 @@ CycleOrder::CycleOrder(Span<const std::int64_t> counts, Span<const double> odds,
     }
     if (size_ == 0) return;
     first_ = Merge(*this, 0).advance();
-    if (largest_first) {
+    if (largest_first)
         swapped_at_ = unswapped_position(largest_, 0);
-    } else {
+    else
         largest_ = first_;
-    }
 }
 
 double CycleOrder::time(const Bucket& bucket, std::int64_t rank) const {
@@ -123,8 +120,8 @@ std::int64_t CycleOrder::draws_before(const Bucket& bucket, double time, bool in
         return end - drawn.begin();
     }
     const auto is_before = [&](std::int64_t rank) {
-        const double own = this->time(bucket, rank);
-        return inclusive ? own <= time : own < time;
+        const double draw_time = this->time(bucket, rank);
+        return inclusive ? draw_time <= time : draw_time < time;
     };
     const double all = static_cast<double>(bucket.count);
     const double parts = (time - bucket.begin) * bucket.rate;
@@ -145,9 +142,8 @@ std::vector<std::int32_t> CycleOrder::range(std::int64_t begin, std::int64_t end
     std::vector<std::int32_t> buckets;
     buckets.reserve(end - begin);
     Merge merge(*this, begin);
-    for (std::int64_t position = begin; position < end; ++position) {
+    for (std::int64_t position = begin; position < end; ++position)
         buckets.push_back(static_cast<std::int32_t>(swapped_bucket(position, merge.advance())));
-    }
     return buckets;
 }
 
@@ -165,20 +161,19 @@ std::int64_t CycleOrder::position(std::int64_t bucket, std::int64_t rank) const 
     const std::int64_t count = buckets_[bucket].count;
     check(0 <= rank && rank < count, "draw ", rank, " of a bucket with ", count, " draws");
     if (bucket == largest_ && rank == 0) return 0;
-    if (bucket == first_) {  // its draws before the place that it changed to moved up by one
-        const std::int64_t moved = counts(swapped_at_)[bucket];
-        if (rank == moved) return swapped_at_;
-        if (rank < moved) return unswapped_position(bucket, rank + 1);
+    if (bucket == first_) {  // the exchange shifts its draws before swapped_at_ by one rank
+        const std::int64_t shifted = counts(swapped_at_)[bucket];
+        if (rank == shifted) return swapped_at_;
+        if (rank < shifted) return unswapped_position(bucket, rank + 1);
     }
     return unswapped_position(bucket, rank);
 }
 
 std::int64_t CycleOrder::unswapped_position(std::int64_t bucket, std::int64_t rank) const {
-    const double own = time(buckets_[bucket], rank);
+    const double draw_time = time(buckets_[bucket], rank);
     std::int64_t position = rank;
-    for (std::int64_t b = 0; b < ssize(buckets_); ++b) {
-        if (b != bucket) position += draws_before(buckets_[b], own, b < bucket);
-    }
+    for (std::int64_t b = 0; b < ssize(buckets_); ++b)
+        if (b != bucket) position += draws_before(buckets_[b], draw_time, b < bucket);
     return position;
 }
 

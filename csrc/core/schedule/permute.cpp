@@ -12,8 +12,8 @@
 namespace megapack {
 namespace {
 
-// A network of few bits reaches only some of the orders; up to this size a shuffle costs less than
-// a microsecond or two.
+// A network of few bits reaches only some orders; up to this size a shuffle takes a microsecond or
+// two.
 constexpr std::int64_t kShuffled = 1024;
 
 class FeistelPermutation {
@@ -25,9 +25,8 @@ class FeistelPermutation {
         right_bits_ = bits - bits / 2;
         left_mask_ = (1ULL << (bits / 2)) - 1;
         right_mask_ = (1ULL << right_bits_) - 1;
-        for (int i = 0; i < 2 * kRounds; ++i) {
+        for (int i = 0; i < 2 * kRounds; ++i)
             round_keys_[i] = random_bits(key, static_cast<std::uint64_t>(i));
-        }
     }
 
     std::int64_t operator()(std::int64_t position) const {
@@ -101,18 +100,15 @@ void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
         return;
     }
     const FeistelPermutation permutation(key, size);
-    for (std::int64_t i = 0; i < count; ++i) {
-        out[i] = permutation(first + i);
-    }
+    for (std::int64_t i = 0; i < count; ++i) out[i] = permutation(first + i);
 }
 
 void permute_inverse(std::uint64_t key, std::int64_t size, Span<const std::int64_t> values,
                      Span<std::int64_t> out) {
     check(size > 0, "a permutation of ", size, " elements; it needs at least 1");
     check(values.size() == out.size(), values.size(), " values and room for ", out.size());
-    for (const std::int64_t value : values) {
+    for (const std::int64_t value : values)
         check(value >= 0 && value < size, "value ", value, " of a permutation of ", size);
-    }
     if (size <= kShuffled) {
         const std::vector<std::int64_t> order = shuffled(key, size);
         std::vector<std::int64_t> place(order.size());

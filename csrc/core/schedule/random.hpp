@@ -1,5 +1,5 @@
-// Counter-based randomness: a number is a function of (key, counter), never of what was drawn
-// before, so that any step of any run can be computed by itself.
+// Counter-based random numbers of the schedule: a number is a function of (key, counter), so any
+// step of a run is computed without the steps before it.
 #pragma once
 
 #include <cstdint>

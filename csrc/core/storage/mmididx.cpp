@@ -28,7 +28,7 @@ void copy_out(const std::uint8_t* from, std::int64_t count, Span<T> out) {
     if (count > 0) std::memcpy(out.data(), from, count * sizeof(T));
 }
 
-// Bytes as text where they are text: a wrong magic is then easy to recognise.
+// Returns bytes as text, '.' for the unprintable ones: a message shows a wrong magic.
 std::string printable(Span<const std::uint8_t> bytes) {
     std::string text;
     for (const std::uint8_t c : bytes) text += c >= 32 && c < 127 ? static_cast<char>(c) : '.';
@@ -40,7 +40,7 @@ std::string printable(Span<const std::uint8_t> bytes) {
                                      index.length(sequence), "; lengths cannot be negative"));
 }
 
-// The byte behind a sequence.
+// Returns the byte after a sequence.
 std::int64_t end_of_sequence(const IndexView& index, std::int64_t sequence, std::int64_t itemsize) {
     const std::int32_t length = index.length(sequence);
     if (length < 0) bad_length(index, sequence);
@@ -52,7 +52,7 @@ std::int64_t end_of_sequence(const IndexView& index, std::int64_t sequence, std:
     return end;
 }
 
-// Sum of the lengths of [begin, end).
+// Returns the tokens of sequences [begin, end).
 std::int64_t sum_lengths(const IndexView& index, std::int64_t begin, std::int64_t end) {
     std::int64_t sum = 0;
     for (std::int64_t i = begin; i < end; ++i) {
@@ -140,15 +140,11 @@ void copy_document_indices(const IndexView& index, Span<std::int64_t> out) {
     std::iota(out.begin(), out.end(), std::int64_t{0});
 }
 
-void check_lengths_and_pointers(const IndexView& index, std::int64_t itemsize) {
-    check_sequences(index, 0, index.num_sequences(), itemsize);
-}
-
 std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::int64_t first,
                                                       std::int64_t last, std::int64_t itemsize) {
     const std::int64_t begin = first == 0 ? 0 : end_of_sequence(index, first - 1, itemsize);
     check<FormatError>(begin % itemsize == 0, index.name(), ": sequence ", first,
-                       " begins at byte ", begin, ", inside of a token of ", itemsize,
+                       " begins at byte ", begin, ", inside a token of ", itemsize,
                        " bytes; `megapack-build repair` recomputes pointers");
     std::int64_t end = begin;
     for (std::int64_t i = first; i <= last && i < index.num_sequences(); ++i) {
@@ -166,7 +162,7 @@ void check_document_indices(const IndexView& index) {
     const std::int64_t last = index.document_index(index.num_documents());
     check<FormatError>(last == num_sequences, index.name(), ": document_indices end at ", last,
                        " instead of the number of sequences, ", num_sequences,
-                       "; `megapack-build repair` mends files that lost them in a merge");
+                       "; `megapack-build repair` restores document_indices that a merge lost");
     std::int64_t previous = 0;
     for (std::int64_t i = 0; i <= index.num_documents(); ++i) {
         const std::int64_t value = index.document_index(i);
@@ -196,7 +192,7 @@ bool document_lengths(const IndexView& index, Span<std::int32_t> out) {
     copy_sequence_lengths(index, out);
     std::int32_t sign = 0;
     for (const std::int32_t length : out) sign |= length;
-    if (sign < 0) sum_lengths(index, 0, index.num_sequences());  // finds and names the negative one
+    if (sign < 0) sum_lengths(index, 0, index.num_sequences());  // throws, naming the sequence
     return true;
 }
 
@@ -208,12 +204,11 @@ void document_offsets(const IndexView& index, std::int64_t itemsize, Span<std::i
     check(out.size() == index.num_documents() + 1, "out has ", out.size(),
           " elements; it must have ", index.num_documents() + 1);
     check_document_indices(index);
-    check_lengths_and_pointers(index, itemsize);
+    check_sequences(index, 0, index.num_sequences(), itemsize);
     const std::int64_t num_sequences = index.num_sequences();
     std::int64_t total = 0;
-    if (num_sequences > 0) {
+    if (num_sequences > 0)
         total = index.pointer(num_sequences - 1) / itemsize + index.length(num_sequences - 1);
-    }
     for (std::int64_t d = 0; d < out.size(); ++d) {
         const std::int64_t sequence = index.document_index(d);
         out[d] = sequence == num_sequences ? total : index.pointer(sequence) / itemsize;

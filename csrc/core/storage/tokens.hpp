@@ -1,4 +1,4 @@
-// Token ids on their way to disk: in which range they lie, and their narrowing to the file's type.
+// Range of token ids, and their narrowing to the type of the file.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 
 namespace megapack {
 
-// Smallest and largest id; without tokens {largest T, smallest T}, which lies inside any limits.
+// Returns the smallest and the largest id; without tokens {largest T, smallest T}, which passes any
+// limits.
 template <typename T>
 std::pair<T, T> token_range(Span<const T> tokens) {
     // Local accumulators: the compiler then keeps them in vector registers.
@@ -24,7 +25,7 @@ std::pair<T, T> token_range(Span<const T> tokens) {
     return {low, high};
 }
 
-// out[i] = tokens[i]; every id was found to fit To before (token_range).
+// Copies tokens to out. The caller checked with token_range that every id fits To.
 template <typename From, typename To>
 void narrow_tokens(Span<const From> tokens, Span<To> out) {
     check(out.size() == tokens.size(), "out has ", out.size(), " elements; it must have ",

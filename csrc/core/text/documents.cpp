@@ -26,18 +26,18 @@ std::vector<Result> for_each_document(Span<const std::uint8_t> text,
     return result;
 }
 
-// Length in bytes of the white space character at p, or 0: str.isspace() of Python.
-std::int64_t white_space(const std::uint8_t* p, const std::uint8_t* end) {
+// Returns the bytes of the white space character at p (as str.isspace() of Python), or 0.
+std::int64_t white_space_bytes(const std::uint8_t* p, const std::uint8_t* end) {
     const std::uint8_t c = p[0];
     if (c < 0x80) return c == ' ' || (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x1F) ? 1 : 0;
     const auto room = end - p;
     if (c == 0xC2) return room >= 2 && (p[1] == 0x85 || p[1] == 0xA0) ? 2 : 0;
     if (room < 3 || c < 0xE1 || c > 0xE3) return 0;
-    const unsigned rest = (static_cast<unsigned>(p[1]) << 8) | p[2];
-    if (c == 0xE1) return rest == 0x9A80 ? 3 : 0;  // U+1680
-    if (c == 0xE3) return rest == 0x8080 ? 3 : 0;  // U+3000
-    const bool space = (rest >= 0x8080 && rest <= 0x808A) || rest == 0x80A8 || rest == 0x80A9 ||
-                       rest == 0x80AF || rest == 0x819F;  // U+2000..200A, 2028, 2029, 202F, 205F
+    const unsigned tail = (static_cast<unsigned>(p[1]) << 8) | p[2];
+    if (c == 0xE1) return tail == 0x9A80 ? 3 : 0;  // U+1680
+    if (c == 0xE3) return tail == 0x8080 ? 3 : 0;  // U+3000
+    const bool space = (tail >= 0x8080 && tail <= 0x808A) || tail == 0x80A8 || tail == 0x80A9 ||
+                       tail == 0x80AF || tail == 0x819F;  // U+2000..200A, 2028, 2029, 202F, 205F
     return space ? 3 : 0;
 }
 
@@ -45,7 +45,7 @@ std::int64_t words(Span<const std::uint8_t> document) {
     std::int64_t count = 0;
     bool inside = false;
     for (const std::uint8_t* p = document.begin(); p != document.end();) {
-        const std::int64_t space = white_space(p, document.end());
+        const std::int64_t space = white_space_bytes(p, document.end());
         count += space == 0 && !inside ? 1 : 0;
         inside = space == 0;
         p += space == 0 ? 1 : space;  // continuation bytes are never white space
@@ -53,14 +53,14 @@ std::int64_t words(Span<const std::uint8_t> document) {
     return count;
 }
 
-// Whether c lies in one of the ranges (first, last), which are ascending.
+// Returns true if code point c is in one of the ascending ranges (first, last).
 bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
     const std::int64_t* above = std::upper_bound(ranges.begin(), ranges.end(), c);
-    const auto bounds_passed = above - ranges.begin();  // odd: between a first and its last
-    return bounds_passed % 2 == 1 || (bounds_passed > 0 && *(above - 1) == c);
+    const auto num_below = above - ranges.begin();  // odd: c is between a first and its last
+    return num_below % 2 == 1 || (num_below > 0 && *(above - 1) == c);
 }
 
-// Whether one of eight bytes is 0xE0 or above: the first of a character of three or four bytes.
+// Returns true if one of eight bytes is 0xE0 or above: it starts a character of 3 or 4 bytes.
 bool has_long_lead(std::uint64_t word) {
     return (word & (word << 1) & (word << 2) & kHighBits) != 0;
 }
@@ -71,7 +71,7 @@ bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges)
     while (p != end) {
         if (end - p >= 8 && !has_long_lead(load_8_bytes(p))) {
             p += 8;
-        } else if (*p < 0xE0) {  // below U+0800, or a byte inside a character
+        } else if (*p < 0xE0) {  // a character below U+0800, or a continuation byte
             ++p;
         } else {
             const std::int64_t length = *p < 0xF0 ? 3 : 4;
@@ -87,14 +87,13 @@ bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges)
 
 void check_offsets(Span<const std::int64_t> offsets, std::int64_t num_ids) {
     check(!offsets.empty() && offsets[0] == 0, "offsets must start with 0");
-    for (std::int64_t i = 0; i + 1 < offsets.size(); ++i) {
+    for (std::int64_t i = 0; i + 1 < offsets.size(); ++i)
         check(offsets[i] <= offsets[i + 1], "offsets descend at document ", i);
-    }
     check(offsets[offsets.size() - 1] == num_ids, "offsets end at ", offsets[offsets.size() - 1],
           "; there are ", num_ids, " token ids");
 }
 
-// Branch-free inside, so that it vectorizes: as unsigned, a negative id is larger than any limit.
+// Unsigned and without a branch, so that it vectorizes: a negative id exceeds every limit.
 template <typename Id>
 std::uint32_t largest(Span<const Id> ids) {
     std::uint32_t result = 0;

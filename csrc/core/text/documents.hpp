@@ -1,4 +1,8 @@
-// Many documents as one flat buffer with offsets: checks of their text, and their tokens framed.
+// Documents in one flat buffer with offsets: checks of their text, and special tokens added to
+// their token ids.
+//
+//     frame_documents<std::uint16_t>(ids {5, 6, 7}, offsets {0, 2, 3}, prefix {1}, suffix {2}, 10)
+//         ->  tokens {1, 5, 6, 2, 1, 7, 2}, offsets {0, 4, 7}, max_token 7
 #pragma once
 
 #include <cstdint>
@@ -8,16 +12,16 @@
 
 namespace megapack {
 
-// (documents): 1 where the document is valid UTF-8. offsets: (documents + 1), ascending.
+// Returns 1 for every document that is valid UTF-8, else 0. offsets: (documents + 1), ascending.
 std::vector<std::uint8_t> valid_utf8(Span<const std::uint8_t> text,
                                      Span<const std::int64_t> offsets);
 
-// (documents): words separated by white space, as len(text.split()) counts them in Python.
+// Returns the words of every document, separated by white space like len(text.split()) in Python.
 std::vector<std::int64_t> count_words(Span<const std::uint8_t> text,
                                       Span<const std::int64_t> offsets);
 
-// (documents): 1 where the document has a character inside one of `ranges`: pairs (first, last) of
-// code points, ascending, all above U+07FF. The text must be valid UTF-8.
+// Returns 1 for every document with a character inside one of `ranges`, else 0. Ranges are
+// ascending pairs (first, last) of code points above U+07FF. The text must be valid UTF-8.
 std::vector<std::uint8_t> has_characters(Span<const std::uint8_t> text,
                                          Span<const std::int64_t> offsets,
                                          Span<const std::int64_t> ranges);
@@ -29,8 +33,8 @@ struct FramedDocuments {
     std::int64_t max_token = -1;
 };
 
-// Puts `prefix` before and `suffix` behind every document and narrows ids to Stored in the same
-// pass. Ids: uint32 or int32. Throws DataError for an id below 0 or not below vocab_size.
+// Adds `prefix` before and `suffix` after every document and narrows the ids (uint32 or int32) to
+// Stored. Throws DataError for an id outside [0, vocab_size).
 template <typename Stored, typename Id>
 FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int64_t> offsets,
                                         Span<const std::int64_t> prefix,

@@ -10,29 +10,25 @@
 namespace megapack {
 namespace {
 
-// Bytes equal to `byte` become non-zero in their high bit (exact for the lowest such byte).
+// Sets the high bit of every byte that equals `byte` (exact for the lowest such byte).
 constexpr std::uint64_t bytes_equal(std::uint64_t word, std::uint8_t byte) {
     const std::uint64_t difference = word ^ (0x0101010101010101U * byte);
     return (difference - 0x0101010101010101U) & ~difference & kHighBits;
 }
 
-// The high bit of every byte that ends a plain run: quote, backslash, control, not ASCII.
+// Sets the high bit of every byte that ends a plain run: quote, backslash, control, not ASCII.
 constexpr std::uint64_t special_bytes(std::uint64_t word) {
     const std::uint64_t controls = (word - 0x2020202020202020U) & ~word & kHighBits;
     return bytes_equal(word, '"') | bytes_equal(word, '\\') | controls | (word & kHighBits);
 }
 
-// How many of the eight bytes in memory come before the first special one.
-std::size_t plain_bytes(std::uint64_t word) {
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+// Returns how many of the eight bytes precede the first special one.
+std::size_t plain_bytes(std::uint64_t word) {  // little-endian, like every supported machine
     const std::uint64_t special = special_bytes(word);
     return special == 0 ? 8 : static_cast<std::size_t>(__builtin_ctzll(special)) / 8;
-#else
-    return special_bytes(word) == 0 ? 8 : 0;  // the caller goes on byte by byte
-#endif
 }
 
-// -1 where it is none.
+// Returns 0 to 15, or -1 for another character.
 int hex_digit(std::uint8_t c) {
     if (c >= '0' && c <= '9') return c - '0';
     if (c >= 'a' && c <= 'f') return c - 'a' + 10;
@@ -44,10 +40,10 @@ bool is_digit(std::uint8_t c) {
     return c >= '0' && c <= '9';
 }
 
-// JSON read from memory, value by value, without a tree of it.
 constexpr std::size_t kSlack = 8;  // plain runs are copied eight bytes at a time
 
-// Every reader leaves `p_` behind what it read and returns false where the text is no JSON.
+// Reads JSON value by value without building a tree. Every method moves `p_` behind what it read
+// and returns false for invalid JSON.
 class JsonReader {
   public:
     explicit JsonReader(Span<const std::uint8_t> text) : p_(text.begin()), end_(text.end()) {}
@@ -72,7 +68,7 @@ class JsonReader {
         return true;
     }
 
-    // Any value, without recursion: a bit per open container.
+    // Skips any value without recursion: one flag per open container.
     bool skip_value() {
         std::array<bool, kMaxJsonDepth> is_object{};
         std::size_t depth = 0;
@@ -97,7 +93,7 @@ class JsonReader {
         }
     }
 
-    // The rest of a string whose opening quote is taken. With kCopy it is unescaped to `out`.
+    // Reads a string behind its opening quote. With kCopy, unescapes it to `out`.
     template <bool kCopy>
     bool string(std::uint8_t* out, std::size_t* written) {
         std::uint8_t* const begin = out;
@@ -139,10 +135,10 @@ class JsonReader {
 
     const std::uint8_t* p_;
     const std::uint8_t* end_;
-    bool lone_surrogate_ = false;  // in the string read last
+    bool lone_surrogate_ = false;  // in the last string
 
   private:
-    // Behind a value: closes containers until one goes on with a comma; depth 0 ends the value.
+    // After a value: closes containers until one continues with a comma; depth 0 ends the value.
     bool next_value(const std::array<bool, kMaxJsonDepth>& is_object, std::size_t* depth) {
         while (*depth > 0) {
             const bool object = is_object[*depth - 1];
@@ -194,45 +190,26 @@ class JsonReader {
 
     bool escape(std::uint32_t* c) {
         if (p_ == end_) return false;
-        switch (*p_++) {
-            case '"':
-            case '\\':
-            case '/':
-                *c = p_[-1];
-                return true;
-            case 'b':
-                *c = '\b';
-                return true;
-            case 'f':
-                *c = '\f';
-                return true;
-            case 'n':
-                *c = '\n';
-                return true;
-            case 'r':
-                *c = '\r';
-                return true;
-            case 't':
-                *c = '\t';
-                return true;
-            case 'u':
-                return unicode_escape(c);
-            default:
-                return false;
-        }
+        constexpr std::string_view kNames = "\"\\/bfnrt", kValues = "\"\\/\b\f\n\r\t";
+        const auto name = static_cast<char>(*p_++);
+        if (name == 'u') return unicode_escape(c);
+        const std::size_t at = kNames.find(name);
+        if (at == std::string_view::npos) return false;
+        *c = static_cast<std::uint8_t>(kValues[at]);
+        return true;
     }
 
     bool unicode_escape(std::uint32_t* c) {
         if (!four_hex_digits(c)) return false;
         if (*c < 0xD800 || *c > 0xDFFF) return true;
-        const std::uint8_t* behind_first = p_;
+        const std::uint8_t* after_high = p_;
         std::uint32_t low = 0;
         if (*c < 0xDC00 && take('\\') && take('u') && four_hex_digits(&low) && low >= 0xDC00 &&
             low <= 0xDFFF) {
             *c = 0x10000 + ((*c - 0xD800) << 10) + (low - 0xDC00);
             return true;
         }
-        p_ = behind_first;
+        p_ = after_high;
         lone_surrogate_ = true;
         return true;
     }
@@ -249,14 +226,14 @@ class JsonReader {
     }
 };
 
-// One line. Unescaped strings are never longer than their source: `out` needs the line's size +
-// kSlack.
+// Parses one line. An unescaped string is never longer than its source: `out` needs the size of the
+// line + kSlack.
 class LineParser : JsonReader {
   public:
     LineParser(Span<const std::uint8_t> line, std::string_view key, JsonValues values)
         : JsonReader(line), key_(key), values_(values) {}
 
-    // Leaves the text at `out` and its length in *written (0 unless the status is ok).
+    // Writes the text to `out` and its size to *written (0 unless the status is ok).
     LineStatus parse(std::uint8_t* out, std::size_t* written) {
         skip_space();
         if (p_ == end_) return LineStatus::blank;
@@ -270,8 +247,8 @@ class LineParser : JsonReader {
     }
 
   private:
-    // The member called by the whole key is the one; without it, what the rest of the key finds in
-    // the member called by its part before the first dot.
+    // Looks for the member with the whole key; without it, for the part of the key after its first
+    // dot in the member with the part before.
     bool object(std::string_view key, std::uint8_t* out, std::size_t* written, LineStatus* status) {
         *status = LineStatus::missing_key;
         ++p_;
@@ -291,7 +268,7 @@ class LineParser : JsonReader {
             } else if (at('{')) {
                 is_json = object(key.substr(dot + 1), out, written, status);
             } else {
-                *status = LineStatus::missing_key;  // the last of members of one name counts
+                *status = LineStatus::missing_key;  // the last of several equal names counts
                 is_json = skip_value();
             }
             if (!is_json) return false;
@@ -302,7 +279,7 @@ class LineParser : JsonReader {
         }
     }
 
-    // Valid until the next name. A name with half a surrogate pair is nobody's.
+    // *name is valid until the next call. Half a surrogate pair never equals a key.
     bool member_name(std::string_view* name) {
         if (!take('"')) return false;
         const std::uint8_t* begin = p_;
@@ -326,14 +303,14 @@ class LineParser : JsonReader {
             return true;
         }
         const bool scalar = !at('{') && !at('[') && !at('n');
-        const bool taken =
+        const bool accepted =
             values_ == JsonValues::any ||
             (values_ == JsonValues::lists ? at('[') : values_ == JsonValues::scalars && scalar);
         const std::uint8_t* begin = p_;
         if (!skip_value()) return false;
-        *status = taken ? LineStatus::ok : LineStatus::wrong_type;
+        *status = accepted ? LineStatus::ok : LineStatus::wrong_type;
         *written = static_cast<std::size_t>(p_ - begin);
-        if (taken) std::memcpy(out, begin, *written);
+        if (accepted) std::memcpy(out, begin, *written);
         return true;
     }
 

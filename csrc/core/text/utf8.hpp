@@ -1,5 +1,5 @@
-// UTF-8 as Unicode defines it: no overlong forms, no surrogates, nothing above U+10FFFF. The same
-// byte strings pass here and in Python's strict decoder.
+// UTF-8 as Unicode defines it: no overlong forms, no surrogates, nothing above U+10FFFF. Accepts
+// the same bytes as Python's strict decoder.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace megapack {
 
-// Length in bytes (1..4) of the character that starts at p, or 0 where no valid character does.
+// Returns the bytes (1 to 4) of the character at p, or 0 if it is invalid.
 inline std::size_t utf8_character(const std::uint8_t* p, const std::uint8_t* end) {
     const auto continues = [&](std::size_t i) { return (p[i] & 0xC0U) == 0x80U; };
     const auto room = static_cast<std::size_t>(end - p);
@@ -53,7 +53,7 @@ inline bool is_utf8(Span<const std::uint8_t> text) {
     return true;
 }
 
-// Writes code point c; returns what follows it (at most four bytes further).
+// Writes code point c (1 to 4 bytes); returns the position after it.
 inline std::uint8_t* write_utf8(std::uint32_t c, std::uint8_t* out) {
     const auto tail = [&](int shift) {
         return static_cast<std::uint8_t>(0x80U | ((c >> shift) & 0x3FU));

@@ -1,4 +1,4 @@
-"""Wrong arguments of the C++ core raise: arrays and names with their name, scalars by any error."""
+"""Bindings of the C++ core: wrong arguments raise, and errors name the array or the name."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def packed(strategy: str, **rules: Any) -> dict[str, Any]:
 
 
 def samples(**changed: Any) -> list[int]:
-    """Return samples per bucket by the rules of the bucket strategies."""
+    """Count samples with rules of the bucket strategies."""
     return _core.count_bucket_samples(np.array([0, 1]), {"buckets": [8, 16], **changed})
 
 
 def gatherer(**changed: Any) -> _core.Gatherer:
-    """Return a gatherer of one shard of three samples."""
+    """Return a gatherer with one shard of three samples."""
     given = {"positions": "segment", "attention": "document", "label_boundary": "document"}
     runs = {"first_ids": np.array([0, 3]), "shards": ONE, "first_samples": ONE, "sources": ONE}
-    rest = {"loss": "token_mean", "alignment": 1, "pad_token": 0}
-    return _core.Gatherer(**{**given, **runs, **rest, **changed})
+    options = {"loss": "token_mean", "alignment": 1, "pad_token": 0}
+    return _core.Gatherer(**{**given, **runs, **options, **changed})
 
 
 CYCLE = _core.CycleOrder(np.array([2, 3]), np.ones(2), 1, "spread", False)
@@ -97,8 +97,8 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
     "element": lambda x: CHECKED.require(x, 1),
     "last element": lambda x: CHECKED.require(0, x),
     "tokens' place": lambda x: _core.store_tokens(LENGTHS, np.zeros(8, np.int32), x, 0, 99),
-    "document offsets' itemsize": lambda x: _core.document_offsets(_idx(*SOUND), "x.idx", x),
-    "bytes of a file": lambda x: _core.index_header(_idx(*SOUND), x, "x.idx"),
+    "document offsets' itemsize": lambda x: _core.document_offsets(_idx(*VALID), "x.idx", x),
+    "bytes of a file": lambda x: _core.index_header(_idx(*VALID), x, "x.idx"),
     "pattern's bucket": lambda x: packed("bucket", buckets=[8, 16], given=[(x, 1, [(5, 1)])]),
     "pattern's count": lambda x: packed("bucket", buckets=[8, 16], given=[(0, x, [(5, 1)])]),
     "pattern's length": lambda x: packed("bucket", buckets=[8, 16], given=[(0, 1, [(x, 1)])]),
@@ -113,15 +113,15 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_wrong_scalars_raise_or_are_harmless(name: str, value: Any) -> None:
-    """Python validates scalars; a wrong one that gets through must not end the process."""
+def test_wrong_scalars_raise_or_do_no_harm(name: str, value: Any) -> None:
+    """Python validates scalars; a wrong one in the core must not crash the process."""
     with contextlib.suppress(ValueError, TypeError, RuntimeError, MemoryError, OverflowError):
         COUNTS[name](value)
     assert packed("next_fit", capacity=8, shuffle=False)["dropped_tokens"] == 0
 
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
-def test_numpys_integers_are_integers(name: str) -> None:
+def test_numpy_integers_are_accepted(name: str) -> None:
     with contextlib.suppress(ValueError):  # 1 is out of range for some, but never a TypeError
         COUNTS[name](np.int64(1))
 
@@ -135,7 +135,7 @@ def test_numpys_integers_are_integers(name: str) -> None:
         (lambda: samples(buckets=[16, 8]), "buckets must ascend; 8 follows 16"),
         (lambda: samples(buckets=[0, 8]), "a capacity is 0 tokens"),
         (lambda: samples(overflow="hed"), "overflow is 'hed'; it must be one of pad, head, promo"),
-        (lambda: samples(padding_threshold=(3, 2)), "3 / 2 is no share from 0 to 1"),
+        (lambda: samples(padding_threshold=(3, 2)), "3 / 2 is not a share from 0 to 1"),
         (
             lambda: packed("seamless", capacity=8, r_max=(1, 2), placement="papr"),
             "placement is 'papr'; it must be one of exact, paper, published",
@@ -172,21 +172,21 @@ def test_numpys_integers_are_integers(name: str) -> None:
         ),
     ],
 )
-def test_wrong_names_and_ranges_say_what_is_known(call: Callable[[], Any], message: str) -> None:
+def test_messages_of_wrong_names_and_ranges(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_stub_types_every_name_of_the_module() -> None:
+def test_stub_has_every_name_of_the_module() -> None:
     text = Path(_core.__file__).with_name("_core.pyi").read_text(encoding="utf-8")
     names = {getattr(node, "name", None) for node in ast.parse(text).body}
     assert {name for name in vars(_core) if not name.startswith("_")} <= names | {"BLOCK_BYTES"}
     assert not re.search(r"Supports|ArrayLike|numpy\.ndarray|megapack\.|arg0", text)
-    written = "def scan_lengths(lengths: NDArray[np.int32], itemsize: int, begin: int)"
-    assert f"{written} -> tuple[NDArray[np.int64], int]:" in text
+    signature = "def scan_lengths(lengths: NDArray[np.int32], itemsize: int, begin: int)"
+    assert f"{signature} -> tuple[NDArray[np.int64], int]:" in text
 
 
-def test_a_file_name_that_is_no_unicode_is_shown_with_escapes() -> None:
+def test_invalid_unicode_in_a_file_name_is_escaped() -> None:
     with pytest.raises(FormatError, match=r"caf\\udce9.idx is not a Megatron index"):
         _core.index_header(np.frombuffer(b"nothing", np.uint8), 7, "caf\udce9.idx")
 
@@ -196,18 +196,18 @@ def test_a_file_name_that_is_no_unicode_is_shown_with_escapes() -> None:
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("lengths", [[2**62] * 4, [2**62, 1], [2**63 - 1] * 3])
-def test_totals_past_64_bits_are_refused_first(strategy: str, lengths: list[int]) -> None:
+def test_totals_above_64_bits_are_refused(strategy: str, lengths: list[int]) -> None:
     with pytest.raises(DataError, match=r"more than 2\^62 tokens in all"):
         pack(lengths, strategy, buckets=4096)
 
 
-def test_lengths_that_no_memory_holds_are_named_by_all_that_cut() -> None:
-    for name, own in (("concat", {}), ("bucket", {}), ("bucket_llm", {"pool": "stream"})):
+def test_lengths_that_exceed_memory_are_named() -> None:
+    for name, parameters in (("concat", {}), ("bucket", {}), ("bucket_llm", {"pool": "stream"})):
         with pytest.raises(MemoryError, match="documents of 2,305,843,009,213,693,952 tokens"):
-            pack([2**61], name, buckets=16, **own)
+            pack([2**61], name, buckets=16, **parameters)
 
 
-def test_a_document_that_is_streamed_hears_what_stops_the_packing() -> None:
+def test_progress_callback_stops_a_streamed_document() -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -215,21 +215,21 @@ def test_a_document_that_is_streamed_hears_what_stops_the_packing() -> None:
         pack([1 << 29], "bucket_llm", buckets=16, pool="stream", progress=stop)
 
 
-def test_lengths_are_counted_while_they_are_checked() -> None:
+def test_document_lengths_are_counted() -> None:
     for dtype in (np.int32, np.int64, np.uint64):
         counted = _core.DocumentLengths(np.array([0, 7, 3, 0, 8], dtype), capacity=7)
-        found = (len(counted), counted.num_tokens, counted.num_empty, counted.num_longer)
-        assert (*found, counted.longest) == (5, 18, 2, 1, 8)
+        counts = (len(counted), counted.num_tokens, counted.num_empty, counted.num_longer)
+        assert (*counts, counted.longest) == (5, 18, 2, 1, 8)
     assert _core.DocumentLengths(np.zeros(0, np.int32)).longest == 0
 
 
-def test_unsigned_lengths_are_what_they_are() -> None:
+def test_unsigned_lengths() -> None:
     assert pack(np.array([3, 9], np.uint64), buckets=8).num_tokens == 12
     with pytest.raises(DataError, match="the longest has 18446744073709551615"):
         pack(np.array([3, 2**64 - 1], np.uint64), buckets=8)
 
 
-def test_a_negative_length_is_refused_wherever_it_stands() -> None:
+def test_negative_lengths_are_refused_at_any_position() -> None:
     for dtype in (np.int32, np.int64):
         lengths = np.full(200_000, 3, dtype)
         lengths[150_000] = -7
@@ -242,7 +242,7 @@ def test_a_negative_length_is_refused_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("r_max", [k / 20 for k in range(21)] + [1 / 3, 0.29, 1e-9])
 @pytest.mark.parametrize("capacity", [5, 100, 1000, 2000])
-def test_a_document_slides_exactly_where_equation_1_says(r_max: float, capacity: int) -> None:
+def test_documents_slide_as_in_equation_1(r_max: float, capacity: int) -> None:
     share = Fraction(repr(float(r_max)))
     for n in (1, 2, 3, 7, 10):
         bound = -(-n * share * capacity // 1)  # ceil
@@ -254,7 +254,7 @@ def test_a_document_slides_exactly_where_equation_1_says(r_max: float, capacity:
 
 
 @pytest.mark.parametrize("threshold", [0.29, 0.07, 0.1, 0.28])
-def test_a_gap_of_exactly_the_threshold_does_not_exceed_it(threshold: float) -> None:
+def test_padding_equal_to_the_threshold_is_accepted(threshold: float) -> None:
     gap = int(Fraction(repr(threshold)) * 100)
     for wider in (0, 1):  # the gap is filled with the head of the shortest document only if wider
         lengths = [100 - gap - wider, 60]
@@ -270,7 +270,7 @@ def _arrays() -> tuple[Any, ...]:
     return pack(LENGTHS, "next_fit", buckets=16, shuffle=False).segment_arrays()
 
 
-def test_wrong_offsets_are_refused_not_followed() -> None:
+def test_wrong_offsets_are_refused() -> None:
     for which, value in [(0, 1 << 40), (0, -1), (1, 1 << 40), (1, -5)]:
         arrays = [array.copy() for array in _arrays()]
         arrays[which][1] = value
@@ -278,7 +278,7 @@ def test_wrong_offsets_are_refused_not_followed() -> None:
             _core.measure_samples(*arrays, 3)
 
 
-def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
+def test_empty_assignments_and_wrong_sizes() -> None:
     none = np.zeros(0, np.int64)
     assert _core.assign_evenly(none, none).tolist() == []
     assert _core.assign_evenly(none, np.zeros(3, np.int64)).tolist() == []
@@ -293,29 +293,29 @@ def test_an_empty_deal_deals_nothing_and_wrong_sizes_are_refused() -> None:
             _core.assign_evenly(np.array(costs), np.array(sizes))
 
 
-def at_an_odd_byte(array: Any) -> Any:
-    """Copy an array to an odd address."""
+def unaligned(array: Any) -> Any:
+    """Return a copy at an unaligned address."""
     given = np.asarray(array)
     return np.frombuffer(bytearray(b".") + given.tobytes(), given.dtype, offset=1)
 
 
-def test_arrays_at_odd_bytes_are_read_from_a_copy_or_refused_and_never_written() -> None:
+def test_unaligned_arrays_are_copied_or_refused() -> None:
     costs, sizes = np.array([5, 1, 4, 2]), np.array([2, 2])
-    dealt = _core.assign_evenly(at_an_odd_byte(costs), at_an_odd_byte(sizes))
-    assert dealt.tolist() == _core.assign_evenly(costs, sizes).tolist()
+    assigned = _core.assign_evenly(unaligned(costs), unaligned(sizes))
+    assert assigned.tolist() == _core.assign_evenly(costs, sizes).tolist()
     index = pack(LENGTHS, buckets=[8, 16])
-    index.verify(at_an_odd_byte(LENGTHS))
+    index.verify(unaligned(LENGTHS))
     with pytest.raises(ValueError, match="segment_length must be one contiguous, aligned"):
-        _core.attention_cost(index.sample_segment_offsets, at_an_odd_byte(index.segment_length))
+        _core.attention_cost(index.sample_segment_offsets, unaligned(index.segment_length))
     out = [np.zeros(8, dtype) for dtype in (np.int64, np.int64, np.float32, np.int64)]
     for which, name in enumerate(("tokens", "labels", "loss_mask", "position_ids")):
-        odd = [at_an_odd_byte(a) if i == which else a for i, a in enumerate(out)]
+        odd = [unaligned(a) if i == which else a for i, a in enumerate(out)]
         with pytest.raises(ValueError, match=f"{name} is read-only or not aligned"):
             shape = _core.BatchShape(1, 8, 8, False, 0)
             gatherer().gather(np.zeros(1, np.int64), StepView().core, shape, *odd)
 
 
-def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
+def test_check_laws_refuses_wrong_numbers() -> None:
     """Replace every number of a valid index: check_laws refuses it, or it is still valid."""
     sound = [np.array([16]), *_arrays()]
     _core.check_laws(*sound, LENGTHS)
@@ -334,7 +334,7 @@ def test_no_array_of_an_index_is_accepted_with_a_wrong_number() -> None:
     assert refused > 100
 
 
-# --- the gather as strict as the reader -----------------------------------------------------------
+# --- the gather checks what the reader checks -----------------------------------------------------
 
 
 def _idx(lengths: list[int], pointers: list[int], documents: list[int]) -> np.ndarray:
@@ -344,7 +344,7 @@ def _idx(lengths: list[int], pointers: list[int], documents: list[int]) -> np.nd
 
 
 def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int) -> list[int]:
-    """Return the tokens of sample `wanted`; each sample is one segment."""
+    """Return the tokens of sample `wanted`; a sample is one segment (document, begin, length)."""
     document, begin, length = np.array(samples, np.int32).T.copy()
     source = gatherer()
     none, offsets = np.zeros(0, np.int64), np.arange(len(samples) + 1)
@@ -361,12 +361,12 @@ def _gathered(idx: np.ndarray, samples: list[tuple[int, int, int]], wanted: int)
 
 
 WHOLE = [(0, 0, 8), (1, 0, 4), (2, 0, 6)]  # documents of 8 (two sequences), 4 and 6 tokens
-SOUND = ([5, 3, 4, 6], [0, 10, 16, 24], [0, 2, 3, 4])
+VALID = ([5, 3, 4, 6], [0, 10, 16, 24], [0, 2, 3, 4])
 
 
-def test_a_sound_index_is_gathered() -> None:
-    assert _gathered(_idx(*SOUND), WHOLE, 0) == list(range(8))
-    assert _gathered(_idx(*SOUND), WHOLE, 2) == list(range(12, 18))
+def test_valid_index_is_gathered() -> None:
+    assert _gathered(_idx(*VALID), WHOLE, 0) == list(range(8))
+    assert _gathered(_idx(*VALID), WHOLE, 2) == list(range(12, 18))
 
 
 @pytest.mark.parametrize(
@@ -380,17 +380,17 @@ def test_a_sound_index_is_gathered() -> None:
         ([2, 10, 16, 24], 0, "sequence 0 points at byte 2, but .* end at 0"),
         ([0, 12, 16, 24], 0, "sequence 1 points at byte 12, but .* end at 10"),  # no gap inside
         ([0, 10, 18, 26], 0, "sequence 2 points at byte 18, but .* end at 16"),  # behind it
-        ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside of a token of 2 bytes"),
+        ([0, 10, 17, 25], 2, "sequence 3 begins at byte 25, inside a token of 2 bytes"),
     ],
 )
-def test_wrong_pointers_are_not_gathered(pointers: list[int], document: int, message: str) -> None:
-    idx = _idx(SOUND[0], pointers, SOUND[2])
+def test_gather_refuses_wrong_pointers(pointers: list[int], document: int, message: str) -> None:
+    idx = _idx(VALID[0], pointers, VALID[2])
     with pytest.raises(FormatError, match="points at byte"):
         _core.document_offsets(idx, "x.idx", 2)
     with pytest.raises(FormatError, match=message):
         _gathered(idx, WHOLE, document)
 
 
-def test_a_document_past_the_end_of_the_tokens_is_refused() -> None:
+def test_gather_refuses_a_document_after_the_last_token() -> None:
     with pytest.raises(FormatError, match="document 0 ends at token 2000; the file has 1000"):
         _gathered(_idx([2000], [0], [0, 1]), [(0, 0, 8)], 0)
