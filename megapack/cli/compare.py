@@ -93,14 +93,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     options: tuple[tuple[str, Any, Any, str], ...] = (
         # option and metavar, default, type or choices, help
         ("--model", "1b", list(MODELS), "size of the model, in parameters"),
-        ("--model-shape PARAMETERS,LAYERS,WIDTH", None, str, "another model, as 2.6e9,26,2304"),
+        ("--model-shape PARAMETERS,LAYERS,WIDTH", None, str, "instead of --model: 2.6e9,26,2304"),
         ("--gpu", "h100", list(GPUS), "type of the GPUs"),
-        ("--gpu-tflops X", None, float, "dense 16-bit peak of another type of GPU, in TFLOP/s"),
+        ("--gpu-tflops X", None, float, "instead of --gpu: dense 16-bit peak, in TFLOP/s"),
         ("--num-gpus N", 64, int, "number of GPUs"),
         ("--gpu-price X", 2.0, float, "dollars per GPU hour"),
         ("--utilization X", 0.4, float, "share of the peak that training reaches, 0 to 1"),
         ("--train-tokens N", None, float, "document tokens to train on (default: all, once)"),
-        ("--attention", "document", ["document", "sample"], "inside documents or over samples"),
+        ("--attention", "document", ["document", "sample"], "inside documents, or over samples"),
         ("--dealing", "balanced", ["balanced", "random"], _DEALING),
         ("--num-ranks N", None, int, "data-parallel ranks (default: --num-gpus)"),
         ("--tokens-per-rank N", 49_152, int, "tokens of one rank in one step"),

@@ -32,6 +32,7 @@ from megapack.cli.arguments import add_shared, refuse_without
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Screen, note, print_result, print_table
 from megapack.cli.pack import describe_shards, print_composition, print_shards
+from megapack.config import check_range
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sample_index import IDX_CHECKSUMS
@@ -327,8 +328,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.fim is None:
         refuse_without("--fim MANIFEST", epoch=args.epoch or None, seed=args.seed or None)
-    if not 0 <= args.epoch < 1 << 63:
-        raise ConfigError(f"--epoch is {args.epoch}; it must be at least 0 and below 2^63")
+    check_range("inspect", at_least=0, below=1 << 63, **{"--epoch": args.epoch})
     if args.sample is None:
         refuse_without("--sample I", fim=args.fim, tokenizer=args.tokenizer, full=args.full)
     if not manifests:

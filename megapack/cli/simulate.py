@@ -27,7 +27,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from numpy.typing import NDArray
 from megapack.cli.arguments import add_shared, positive, refuse_without
 from megapack.cli.output import Screen, note, print_result, print_table
 from megapack.compare import MODELS
-from megapack.config import load_config
+from megapack.config import check_range, load_config
 from megapack.errors import ConfigError, DataError
 from megapack.packing import SampleIndex
 from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, StepTime, simulate_step
@@ -103,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--documents-per-step",
             None,
-            f"of all ranks (default: {MICRO_BATCHES} micro batches full)",
+            f"documents of all ranks in a step (default: fill {MICRO_BATCHES} micro batches)",
         ),
         ("--steps", 4, "number of steps to simulate, evenly spread (default: %(default)s)"),
     ):
@@ -139,10 +138,7 @@ def run(args: argparse.Namespace) -> None:
         linear = MODELS[args.model].linear_cost_tokens
     costs = {"linear_cost_tokens": linear, "exchange_cost_tokens": args.exchange_cost_tokens}
     for name, value in costs.items():
-        if not 0 <= value < math.inf:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value:g}; it must be finite and at least 0"
-            )
+        check_range("simulate", at_least=0, **{f"--{name.replace('_', '-')}": value})
     cluster = Cluster(
         data_parallel=args.data_parallel,
         context_parallel=args.context,

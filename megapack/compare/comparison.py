@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from megapack.compare.cost import NUM_STEPS, TrainingRun, estimate_cost, measure_work
 from megapack.compare.evaluation import Case, Evaluation, Recommendation, recommend
+from megapack.config import check_range
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
 from megapack.planning import CriticalPath, plan_step
@@ -147,12 +148,10 @@ def measure_plans(
         ConfigError: a number below 1, or a micro batch of more tokens than the step.
         DataError: no document has a token.
     """
-    if num_ranks < 1 or not 1 <= micro_batch_tokens <= tokens_per_rank:
-        raise ConfigError(
-            f"num_ranks is {num_ranks}, micro_batch_tokens {micro_batch_tokens} and "
-            f"tokens_per_rank {tokens_per_rank}; all must be at least 1, and a micro batch has at "
-            "most the tokens that a rank has in a step"
-        )
+    section = f"planned steps of {tokens_per_rank} tokens per rank"
+    check_range(section, at_least=1, num_ranks=num_ranks)
+    limits = {"at_least": 1, "at_most": tokens_per_rank}
+    check_range(section, **limits, micro_batch_tokens=micro_batch_tokens)
     most = 1 << (num_ranks.bit_length() - 1)
     longest = int(lengths.max(initial=0))
     enough = 1 << (max(1, -(-longest // micro_batch_tokens)) - 1).bit_length()

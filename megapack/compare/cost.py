@@ -16,7 +16,6 @@ measured on 64 A800 (Table 3) within 3 %; `make bench-composition` prints both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.config import check_positive, check_range
 from megapack.devices import FLOPS_PER_WEIGHT, PEAK_FLOPS, attention_flops
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
@@ -96,11 +96,8 @@ def measure_work(
         num_steps: steps drawn for the estimate, with replacement, seeded. Longest first is
             measured with at most 64 samples per rank.
     """
-    if num_ranks < 1 or tokens_per_rank < 1 or num_steps < 1:
-        raise ConfigError(
-            f"num_ranks is {num_ranks}, tokens_per_rank {tokens_per_rank}, num_steps {num_steps}; "
-            "all must be at least 1"
-        )
+    counts = {"num_ranks": num_ranks, "tokens_per_rank": tokens_per_rank, "num_steps": num_steps}
+    check_range("work of an index", at_least=1, **counts)
     squares = index.attention_cost()
     result = []
     for bucket, capacity in enumerate(index.bucket_capacity.tolist()):
@@ -147,11 +144,6 @@ def _imbalance(steps: list[NDArray[np.int64]]) -> float:
     return busiest / float(np.mean([loads.mean() for loads in steps]))
 
 
-def _is_positive(number: float) -> bool:
-    """Return whether a number is positive and finite."""
-    return 0 < number < math.inf
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Sizes of a decoder that determine its cost.
@@ -169,11 +161,8 @@ class Model:
     attention_width: int
 
     def __post_init__(self) -> None:
-        if not (_is_positive(self.parameters) and min(self.num_layers, self.attention_width) > 0):
-            raise ConfigError(
-                f"model {self.name!r} has {self.parameters:g} parameters, {self.num_layers} layers "
-                f"and attention width {self.attention_width}; all three must be positive"
-            )
+        sizes = {name: getattr(self, name) for name in ("num_layers", "attention_width")}
+        check_positive(f"model {self.name!r}", parameters=self.parameters, **sizes)
 
     @property
     def flops_per_token(self) -> float:
@@ -199,8 +188,7 @@ class Gpu:
     peak_flops: float
 
     def __post_init__(self) -> None:
-        if not _is_positive(self.peak_flops):
-            raise ConfigError(f"GPU {self.name!r} has a peak of {self.peak_flops:g}; must be > 0")
+        check_positive(f"GPU {self.name!r}", peak_flops=self.peak_flops)
 
 
 MODELS: dict[str, Model] = {
@@ -245,14 +233,10 @@ class TrainingRun:
     train_tokens: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1:
-            raise ConfigError(f"num_gpus is {self.num_gpus}; at least 1 is needed")
-        if not 0 < self.utilization <= 1:
-            raise ConfigError(f"utilization is {self.utilization}; it is a share, 0 < share <= 1")
-        if not 0 <= self.price_per_gpu_hour < math.inf:
-            raise ConfigError(f"price_per_gpu_hour is {self.price_per_gpu_hour}; it must be >= 0")
-        if self.train_tokens is not None and not _is_positive(self.train_tokens):
-            raise ConfigError(f"train_tokens is {self.train_tokens:g}; it must be positive")
+        check_range("training run", at_least=1, num_gpus=self.num_gpus)
+        check_range("training run", above=0, at_most=1, utilization=self.utilization)
+        check_range("training run", at_least=0, price_per_gpu_hour=self.price_per_gpu_hour)
+        check_positive("training run", train_tokens=self.train_tokens)
 
     @property
     def flops_per_gpu_hour(self) -> float:
@@ -288,14 +272,8 @@ class Breakdown:
     @property
     def gpu_hours(self) -> float:
         """Sum of the parts."""
-        return (
-            self.tokens
-            + self.repeated
-            + self.padding
-            + self.attention
-            + self.cross_attention
-            + self.waiting
-        )
+        tokens = self.tokens + self.repeated + self.padding
+        return tokens + self.attention + self.cross_attention + self.waiting
 
     @property
     def critical_path(self) -> float:

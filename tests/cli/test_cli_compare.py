@@ -82,7 +82,7 @@ def test_micro_batch_tokens_adds_planned_steps(lengths: Path) -> None:
     waiting = bucket["cost"]["waiting"] / bucket["cost"]["gpu_hours"]
     assert f"(step of bucket: {1 / (1 - waiting):.3f})" in text
     refused = compare(*options, "--tokens-per-rank", 100)
-    assert refused.returncode == 2 and "micro_batch_tokens 128" in refused.stderr
+    assert refused.returncode == 2 and "micro_batch_tokens is 128" in refused.stderr
 
 
 def test_dataset_and_its_lengths_compare_equal(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_training_options_reach_the_estimate(lengths: Path) -> None:
         (["--lengths", "long.npy"], 1, f"a document has {1 << 62} tokens; the limit is {1 << 40}"),
         (["--lengths", "good.npy", "--strategies", "buket"], 2, "did you mean 'bucket'?"),
         (["--lengths", "good.npy", "--model-shape", "2e9,10"], 2, "is not PARAMETERS,LAYERS,WIDTH"),
-        (["--lengths", "good.npy", "--utilization", "40"], 2, "it is a share"),
+        (["--lengths", "good.npy", "--utilization", "40"], 2, "must be above 0 and at most 1"),
         (["--lengths", "good.npy", "--max-documents", "0"], 2, "'0' is not a whole number"),
         (["--lengths", "negative.npy"], 1, "document 1 has length -3"),
         (["--lengths", "zeros.npy"], 1, "holds no document with a token"),
@@ -318,7 +318,11 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
             ("--max-tokens", "600", "--linear-cost-tokens", "-1"),
             "--linear-cost-tokens is -1",
         ),
-        ("lengths.npy", ("--max-tokens", "600", "--exchange-cost-tokens", "nan"), "must be finite"),
+        (
+            "lengths.npy",
+            ("--max-tokens", "600", "--exchange-cost-tokens", "nan"),
+            "must be a finite",
+        ),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),
